@@ -1,0 +1,298 @@
+"""What a user may ask for, and why a wish can be impossible.
+
+Everything here is a frozen dataclass that checks itself, without processes and without torch. A check never stops at
+the first fault: it returns every :class:`Problem` it finds, and one :class:`ConfigError` shows them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault in what the user asked for.
+
+    Attributes:
+        argument: the argument as the user writes it (``"tp"``, ``"micro_batch_size"``).
+        value: the value it has.
+        reason: why that value cannot work, with the numbers that collide.
+        nearest: the nearest values that would work, closest first; empty where there is no such list.
+    """
+
+    argument: str
+    value: object
+    reason: str
+    nearest: tuple[object, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{self.argument}={self.value!r}: {self.reason}"
+        return f"{text}; nearest valid: {', '.join(map(str, self.nearest))}" if self.nearest else text
+
+
+class ConfigError(ValueError):
+    """All faults of a configuration at once.
+
+    Attributes:
+        problems: the faults, in the order they were found.
+    """
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
+
+
+def raise_if_any(problems: Iterable[Problem]) -> None:
+    """Raise one :class:`ConfigError` if there is any problem."""
+    found = list(problems)
+    if found:
+        raise ConfigError(found)
+
+
+def nearest_to(value: int, candidates: Iterable[int], count: int = 3) -> tuple[int, ...]:
+    """The ``count`` candidates closest to ``value``, closest first."""
+    return tuple(sorted(set(candidates), key=lambda c: (abs(c - value), c))[:count])
+
+
+def divisors(n: int) -> list[int]:
+    """All positive divisors of ``n >= 1``, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def nearest_names(name: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Known names that look like a mistyped one (all of them, if none looks alike)."""
+    from difflib import get_close_matches
+
+    return tuple(get_close_matches(name, known, n=3, cutoff=0.5)) or tuple(known)
+
+
+class ModelShape(Protocol):
+    """What a layout must know of a model; ``TransformerConfig`` is one."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def ffn_hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_query_groups(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Sizes of the batches that a run feeds.
+
+    Attributes:
+        batch_size: samples that one data-parallel replica gets in one batch of its DataLoader.
+        micro_batch_size: samples of one forward; ``None`` means the whole batch.
+        seq_length: tokens of one sample, ``None`` if unknown.
+        global_batch_size: what the user says ``batch_size x dp x accumulate`` must be, ``None`` if they do not say.
+        accumulate_grad_batches: batches that Lightning accumulates before one optimizer step.
+    """
+
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    seq_length: int | None = None
+    global_batch_size: int | None = None
+    accumulate_grad_batches: int = 1
+
+
+@runtime_checkable
+class LayoutChecked(Protocol):
+    """Anything handed to the Trainer that has a say in which layouts can work: a module, a data module."""
+
+    def layout_problems(self, layout: ParallelLayout, micro_batch_size: int | None) -> list[Problem]:
+        """Faults of this object under a resolved layout."""
+        ...
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How many ranks each kind of parallelism takes.
+
+    Attributes:
+        tp: tensor parallel: ranks that share every large matrix (https://arxiv.org/abs/1909.08053).
+        pp: pipeline parallel: ranks that share the list of layers (https://arxiv.org/abs/2104.04473).
+        cp: context parallel: ranks that share one sequence.
+        ep: expert parallel: ranks that share the experts of a layer; carved out of dp x cp x tp.
+        etp: expert tensor parallel: ranks that share one expert. ``None`` means ``tp``.
+        dp: data parallel replicas. ``None`` means whatever the world size leaves.
+        vpp: model chunks a pipeline rank holds (interleaved schedules).
+        sequence_parallel: shard norms and dropout over the sequence inside tp
+            (https://arxiv.org/abs/2205.05198). ``None`` means on where ``tp > 1``.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    dp: int | None = None
+    vpp: int = 1
+    sequence_parallel: bool | None = None
+
+    def __post_init__(self) -> None:
+        raise_if_any(self._own_problems())
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model and of one sequence: tp x pp x cp."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job; only a resolved layout has one."""
+        return self.model_parallel_size * self.data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """``dp`` of a resolved layout."""
+        if self.dp is None:
+            raise ValueError("dp is open until the layout is resolved: call resolve(world_size)")
+        return self.dp
+
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """``etp``, or ``tp`` where it is not given."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Replicas of one expert shard in a resolved layout."""
+        return self.data_parallel_size * self.cp * self.tp // (self.ep * self.expert_tensor_parallel_size)
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """``sequence_parallel`` with its default filled in."""
+        return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    def resolve(self, world_size: int) -> ParallelLayout:
+        """Fill in ``dp`` and the defaults for a job of ``world_size`` ranks.
+
+        Raises:
+            ConfigError: if the sizes do not multiply to the world size.
+        """
+        raise_if_any(self.problems(world_size=world_size))
+        return replace(
+            self,
+            dp=world_size // self.model_parallel_size,
+            etp=self.expert_tensor_parallel_size,
+            sequence_parallel=self.uses_sequence_parallel,
+        )
+
+    def validate(
+        self, world_size: int | None = None, model: ModelShape | None = None, batch: BatchShape | None = None
+    ) -> None:
+        """Raise one :class:`ConfigError` with everything that :meth:`problems` finds."""
+        raise_if_any(self.problems(world_size, model, batch))
+
+    def problems(
+        self, world_size: int | None = None, model: ModelShape | None = None, batch: BatchShape | None = None
+    ) -> list[Problem]:
+        """Every fault of this layout for a job, a model and a batch; give what is known."""
+        found: list[Problem] = []
+        if world_size is not None:
+            found += self._world_problems(world_size)
+        if model is not None:
+            found += self._model_problems(model)
+        if batch is not None:
+            found += self._batch_problems(batch, world_size)
+        return found
+
+    def _own_problems(self) -> list[Problem]:
+        sizes = {n: getattr(self, n) for n in ("tp", "pp", "cp", "ep", "etp", "dp", "vpp")}
+        found = [
+            Problem(name, size, "a size must be a whole number of at least 1", (1,))
+            for name, size in sizes.items()
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1)
+        ]
+        if found:
+            return found
+        if self.sequence_parallel and self.tp == 1:
+            reason = "sequence parallelism shards over tensor-parallel ranks and tp=1 has none: raise tp, or leave it out"
+            found.append(Problem("sequence_parallel", True, reason, (False, None)))
+        if self.vpp > 1 and self.pp == 1:
+            reason = "interleaved chunks need a pipeline, and pp=1 has none: raise pp, or leave vpp out"
+            found.append(Problem("vpp", self.vpp, reason, (1,)))
+        return found
+
+    def _world_problems(self, world_size: int) -> list[Problem]:
+        found: list[Problem] = []
+        shared = self.model_parallel_size
+        sizes = f"tp x pp x cp = {self.tp} x {self.pp} x {self.cp} = {shared}"
+        if world_size % shared:
+            for name in ("tp", "pp", "cp"):
+                size = getattr(self, name)
+                others = shared // size
+                if size > 1:
+                    valid = [d for d in divisors(world_size) if world_size % (d * others) == 0]
+                    reason = f"{sizes} does not divide the world size {world_size} (devices x num_nodes)"
+                    found.append(Problem(name, size, reason, nearest_to(size, valid)))
+            return found
+        dp = world_size // shared
+        if self.dp is not None and self.dp != dp:
+            reason = f"{sizes} leaves {dp} of the world size {world_size} for data parallelism"
+            found.append(Problem("dp", self.dp, reason, (dp,)))
+        ranks = dp * self.cp * self.tp
+        etp = self.expert_tensor_parallel_size
+        if ranks % (self.ep * etp):
+            valid = [d for d in divisors(ranks) if ranks % (d * etp) == 0]
+            reason = f"ep x etp = {self.ep} x {etp} does not divide dp x cp x tp = {dp} x {self.cp} x {self.tp}"
+            found.append(Problem("ep", self.ep, reason, nearest_to(self.ep, valid)))
+        return found
+
+    def _model_problems(self, model: ModelShape) -> list[Problem]:
+        found: list[Problem] = []
+
+        def divides(argument: str, size: int, total: int, what: str) -> None:
+            if total % size:
+                reason = f"{total} {what} do not split over {size} ranks"
+                found.append(Problem(argument, size, reason, nearest_to(size, divisors(total))))
+
+        heads, groups = model.num_attention_heads, model.num_query_groups
+        divides("tp", self.tp, heads, "attention heads")
+        if groups != heads:
+            # A group is never copied to several ranks: a replicated key/value weight would need its own gradient sum.
+            divides("tp", self.tp, groups, "query groups (key/value heads)")
+        divides("tp", self.tp, model.ffn_hidden_size, "feed-forward features (ffn_hidden_size)")
+        divides("pp", self.pp * self.vpp, model.num_layers, f"layers (num_layers; pp x vpp = {self.pp} x {self.vpp})")
+        if model.num_experts:
+            divides("ep", self.ep, model.num_experts, "experts (num_experts)")
+        elif self.ep > 1:
+            found.append(Problem("ep", self.ep, "the model has no experts to share", (1,)))
+        return found
+
+    def _batch_problems(self, batch: BatchShape, world_size: int | None) -> list[Problem]:
+        found: list[Problem] = []
+        size, micro, seq = batch.batch_size, batch.micro_batch_size, batch.seq_length
+        if micro is not None and micro < 1:
+            found.append(Problem("micro_batch_size", micro, "a micro-batch holds at least one sample", (1,)))
+        elif size is not None and micro is not None and size % micro:
+            reason = f"a batch of {size} samples does not split into micro-batches of {micro}"
+            found.append(Problem("micro_batch_size", micro, reason, nearest_to(micro, divisors(size))))
+        if seq is not None and self.uses_sequence_parallel and seq % self.tp:
+            reason = f"sequence parallelism splits every sequence over tp={self.tp} ranks"
+            found.append(Problem("seq_length", seq, reason, (seq // self.tp * self.tp, (seq // self.tp + 1) * self.tp)))
+        if seq is not None and self.cp > 1 and seq % (2 * self.cp):
+            step = 2 * self.cp
+            reason = f"context parallelism cuts every sequence into 2 x cp = {step} pieces"
+            found.append(Problem("seq_length", seq, reason, (seq // step * step, (seq // step + 1) * step)))
+        dp = self.dp if self.dp is not None else None if world_size is None else world_size // self.model_parallel_size
+        if batch.global_batch_size is not None and size is not None and dp:
+            real = size * dp * batch.accumulate_grad_batches
+            if real != batch.global_batch_size:
+                reason = f"batch_size x dp x accumulate_grad_batches = {size} x {dp} x {batch.accumulate_grad_batches}"
+                found.append(Problem("global_batch_size", batch.global_batch_size, f"{reason} = {real}", (real,)))
+        return found
