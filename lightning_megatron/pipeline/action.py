@@ -1,0 +1,140 @@
+"""The words a pipeline schedule is written in: one action of one stage on one micro-batch.
+
+A schedule is data: per pipeline rank the list of actions that it runs, in order. It prints, parses and compares
+without a process; ``schedule`` makes it, ``check`` proves it, ``simulate`` prices it, ``runtime`` executes it.
+
+Stages are numbered through the whole pipeline: chunk ``c`` of pipeline rank ``r`` is stage ``c * pp + r``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from lightning_megatron.config import ConfigError, Problem
+
+Kind = Literal["F", "B", "I", "W"]
+"""``F`` forward, ``B`` backward, or its two halves: ``I`` gradient of the input, ``W`` gradients of the weights."""
+
+_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """One stage at work on one micro-batch, written as torch.distributed.pipelining writes it: ``2F0``, ``1B3``.
+
+    Attributes:
+        stage: global stage number.
+        kind: what the stage does.
+        microbatch: number of the micro-batch within the step.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that prints as ``text``.
+
+        Raises:
+            ConfigError: if no action does.
+        """
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            reason = "an action is a stage number, one of F, B, I, W, and a micro-batch number, as in 2F0"
+            raise ConfigError([Problem("action", text, reason)])
+        stage, kind, microbatch = match.groups()
+        return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]  # the pattern admits the four only
+
+
+Schedule = list[list[Action]]
+"""One list of actions per pipeline rank."""
+
+
+class Message(NamedTuple):
+    """What one stage hands its neighbour: an activation downstream or a gradient upstream.
+
+    Attributes:
+        source: the stage that sends.
+        destination: the stage that receives, ``source + 1`` or ``source - 1``.
+        microbatch: the micro-batch that it belongs to.
+    """
+
+    source: int
+    destination: int
+    microbatch: int
+
+    @property
+    def is_activation(self) -> bool:
+        """True for an activation, False for the gradient of one."""
+        return self.destination > self.source
+
+    def __str__(self) -> str:
+        word = "activation" if self.is_activation else "gradient"
+        return f"{word} {self.microbatch} of stage {self.source} for stage {self.destination}"
+
+
+def rank_of(stage: int, pp: int) -> int:
+    """The pipeline rank that holds a stage."""
+    return stage % pp
+
+
+def chunk_of(stage: int, pp: int) -> int:
+    """Which of its rank's chunks a stage is."""
+    return stage // pp
+
+
+def message_in(action: Action, num_stages: int) -> Message | None:
+    """What an action must have received before it can run; ``None`` if nothing."""
+    if action.kind == "F" and action.stage > 0:
+        return Message(action.stage - 1, action.stage, action.microbatch)
+    if action.kind in "BI" and action.stage < num_stages - 1:
+        return Message(action.stage + 1, action.stage, action.microbatch)
+    return None
+
+
+def message_out(action: Action, num_stages: int) -> Message | None:
+    """What an action sends when it is done; ``None`` if nothing."""
+    if action.kind == "F" and action.stage < num_stages - 1:
+        return Message(action.stage, action.stage + 1, action.microbatch)
+    if action.kind in "BI" and action.stage > 0:
+        return Message(action.stage, action.stage - 1, action.microbatch)
+    return None
+
+
+def count_stages(schedule: Sequence[Sequence[Action]]) -> int:
+    """Stages of the whole pipeline, by the highest number that occurs."""
+    return 1 + max((action.stage for actions in schedule for action in actions), default=-1)
+
+
+def format_schedule(schedule: Sequence[Sequence[Action]]) -> str:
+    """The schedule as CSV, one row per pipeline rank: what torch's schedules load with ``_load_csv``."""
+    return "".join(",".join(map(str, actions)) + "\n" for actions in schedule)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule that :func:`format_schedule` wrote; empty cells, torch's idle slots, are left out.
+
+    Raises:
+        ConfigError: with every cell that is no action, by pipeline rank and column.
+    """
+    schedule: Schedule = []
+    problems: list[Problem] = []
+    for rank, row in enumerate(text.splitlines()):
+        actions = []
+        for column, cell in enumerate(row.split(",")):
+            if not cell.strip():
+                continue
+            try:
+                actions.append(Action.parse(cell))
+            except ConfigError as error:
+                problem = error.problems[0]
+                problems.append(Problem(f"rank {rank}, column {column}", problem.value, problem.reason))
+        schedule.append(actions)
+    if problems:
+        raise ConfigError(problems)
+    return schedule

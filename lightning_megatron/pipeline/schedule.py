@@ -1,0 +1,181 @@
+"""Which rank does what, in which order: schedules as pure functions of sizes.
+
+Every schedule here is three numbers apart from the next one: the order in which a rank runs its forwards, the order in
+which it runs its backwards, and how many forwards go first (warm-up); then one forward and one backward alternate
+(steady), then the remaining backwards follow (cool-down). Zero-bubble also splits every backward in two and says how
+far the second half lags behind.
+
+Sources: GPipe https://arxiv.org/abs/1811.06965; 1F1B https://arxiv.org/abs/1806.03377 (with the flush of
+https://arxiv.org/abs/2006.09503); interleaved 1F1B https://arxiv.org/abs/2104.04473; zero bubble (ZB-H1)
+https://arxiv.org/abs/2401.10241.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_megatron.config import Problem, nearest_names, raise_if_any
+from lightning_megatron.pipeline.action import Action, Schedule
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+"""The names :func:`build_schedule` knows."""
+
+
+def build_schedule(
+    name: str | None, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
+) -> Schedule:
+    """The schedule a user asked for.
+
+    Args:
+        name: one of ``SCHEDULES``; ``None`` means ``"interleaved"`` where ``vpp > 1`` and ``"1f1b"`` elsewhere.
+        pp: pipeline ranks.
+        vpp: chunks a rank holds.
+        num_microbatches: micro-batches of one step.
+        microbatch_group_size: see :func:`interleaved`; schedules of one chunk a rank have no groups.
+
+    Returns:
+        The actions of every pipeline rank.
+
+    Raises:
+        ConfigError: with every rule that the sizes break.
+    """
+    raise_if_any(schedule_problems(name, pp, vpp, num_microbatches, microbatch_group_size))
+    if name == "zero-bubble":
+        return zero_bubble(pp, num_microbatches, vpp, microbatch_group_size)
+    if vpp > 1:
+        return interleaved(pp, vpp, num_microbatches, microbatch_group_size)
+    return gpipe(pp, num_microbatches) if name == "gpipe" else one_f_one_b(pp, num_microbatches)
+
+
+def schedule_problems(
+    name: str | None, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
+) -> list[Problem]:
+    """Every rule that a wish for a schedule breaks; empty if :func:`build_schedule` can fulfil it."""
+    found: list[Problem] = []
+    if name is not None and name not in SCHEDULES:
+        found.append(Problem("pipeline_schedule", name, "no such schedule", nearest_names(name, SCHEDULES)))
+    sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches}
+    too_small = [Problem(n, size, "a size must be at least 1", (1,)) for n, size in sizes.items() if size < 1]
+    if too_small:
+        return found + too_small
+    if vpp > 1 and pp == 1:
+        reason = "interleaved chunks need a pipeline, and pp=1 has none: raise pp, or leave vpp out"
+        found.append(Problem("vpp", vpp, reason, (1,)))
+    elif vpp > 1 and name in ("gpipe", "1f1b"):
+        reason = f"this schedule runs one chunk a rank and vpp={vpp} asks for {vpp}: choose one that interleaves"
+        found.append(Problem("pipeline_schedule", name, reason, ("interleaved", "zero-bubble")))
+    elif vpp == 1 and pp > 1 and name == "interleaved":
+        reason = "there is nothing to interleave with one chunk a rank: raise vpp, or choose '1f1b'"
+        found.append(Problem("vpp", vpp, reason, (2,)))
+    if microbatch_group_size is not None and vpp == 1:
+        reason = "micro-batches are grouped to alternate between chunks, and vpp=1 has one chunk: leave it out"
+        found.append(Problem("microbatch_group_size", microbatch_group_size, reason, (None,)))
+    elif microbatch_group_size is not None and microbatch_group_size < pp:
+        reason = f"a group of fewer than pp={pp} micro-batches ends before its first one is back at rank 0"
+        found.append(Problem("microbatch_group_size", microbatch_group_size, reason, (pp,)))
+    return found
+
+
+def gpipe(pp: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards: simple, and every micro-batch's activations live at once."""
+    forwards, backwards = _chunks(pp, 1, [num_microbatches])
+    warm_up = 0 if pp == 1 else num_microbatches
+    return [_alternate(forwards[r], backwards[r], warm_up) for r in range(pp)]
+
+
+def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
+    """One forward, one backward: rank ``r`` holds the activations of at most ``pp - r`` micro-batches."""
+    forwards, backwards = _chunks(pp, 1, [num_microbatches])
+    return [_alternate(forwards[r], backwards[r], pp - 1 - r) for r in range(pp)]
+
+
+def interleaved(pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None) -> Schedule:
+    """1F1B over ``vpp`` chunks a rank: the bubble shrinks ``vpp``-fold, messages grow ``vpp``-fold.
+
+    A rank takes a group of micro-batches through its first chunk, then the same group through its next chunk, and so
+    on. Megatron's rule is groups of ``pp`` and a number of micro-batches that they divide. The rule behind it is only
+    that no group is smaller than ``pp`` (a chunk's last micro-batch must leave before the first one is back), so any
+    number of micro-batches works when the remainder is spread over the groups: 10 on ``pp=4`` are 5 + 5. The
+    bubble is ``(pp - 1) / (num_microbatches * vpp)`` for every number of micro-batches from ``pp`` on.
+
+    Args:
+        pp: pipeline ranks, at least 2.
+        vpp: chunks a rank holds.
+        num_microbatches: micro-batches of one step; fewer than ``pp`` leave a larger bubble.
+        microbatch_group_size: micro-batches of a group, at least ``pp``, which is the default. More means fewer
+            switches between chunks and more activations in flight.
+    """
+    sizes = group_sizes(pp, num_microbatches, microbatch_group_size)
+    forwards, backwards = _chunks(pp, vpp, sizes)
+    warm_up = (vpp - 1) * sizes[0]
+    return [_alternate(forwards[r], backwards[r], warm_up + 2 * (pp - 1 - r)) for r in range(pp)]
+
+
+def zero_bubble(pp: int, num_microbatches: int, vpp: int = 1, microbatch_group_size: int | None = None) -> Schedule:
+    """ZB-H1: a backward in two halves, of which only the first has anyone waiting for it.
+
+    ``I`` goes up the pipeline as ``B`` did in 1F1B, in about half the time; rank ``r`` keeps ``r`` ``W``s in hand and
+    spends them where it would idle. Rank ``r`` then holds the activations of at most ``pp`` micro-batches: more than
+    in 1F1B, but no more than rank 0 of 1F1B.
+    """
+    if pp == 1:
+        return one_f_one_b(1, num_microbatches)
+    sizes = [num_microbatches] if vpp == 1 else group_sizes(pp, num_microbatches, microbatch_group_size)
+    forwards, backwards = _chunks(pp, vpp, sizes)
+    warm_up = (vpp - 1) * sizes[0]
+    return [_split_backwards(_alternate(forwards[r], backwards[r], warm_up + pp - 1 - r), lag=r) for r in range(pp)]
+
+
+def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
+    """The forwards alone, for evaluation, in the order in which a training step runs them."""
+    raise_if_any(schedule_problems(None, pp, vpp, num_microbatches))
+    return _chunks(pp, vpp, group_sizes(pp, num_microbatches))[0]
+
+
+def group_sizes(pp: int, num_microbatches: int, microbatch_group_size: int | None = None) -> list[int]:
+    """Micro-batches of every group, larger groups first and none below ``pp`` unless all of them are fewer."""
+    wanted = -(-num_microbatches // (microbatch_group_size or pp))
+    count = max(1, min(wanted, num_microbatches // pp))
+    size, remainder = divmod(num_microbatches, count)
+    return [size + 1] * remainder + [size] * (count - remainder)
+
+
+def _chunks(pp: int, vpp: int, sizes: Sequence[int]) -> tuple[Schedule, Schedule]:
+    """Per rank its forwards and its backwards: group by group, chunks upwards and downwards within a group."""
+    forwards: Schedule = [[] for _ in range(pp)]
+    backwards: Schedule = [[] for _ in range(pp)]
+    start = 0
+    for size in sizes:
+        group = range(start, start + size)
+        for chunk in range(vpp):
+            for rank in range(pp):
+                forwards[rank] += [Action(chunk * pp + rank, "F", i) for i in group]
+                backwards[rank] += [Action((vpp - 1 - chunk) * pp + rank, "B", i) for i in group]
+        start += size
+    return forwards, backwards
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+    """Warm-up, steady and cool-down of one rank."""
+    warm_up = min(warm_up, len(forwards))
+    steady = len(forwards) - warm_up
+    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
+    return forwards[:warm_up] + [action for pair in pairs for action in pair] + backwards[steady:]
+
+
+def _split_backwards(actions: list[Action], lag: int) -> list[Action]:
+    """Every ``B`` as ``I``, and the ``W`` of the ``lag``-th ``I`` before it right behind.
+
+    Stage 0 has no one to hurry for: without a lag its halves follow each other, and stay one ``B``.
+    """
+    split: list[Action] = []
+    waiting: list[Action] = []
+    for action in actions:
+        if action.kind == "F" or (action.stage == 0 and lag == 0):
+            split.append(action)
+            continue
+        split.append(action._replace(kind="I"))
+        waiting.append(action._replace(kind="W"))
+        if len(waiting) > lag:
+            split.append(waiting.pop(0))
+    return split + waiting
