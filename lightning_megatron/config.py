@@ -221,7 +221,9 @@ class ParallelLayout:
         if found:
             return found
         if self.sequence_parallel and self.tp == 1:
-            reason = "sequence parallelism shards over tensor-parallel ranks and tp=1 has none: raise tp, or leave it out"
+            reason = (
+                "sequence parallelism shards over tensor-parallel ranks and tp=1 has none: raise tp, or leave it out"
+            )
             found.append(Problem("sequence_parallel", True, reason, (False, None)))
         if self.vpp > 1 and self.pp == 1:
             reason = "interleaved chunks need a pipeline, and pp=1 has none: raise pp, or leave vpp out"

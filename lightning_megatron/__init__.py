@@ -1,0 +1,1 @@
+"""Train large transformers with Megatron's parallelism from an ordinary Lightning Trainer."""

@@ -1,0 +1,1 @@
+"""How ranks talk: collectives with gradients, and point-to-point."""

@@ -1,0 +1,215 @@
+"""Collectives over one :class:`~lightning_megatron.mesh.Axis`, plain and with gradients.
+
+Only SUM is used (Gaudi's HCCL has no AVG; whoever wants a mean divides). No function changes its input, and each is
+the identity on an axis of size 1, so a layer never asks how many ranks there are.
+
+The pairs with gradients are the ``f``/``g`` of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3) and their
+sequence-parallel forms (https://arxiv.org/abs/2205.05198, section 4.2.2). Shapes: ``S`` is the whole sequence, ``R``
+the size of the axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.mesh import Axis
+
+
+class Pending:
+    """A collective under way: :meth:`wait` gives its result."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None = None) -> None:
+        self._result = result
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """Wait until the result is there (on an accelerator: until the current stream may use it)."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._result
+
+
+def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
+    """Begin the sum of ``x`` over the axis."""
+    if axis.size == 1:
+        return Pending(x)
+    out = x.clone(memory_format=torch.contiguous_format)
+    return Pending(out, dist.all_reduce(out, group=axis.group, async_op=True))
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Pending:
+    """Begin ``[n, ...] -> [R n, ...]``: the pieces of all ranks, by position on the axis."""
+    if axis.size == 1:
+        return Pending(x)
+    out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    return Pending(out, dist.all_gather_into_tensor(out, x.contiguous(), group=axis.group, async_op=True))
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+    """Begin ``[R n, ...] -> [n, ...]``: this rank's piece of the sum over the axis."""
+    if axis.size == 1:
+        return Pending(x)
+    if x.shape[0] % axis.size:
+        raise ValueError(f"reduce-scatter over {axis.name}: {x.shape[0]} rows do not split over {axis.size} ranks")
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    return Pending(out, dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group, async_op=True))
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sum of ``x`` over the axis, a new tensor; no gradient."""
+    return start_all_reduce(x, axis).wait()
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """``[n, ...] -> [R n, ...]``; no gradient."""
+    return start_all_gather(x, axis).wait()
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """``[R n, ...] -> [n, ...]``, summed; no gradient."""
+    return start_reduce_scatter(x, axis).wait()
+
+
+def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
+    """Elementwise maximum over the axis, a new tensor; no gradient."""
+    if axis.size == 1:
+        return x
+    out = x.clone()
+    dist.all_reduce(out, op=dist.ReduceOp.MAX, group=axis.group)
+    return out
+
+
+def own_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's equal slice of ``x`` along ``dim``, a view.
+
+    Raises:
+        ValueError: if ``dim`` does not split evenly.
+    """
+    if x.shape[dim] % axis.size:
+        raise ValueError(f"dimension {dim} of length {x.shape[dim]} does not split over {axis.name}={axis.size}")
+    length = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * length, length)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce(grad, ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return reduce_scatter(grad, ctx.axis), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_gather(grad, ctx.axis), None
+
+
+class _SplitSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return own_slice(x, axis).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_gather(grad, ctx.axis), None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        pieces = all_gather(x.unsqueeze(0), axis)
+        return torch.cat(pieces.unbind(0), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return own_slice(grad, ctx.axis, dim=-1).contiguous(), None
+
+
+class _SplitFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return own_slice(x, axis, dim=-1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return torch.cat(all_gather(grad.unsqueeze(0), ctx.axis).unbind(0), dim=-1), None
+
+
+def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis) -> Tensor:
+    if axis.size == 1:
+        return x
+    out: Tensor = function.apply(x, axis)
+    return out
+
+
+def copy_to_region(x: Tensor, axis: Axis) -> Tensor:
+    """``f``: identity forward, sum of gradients backward. Enters a region where each rank does part of the work."""
+    return _apply(_Copy, x, axis)
+
+
+def reduce_from_region(x: Tensor, axis: Axis) -> Tensor:
+    """``g``: sum forward, identity backward. Leaves such a region with the whole result on every rank."""
+    return _apply(_Reduce, x, axis)
+
+
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """``[S/R, ...] -> [S, ...]``; backward sums and scatters, since the ranks go on to do different work."""
+    return _apply(_GatherSequence, x, axis)
+
+
+def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """``[S, ...] -> [S/R, ...]``, summed over ranks; backward gathers."""
+    return _apply(_ReduceScatterSequence, x, axis)
+
+
+def split_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """``[S, ...] -> [S/R, ...]`` of a tensor that is equal on all ranks; backward gathers."""
+    return _apply(_SplitSequence, x, axis)
+
+
+def gather_features(x: Tensor, axis: Axis) -> Tensor:
+    """``[..., F/R] -> [..., F]`` for a consumer that does the same work on all ranks; backward slices."""
+    return _apply(_GatherFeatures, x, axis)
+
+
+def split_features(x: Tensor, axis: Axis) -> Tensor:
+    """``[..., F] -> [..., F/R]`` of a tensor that is equal on all ranks; backward gathers."""
+    return _apply(_SplitFeatures, x, axis)

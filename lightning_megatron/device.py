@@ -1,0 +1,146 @@
+"""The only file that names a kind of device: which there is, its collectives backend, its streams, memory and RNG.
+
+Environment variables that concern a device are read and set here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What differs between kinds of device.
+
+    Attributes:
+        type: torch's device type.
+        backend: torch.distributed backend for tensors of this device.
+        supports_fp16_training: whether half-precision training with a loss scale makes sense here.
+        peak_bf16_flops: matmul FLOP/s of one device by (part of) its marketing name, for MFU; vendor data sheets.
+    """
+
+    type: str
+    backend: str
+    supports_fp16_training: bool
+    peak_bf16_flops: Mapping[str, float]
+
+
+CPU = DeviceKind("cpu", "gloo", False, {})
+CUDA = DeviceKind(
+    "cuda",
+    "nccl",
+    True,
+    {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12},
+)
+HPU = DeviceKind("hpu", "hccl", True, {"GAUDI2": 432e12, "GAUDI3": 1835e12})
+
+KINDS = {kind.type: kind for kind in (CPU, CUDA, HPU)}
+
+
+def kind_of(device: torch.device | str) -> DeviceKind:
+    """The :class:`DeviceKind` of a torch device.
+
+    Raises:
+        ValueError: for a device type this package was not written for.
+    """
+    name = torch.device(device).type
+    if name not in KINDS:
+        raise ValueError(f"device type {name!r} is not supported; supported: {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+@lru_cache(maxsize=1)
+def hpu_available() -> bool:
+    """Whether Gaudi's bridge is installed and sees a device (the bridge is imported only here, and only then)."""
+    if importlib.util.find_spec("habana_frameworks") is None:
+        return False
+    try:
+        import habana_frameworks.torch.hpu as hpu
+    except ImportError:
+        return False
+    return bool(hpu.is_available())
+
+
+def best_available() -> DeviceKind:
+    """Gaudi before CUDA before CPU: Gaudi's GPU-migration toolkit makes CUDA look available."""
+    if hpu_available():
+        return HPU
+    return CUDA if torch.cuda.is_available() else CPU
+
+
+def is_lazy(device: torch.device) -> bool:
+    """Whether ops on ``device`` are collected until a step is marked (Gaudi's legacy lazy mode)."""
+    return device.type == "hpu" and os.environ.get("PT_HPU_LAZY_MODE", "0") == "1"
+
+
+def mark_step(device: torch.device) -> None:
+    """Run what Gaudi's lazy mode has collected; nothing elsewhere."""
+    if is_lazy(device):
+        import habana_frameworks.torch.core as core
+
+        core.mark_step()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work submitted to ``device``."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "hpu":
+        import habana_frameworks.torch.hpu as hpu
+
+        hpu.synchronize()
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """State of the default generator of ``device``, a byte tensor on the host."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    module: Any = torch.get_device_module(device)
+    return module.get_rng_state(device)
+
+
+def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+    """Set the default generator of ``device``."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        module: Any = torch.get_device_module(device)
+        module.set_rng_state(state, device)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """bf16 matmul FLOP/s of one device as its maker states it, ``None`` where unknown."""
+    kind = kind_of(device)
+    if kind is CPU:
+        return None
+    module: Any = torch.get_device_module(device)
+    name = str(module.get_device_name(device)).upper()
+    known = sorted(kind.peak_bf16_flops.items(), key=lambda item: -len(item[0]))
+    return next((flops for part, flops in known if part.upper() in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process has held at once: on the device, or resident on the host for a CPU."""
+    if device.type == "cpu":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    module: Any = torch.get_device_module(device)
+    return int(module.max_memory_allocated(device))
+
+
+def device_id_for_init(device: torch.device) -> torch.device | None:
+    """``device_id`` of ``init_process_group``: only NCCL gains from it, and Gaudi's oldest bridge refuses it."""
+    return device if device.type == "cuda" else None
+
+
+def barrier_device_ids(device: torch.device) -> list[int] | None:
+    """``device_ids`` of ``dist.barrier``: only NCCL takes them."""
+    return [device.index] if device.type == "cuda" and device.index is not None else None

@@ -1,0 +1,214 @@
+"""Where a rank stands: its coordinate, its groups and its random streams.
+
+Ranks are numbered in Megatron's default order, tp fastest: ``tp - cp - ep - dp - pp``. Dense layers see the grid
+``tp x cp x dp x pp``; experts see ``etp x ep x edp x pp`` over the same ranks ("parallel folding",
+https://arxiv.org/abs/2504.14960). The arithmetic is pure functions; :class:`ParallelMesh` turns it into groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_megatron import device as devices
+from lightning_megatron.config import ParallelLayout
+from lightning_megatron.rng import RNGStreams
+
+
+def dense_grid(layout: ParallelLayout) -> dict[str, int]:
+    """Axis sizes of dense layers, fastest axis first."""
+    return {"tp": layout.tp, "cp": layout.cp, "dp": layout.data_parallel_size, "pp": layout.pp}
+
+
+def expert_grid(layout: ParallelLayout) -> dict[str, int]:
+    """Axis sizes of expert layers over the same ranks, fastest axis first."""
+    return {
+        "etp": layout.expert_tensor_parallel_size,
+        "ep": layout.ep,
+        "edp": layout.expert_data_parallel_size,
+        "pp": layout.pp,
+    }
+
+
+def rank_groups(grid: Mapping[str, int], axes: Sequence[str]) -> list[tuple[int, ...]]:
+    """All groups of ranks that differ only in ``axes``.
+
+    Args:
+        grid: axis sizes, fastest axis first.
+        axes: the axes that vary inside a group.
+
+    Returns:
+        The groups in order of their first rank; inside a group, the axis that is fastest in ``grid`` is fastest.
+    """
+    sizes = list(grid.values())
+    names = list(grid)
+    # Rows of `coordinates` are ranks, columns axes; numpy's C order has the last axis fastest, hence the reversals.
+    ranks = torch.arange(torch.Size(sizes).numel()).reshape(sizes[::-1])
+    moving = [len(names) - 1 - names.index(name) for name in sorted(axes, key=names.index, reverse=True)]
+    fixed = [i for i in range(len(names)) if i not in moving]
+    length = torch.Size([sizes[names.index(name)] for name in axes]).numel()
+    table = ranks.permute(*fixed, *moving).reshape(-1, length)
+    return [tuple(row) for row in table.tolist()]
+
+
+def coordinate(grid: Mapping[str, int], rank: int) -> dict[str, int]:
+    """The position of ``rank`` on each axis of ``grid`` (fastest axis first)."""
+    position = {}
+    for name, size in grid.items():
+        rank, position[name] = divmod(rank, size)
+    return position
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One rank's view of one kind of parallelism.
+
+    Attributes:
+        name: ``"tp"``, ``"dp"``, ...
+        size: ranks on the axis.
+        rank: this rank's position on it.
+        ranks: global ranks on the axis, by position.
+        group: the process group; ``None`` where ``size == 1`` and nothing is ever sent.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: dist.ProcessGroup | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Axis:
+        return self  # a process group is a handle, and copies of a model keep talking through the same one
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Modules are pickled into hyper-parameters and spawned workers; a group cannot travel, a coordinate can.
+        return Axis, (self.name, self.size, self.rank, self.ranks, None)
+
+
+class ParallelMesh:
+    """The groups of one rank; layers and schedules receive it, or one :class:`Axis` of it, as an argument.
+
+    Attributes:
+        layout: the resolved layout.
+        rank: global rank.
+        tp, cp, dp, pp: axes of dense layers.
+        etp, ep, edp: axes of experts.
+        dp_cp: data and context parallel together: who shares gradients and optimizer state of dense layers.
+        world: all ranks.
+        rng: the random streams of this rank.
+
+    Args:
+        layout: how many ranks each axis has; ``dp`` must be resolved.
+        rank: this process.
+        groups: process group of each axis longer than 1, by axis name.
+        device: the device whose generator the random streams swap.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        rank: int = 0,
+        groups: Mapping[str, dist.ProcessGroup] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        groups = groups or {}
+        self.layout = layout
+        self.rank = rank
+        self.rng = RNGStreams(device)
+        self.host_group: dist.ProcessGroup | None = groups.get("host")
+
+        def axis(name: str, grid: Mapping[str, int], axes: Sequence[str]) -> Axis:
+            ranks = next(g for g in rank_groups(grid, axes) if rank in g)
+            return Axis(name, len(ranks), ranks.index(rank), ranks, groups.get(name))
+
+        dense, expert = dense_grid(layout), expert_grid(layout)
+        self.tp = axis("tp", dense, ["tp"])
+        self.cp = axis("cp", dense, ["cp"])
+        self.dp = axis("dp", dense, ["dp"])
+        self.pp = axis("pp", dense, ["pp"])
+        self.dp_cp = axis("dp_cp", dense, ["cp", "dp"])
+        self.etp = axis("etp", expert, ["etp"])
+        self.ep = axis("ep", expert, ["ep"])
+        self.edp = axis("edp", expert, ["edp"])
+        self.world = axis("world", dense, list(dense))
+
+    @classmethod
+    def single(cls, device: torch.device | None = None) -> ParallelMesh:
+        """A mesh of one rank, without processes: a model built on it is the reference for all other layouts."""
+        return cls(ParallelLayout().resolve(1), device=device)
+
+    @classmethod
+    def create(
+        cls,
+        layout: ParallelLayout,
+        device: torch.device,
+        timeout: timedelta | None = None,
+    ) -> ParallelMesh:
+        """Build the groups of a job whose default process group is up. Every rank must call this.
+
+        Groups with the same members are built once. ``new_group`` gets nothing but ranks and timeout: Gaudi's oldest
+        supported bridge knows no more than (ranks, timeout, backend, pg_options).
+        """
+        rank, world = dist.get_rank(), dist.get_world_size()
+        layout = layout.resolve(world)
+        built: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+
+        def group_of(grid: Mapping[str, int], axes: Sequence[str]) -> dist.ProcessGroup | None:
+            members = tuple(rank_groups(grid, axes))
+            if len(members[0]) == 1:
+                return None
+            if len(members) == 1:
+                return dist.group.WORLD
+            if members not in built:
+                mine = None
+                for ranks in members:
+                    group = dist.new_group(list(ranks), timeout=timeout)
+                    mine = group if rank in ranks else mine
+                built[members] = mine
+            return built[members]
+
+        dense, expert = dense_grid(layout), expert_grid(layout)
+        wanted = {name: group_of(dense, [name]) for name in dense}
+        wanted["dp_cp"] = group_of(dense, ["cp", "dp"])
+        wanted["world"] = group_of(dense, list(dense))
+        wanted |= {name: group_of(expert, [name]) for name in ("etp", "ep", "edp")}
+        # Objects and checkpoint plans travel over gloo whatever the device: accelerators' backends move only tensors.
+        if devices.kind_of(device) is devices.CPU or world == 1:
+            wanted["host"] = dist.group.WORLD
+        else:
+            wanted["host"] = dist.new_group(list(range(world)), timeout=timeout, backend=devices.CPU.backend)
+        return cls(layout, rank, {name: group for name, group in wanted.items() if group is not None}, device)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.world.size > 1
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """The axes longer than 1 as a torch ``DeviceMesh``, slowest first, under Lightning's long dimension names.
+
+        Built over the groups that exist already: no communicator is added.
+        """
+        names = {
+            "pipeline_parallel": self.pp,
+            "data_parallel": self.dp,
+            "context_parallel": self.cp,
+            "tensor_parallel": self.tp,
+        }
+        axes = {name: axis for name, axis in names.items() if axis.group is not None}
+        if not axes:
+            axes = {"data_parallel": self.dp}
+        grid = torch.arange(self.world.size).reshape([axis.size for axis in axes.values()])
+        groups = [axis.group or dist.group.WORLD for axis in axes.values()]
+        return DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0], device_type, mesh=grid, mesh_dim_names=tuple(axes)
+        )
+
+    def __repr__(self) -> str:
+        place = ", ".join(f"{a.name} {a.rank}/{a.size}" for a in (self.tp, self.cp, self.dp, self.pp) if a.size > 1)
+        return f"ParallelMesh(rank {self.rank}/{self.world.size}{': ' + place if place else ''})"

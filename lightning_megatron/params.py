@@ -1,0 +1,115 @@
+"""What the rest of the house must know of a parameter that it holds only a piece of.
+
+A layer declares a :class:`ParamSpec` for each of its own parameters; checkpoints, clipping, gradient reduction and
+conversion read them and so never need to know a layer or a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular piece of a tensor, in coordinates of the whole.
+
+    Attributes:
+        offsets: first index of the piece, per dimension.
+        sizes: length of the piece, per dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the piece holds no element."""
+        return any(size == 0 for size in self.sizes)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter in the coordinates of the whole model.
+
+    Attributes:
+        global_shape: the true shape over all ranks, without padding.
+        tp_dim: the dimension that tensor parallelism cuts into equal contiguous slices; ``None`` if every tp rank
+            holds the whole parameter. The local slices may together be longer than ``global_shape`` (a padded
+            vocabulary); what lies beyond is padding, is never saved and has a zero gradient.
+        grad_sum_over_tp: the whole parameter is on every tp rank but each sees only part of the sequence, so that its
+            gradient must be summed over tp (norms and row biases under sequence parallelism).
+        decay: whether weight decay applies by default (not to norms and biases).
+        tied_with: global name of the parameter this one repeats on another pipeline stage; a repeated parameter is
+            left out of gradient norms and checkpoints.
+    """
+
+    global_shape: tuple[int, ...]
+    tp_dim: int | None = None
+    grad_sum_over_tp: bool = False
+    decay: bool = True
+    tied_with: str | None = None
+
+    def local_box(self, local_shape: tuple[int, ...], tp_rank: int) -> Box:
+        """The box of the global parameter that a local tensor of ``local_shape`` on ``tp_rank`` holds, padding cut."""
+        offsets = [0] * len(local_shape)
+        sizes = list(local_shape)
+        if self.tp_dim is not None:
+            total, length = self.global_shape[self.tp_dim], local_shape[self.tp_dim]
+            offsets[self.tp_dim] = min(tp_rank * length, total)
+            sizes[self.tp_dim] = max(0, min(length, total - tp_rank * length))
+        return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class FlatPiece:
+    """A contiguous range of one local parameter, flattened: what a rank's optimizer shard holds of it.
+
+    Attributes:
+        name: global name of the parameter.
+        spec: its spec.
+        local_shape: shape of the parameter on this tensor-parallel rank, padding included.
+        start: first element of the range in the flattened local parameter.
+        end: one past the last.
+    """
+
+    name: str
+    spec: ParamSpec
+    local_shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@runtime_checkable
+class HasParamSpecs(Protocol):
+    """A layer that declares the parameters it owns directly."""
+
+    def param_specs(self) -> Mapping[str, ParamSpec]:
+        """Specs of this module's own parameters, by their name inside the module."""
+        ...
+
+
+def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamSpec]]:
+    """Every parameter of ``model`` once, with its global name and spec.
+
+    A parameter that no layer speaks for (a plain ``nn.Linear`` of the user's) is taken as held whole by every rank,
+    and decayed if it is a matrix.
+    """
+    declared: dict[int, ParamSpec] = {}
+    for module in model.modules():
+        if isinstance(module, HasParamSpecs):
+            own = dict(module.named_parameters(recurse=False))
+            for name, spec in module.param_specs().items():
+                if name in own:
+                    declared.setdefault(id(own[name]), spec)
+    for name, param in model.named_parameters():
+        spec = declared.get(id(param))
+        yield name, param, spec or ParamSpec(tuple(param.shape), decay=param.ndim > 1)
+
+
+def spec_registry(model: nn.Module) -> dict[str, ParamSpec]:
+    """The specs of :func:`named_specs` by global name."""
+    return {name: spec for name, _, spec in named_specs(model)}

@@ -1,0 +1,210 @@
+"""A pool of gloo processes that serves a whole test session.
+
+Importing torch and Lightning takes seconds, so a spawn per test would cost more than the test. Here a fork server
+imports them once, workers are forked from it once, and each call costs milliseconds: it sends a function to the first
+``n`` workers, which join a fresh process group of size ``n``, run it, and leave the group again.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "lightning.pytorch",
+    "lightning_megatron",
+    "lightning_megatron.testing.workers",
+]
+
+
+class WorkerError(AssertionError):
+    """A function raised on a worker. The text has the rank and the remote traceback; ``__cause__`` the exception."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        self.rank = rank
+        super().__init__(f"rank {rank} raised:\n{text}")
+
+
+class WorkerTimeout(TimeoutError):
+    """Workers did not answer in time; the text has the stack of every worker."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    function: bytes
+    world_size: int
+    store: str
+    timeout: float
+
+
+def _serve(rank: int, tasks: Connection, stacks: str) -> None:
+    """Life of one worker: take a task, join its process group, run it, send back what it returned or raised."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    stack_file = open(stacks, "w")  # noqa: SIM115 - faulthandler keeps it for the life of the process
+    faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
+    while (task := tasks.recv()) is not None:
+        store = dist.FileStore(task.store, task.world_size)
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=rank,
+                world_size=task.world_size,
+                timeout=timedelta(seconds=task.timeout),
+            )
+            function, args, kwargs = pickle.loads(task.function)
+            outcome: tuple[bool, Any] = (True, function(*args, **kwargs))
+        except BaseException as error:  # a worker outlives whatever a test does, SystemExit included
+            outcome = (False, (error, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        try:
+            payload = pickle.dumps(outcome)
+        except Exception:
+            what = outcome[1] if outcome[0] else outcome[1][1]
+            payload = pickle.dumps((False, (None, f"the result cannot be pickled: {what!r}")))
+        tasks.send_bytes(payload)
+
+
+class WorkerPool:
+    """Processes that run a function as ranks of a gloo group.
+
+    Args:
+        size: the most ranks a call may ask for.
+        timeout: seconds after which a call is given up, all stacks are shown and the pool is started anew.
+    """
+
+    def __init__(self, size: int = 8, timeout: float = 120.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._directory = Path(tempfile.mkdtemp(prefix="lm-workers-"))
+        self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+        self._calls = 0
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run ``function(*args, **kwargs)`` on ranks ``0 .. world_size-1`` and return what each returned, by rank.
+
+        Args:
+            world_size: ranks of the process group.
+            function: importable by name; it finds an initialized gloo group.
+            *args: picklable.
+            **kwargs: picklable.
+
+        Raises:
+            WorkerError: the first failing rank's exception, with its traceback.
+            WorkerTimeout: if a rank has not answered after ``timeout`` seconds.
+        """
+        if world_size > self.size:
+            raise ValueError(f"world_size={world_size}, but the pool has {self.size} workers")
+        self._grow(world_size)
+        self._calls += 1
+        store = self._directory / f"store-{os.getpid()}-{self._calls}-{time.monotonic_ns()}"
+        task = _Task(pickle.dumps((function, args, kwargs)), world_size, str(store), self.timeout)
+        busy = {rank: self._workers[rank][1] for rank in range(world_size)}
+        for tasks in busy.values():
+            tasks.send(task)
+        outcomes = self._collect(busy)
+        store.unlink(missing_ok=True)
+        # A rank that fails makes its peers fail in gloo: show the one that began it.
+        failed = {rank: value for rank, (fine, value) in outcomes.items() if not fine}
+        if failed:
+            first = min(failed, key=lambda r: ("Connection" in failed[r][1] or "gloo" in failed[r][1], r))
+            error, text = failed[first]
+            raise WorkerError(first, text) from error
+        return [outcomes[rank][1] for rank in range(world_size)]
+
+    def _collect(self, busy: dict[int, Connection]) -> dict[int, tuple[bool, Any]]:
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + self.timeout
+        while len(outcomes) < len(busy):
+            waiting = {tasks: rank for rank, tasks in busy.items() if rank not in outcomes}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                stacks = self._stacks(waiting.values())
+                self.close()
+                raise WorkerTimeout(f"ranks {sorted(waiting.values())} did not answer in {self.timeout} s\n{stacks}")
+            for tasks in ready:
+                assert isinstance(tasks, Connection)
+                rank = waiting[tasks]
+                try:
+                    outcomes[rank] = pickle.loads(tasks.recv_bytes())
+                except EOFError:
+                    process = self._workers[rank][0]
+                    process.join(5)
+                    code = process.exitcode
+                    self.close()
+                    raise WorkerError(rank, f"the process ended with exit code {code}") from None
+            # Once a rank has failed its peers may wait for it in a collective: give them a few seconds, then restart.
+            if any(not fine for fine, _ in outcomes.values()):
+                deadline = min(deadline, time.monotonic() + 10.0)
+                if len(outcomes) < len(busy) and not wait([t for t in busy.values() if t not in ready], timeout=10.0):
+                    failed = dict(outcomes)
+                    self.close()
+                    return failed
+        return outcomes
+
+    def _stacks(self, ranks: Any) -> str:
+        shown = []
+        for rank in ranks:
+            process = self._workers[rank][0]
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR2)
+        time.sleep(1.0)
+        for rank in ranks:
+            shown.append(f"--- rank {rank} ---\n{(self._directory / f'stack-{rank}').read_text()}")
+        return "\n".join(shown)
+
+    def _grow(self, world_size: int) -> None:
+        self._directory.mkdir(exist_ok=True)
+        while len(self._workers) < world_size:
+            rank = len(self._workers)
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve, args=(rank, theirs, str(self._directory / f"stack-{rank}")), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self) -> None:
+        """End all workers; the next :meth:`run` starts new ones."""
+        for process, tasks in self._workers:
+            if process.is_alive():
+                process.terminate()
+            tasks.close()
+        for process, _ in self._workers:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+        self._workers.clear()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
