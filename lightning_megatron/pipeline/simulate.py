@@ -1,0 +1,183 @@
+"""What a schedule costs, before any machine runs it: step time, idle time, bubble and activations in flight.
+
+The model is the one the papers compute with: a rank runs its actions in order, one at a time; a message leaves when its
+action ends, travels for ``communication`` without keeping either rank busy, and the action that needs it waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_megatron.pipeline.action import Action, Kind, Message, count_stages, message_in, message_out, rank_of
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time of each action on one stage and one micro-batch, in any unit; a sequence gives one number per stage.
+
+    Attributes:
+        forward: time of ``F``.
+        backward: time of ``B``.
+        input_gradient: time of ``I``; ``None`` means half of ``backward``.
+        weight_gradient: time of ``W``; ``None`` means what ``I`` leaves of ``backward``.
+        communication: time that a message travels.
+    """
+
+    forward: float | Sequence[float] = 1.0
+    backward: float | Sequence[float] = 2.0
+    input_gradient: float | Sequence[float] | None = None
+    weight_gradient: float | Sequence[float] | None = None
+    communication: float = 0.0
+
+    def of(self, kind: Kind, stage: int) -> float:
+        """Time of one action of a kind on a stage."""
+        if kind == "F":
+            return _pick(self.forward, stage)
+        if kind == "B":
+            return _pick(self.backward, stage)
+        if kind == "I":
+            return self.of("B", stage) / 2 if self.input_gradient is None else _pick(self.input_gradient, stage)
+        if self.weight_gradient is None:
+            return self.of("B", stage) - self.of("I", stage)
+        return _pick(self.weight_gradient, stage)
+
+
+class Slot(NamedTuple):
+    """One action with the time at which it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A schedule in time.
+
+    Attributes:
+        timeline: per pipeline rank its actions with their times, in order.
+        step_time: when the last rank is done.
+        busy: per rank the time it computes.
+        peak_activations: per rank the most micro-batches of chunks whose forward ran and whose backward did not yet.
+    """
+
+    timeline: tuple[tuple[Slot, ...], ...]
+    step_time: float
+    busy: tuple[float, ...]
+    peak_activations: tuple[int, ...]
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Per rank the part of the step in which it computes nothing."""
+        return tuple(self.step_time - busy for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """Idle time of all ranks over their computing time: what the pipeline adds to an ideal step."""
+        return sum(self.idle) / sum(self.busy) if sum(self.busy) else 0.0
+
+
+class DeadlockError(ValueError):
+    """A schedule in which every unfinished rank waits for another one.
+
+    Attributes:
+        waits: one sentence per waiting rank.
+    """
+
+    def __init__(self, waits: Sequence[str]) -> None:
+        self.waits = tuple(waits)
+        super().__init__("deadlock: " + "; ".join(waits))
+
+
+def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | None = None) -> Simulation:
+    """Run a schedule on paper.
+
+    Args:
+        schedule: the actions of every pipeline rank.
+        costs: what an action takes; forward 1, backward 2 and free messages if not given.
+
+    Raises:
+        DeadlockError: if the actions cannot all run in the order given.
+    """
+    costs = costs or Costs()
+    pp, num_stages = len(schedule), count_stages(schedule)
+    timeline: list[list[Slot]] = [[] for _ in range(pp)]
+    clock = [0.0] * pp
+    sent: dict[Message, float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule):
+            for action in actions[len(timeline[rank]) :]:
+                needed = message_in(action, num_stages)
+                if needed is not None and needed not in sent:
+                    break
+                arrival = 0.0 if needed is None else sent[needed] + costs.communication
+                start = max(clock[rank], arrival)
+                clock[rank] = start + costs.of(action.kind, action.stage)
+                timeline[rank].append(Slot(action, start, clock[rank]))
+                made = message_out(action, num_stages)
+                if made is not None:
+                    sent[made] = clock[rank]
+                moved = True
+    waits = [
+        _wait(rank, actions[len(timeline[rank])], schedule, num_stages)
+        for rank, actions in enumerate(schedule)
+        if len(timeline[rank]) < len(actions)
+    ]
+    if waits:
+        raise DeadlockError(waits)
+    busy = tuple(sum(costs.of(a.kind, a.stage) for a in actions) for actions in schedule)
+    return Simulation(tuple(map(tuple, timeline)), max(clock, default=0.0), busy, peak_activations(schedule))
+
+
+def peak_activations(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """Per rank the most forwards in flight: ``F`` is done, ``B`` or ``W`` is to come."""
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    peaks = []
+    for actions in schedule:
+        held = {(a.stage, a.microbatch) for a in actions if a.kind in "BW"}
+        live = peak = 0
+        for action in actions:
+            live += change[action.kind] if (action.stage, action.microbatch) in held else 0
+            peak = max(peak, live)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def ideal_bubble(name: str, pp: int, vpp: int, num_microbatches: int, costs: Costs | None = None) -> float | None:
+    """The bubble that the schedule's paper promises, for stages of equal cost and free messages.
+
+    ``(p-1)/m`` for GPipe and 1F1B, ``(p-1)/(m v)`` interleaved, and with both halves of the backward apart
+    ``(p-1)(F+I-W)/(m v (F+I+W))`` for ZB-H1.
+
+    Returns:
+        The fraction, or ``None`` where no paper gives one: fewer micro-batches than ranks in a schedule that needs
+        ``pp`` of them, a ``W`` longer than ``F`` or ``I``, or halves that do not add up to ``B``.
+    """
+    if pp == 1 or name in ("gpipe", "1f1b"):
+        return (pp - 1) / num_microbatches
+    if num_microbatches < pp:
+        return None
+    if name == "interleaved":
+        return (pp - 1) / (num_microbatches * vpp)
+    costs = costs or Costs()
+    f, b, i, w = (costs.of(kind, 0) for kind in ("F", "B", "I", "W"))
+    if w > min(f, i) or abs(i + w - b) > 1e-9 * b:
+        return None
+    return (pp - 1) * (f + i - w) / (num_microbatches * vpp * (f + i + w))
+
+
+def _pick(cost: float | Sequence[float], stage: int) -> float:
+    return cost[stage] if isinstance(cost, Sequence) else cost
+
+
+def _wait(rank: int, action: Action, schedule: Sequence[Sequence[Action]], num_stages: int) -> str:
+    message = message_in(action, num_stages)
+    assert message is not None  # an action without one never waits
+    sender = rank_of(message.source, len(schedule))
+    makers = [a for a in schedule[sender] if message_out(a, num_stages) == message]
+    ending = f"which rank {sender} sends after {makers[0]}" if makers else f"which rank {sender} never sends"
+    return f"rank {rank}: {action} waits for the {message}, {ending}"

@@ -1,0 +1,82 @@
+"""When a rank sends and receives: the messages of a schedule as steps between its actions.
+
+A schedule says what is computed; on its own it does not say in which order a rank posts its sends and receives, and
+untagged point-to-point needs one order at both ends. With ``pp=2`` interleaved, say, activations and gradients
+travel between the same two ranks in the same direction, and a rank may need them in another order than they are made.
+
+So all messages of the step are put into **one** order, that of a simulated run, and every rank's list is a selection
+from it. Then both ends of a pair agree by construction, and the step cannot deadlock even if a send blocks until its
+receive is there: of all unfinished messages, both ends of the first one have finished everything before it. That also
+holds if neighbouring transfers without an action between them are posted as one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_megatron.pipeline.action import Action, Message, count_stages, message_out, rank_of
+from lightning_megatron.pipeline.simulate import simulate
+
+
+class Transfer(NamedTuple):
+    """One end of a message, written as torch.distributed.pipelining writes it: ``0SEND_F3``, ``1RECV_F3``.
+
+    Attributes:
+        message: what travels.
+        peer: the pipeline rank at the other end.
+        sends: True at the end that sends.
+    """
+
+    message: Message
+    peer: int
+    sends: bool
+
+    def __str__(self) -> str:
+        stage = self.message.source if self.sends else self.message.destination
+        kind = "F" if self.message.is_activation else "B"
+        return f"{stage}{'SEND' if self.sends else 'RECV'}_{kind}{self.message.microbatch}"
+
+
+Step = Action | Transfer
+
+
+def add_transfers(schedule: Sequence[Sequence[Action]]) -> list[list[Step]]:
+    """Per pipeline rank its actions, each send right after what makes it, each receive before what needs it.
+
+    A receive stands where its message is sent in simulated time (forward 1, backward 2). A rank that posts its
+    transfers without waiting computes meanwhile, and waits only before the action that needs the message.
+
+    Args:
+        schedule: the actions of every pipeline rank.
+
+    Raises:
+        DeadlockError: if the actions cannot all run in the order given.
+    """
+    pp, num_stages = len(schedule), count_stages(schedule)
+    timeline = simulate(schedule).timeline
+    messages = sorted(
+        (slot.end, position, message)
+        for slots in timeline
+        for position, slot in enumerate(slots)
+        if (message := message_out(slot.action, num_stages)) is not None
+    )
+    plan: list[list[Step]] = [[] for _ in range(pp)]
+    done = [0] * pp
+
+    def compute_until(rank: int, time: float, through: int) -> None:
+        """Place the actions up to index ``through`` and all that start before ``time``."""
+        slots = timeline[rank]
+        while done[rank] < len(slots) and (done[rank] <= through or slots[done[rank]].start < time):
+            plan[rank].append(slots[done[rank]].action)
+            done[rank] += 1
+
+    for time, position, message in messages:
+        sender, receiver = rank_of(message.source, pp), rank_of(message.destination, pp)
+        compute_until(sender, time, position)
+        compute_until(receiver, time, -1)
+        plan[sender].append(Transfer(message, receiver, sends=True))
+        plan[receiver].append(Transfer(message, sender, sends=False))
+    for rank in range(pp):
+        compute_until(rank, float("inf"), -1)
+    return plan
