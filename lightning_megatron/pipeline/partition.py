@@ -1,0 +1,197 @@
+"""Which stage builds which layers, and which of them hold the embedding and the loss."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lightning_megatron.config import ConfigError, Problem, nearest_to, raise_if_any
+from lightning_megatron.pipeline.action import chunk_of, rank_of
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """What one stage builds.
+
+    Attributes:
+        stage: global stage number.
+        rank: the pipeline rank that holds it.
+        chunk: which of the rank's chunks it is.
+        layers: global numbers of its layers; may be empty.
+        has_embedding: it turns tokens into activations.
+        has_loss: it holds the final norm and the head, and computes the loss.
+    """
+
+    stage: int
+    rank: int
+    chunk: int
+    layers: range
+    has_embedding: bool
+    has_loss: bool
+
+
+def partition(
+    num_layers: int,
+    pp: int,
+    vpp: int = 1,
+    *,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    count_embedding: bool = False,
+    count_loss: bool = False,
+    layout: str | None = None,
+) -> tuple[StageLayers, ...]:
+    """Share ``num_layers`` layers over ``pp * vpp`` stages.
+
+    Args:
+        num_layers: layers of the whole model.
+        pp: pipeline ranks.
+        vpp: chunks a rank holds.
+        first_stage_layers: layers of stage 0, which also embeds; the other stages share the rest evenly.
+        last_stage_layers: layers of the last stage, which also computes the loss.
+        count_embedding: let the embedding take the place of one layer, then share evenly.
+        count_loss: the same for the loss.
+        layout: every stage spelled out: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages, ``*3`` repeats
+            what precedes it, parentheses group, commas and spaces are for the eye: ``"Et*3|(tt|)*29,t|L"``.
+            As in Megatron's ``--pipeline-model-parallel-layout``.
+
+    Returns:
+        One entry per stage, by stage number.
+
+    Raises:
+        ConfigError: with every fault of the wish.
+    """
+    uneven = {"first_stage_layers": first_stage_layers, "last_stage_layers": last_stage_layers}
+    counted = {"count_embedding": count_embedding, "count_loss": count_loss}
+    raise_if_any(
+        Problem(name, size, "a size must be at least 1", (1,))
+        for name, size in {"num_layers": num_layers, "pp": pp, "vpp": vpp}.items()
+        if size < 1
+    )
+    if layout is not None:
+        reason = "the layout string says already how many layers a stage gets: leave one of the two out"
+        given = {n: v for n, v in uneven.items() if v is not None} | {n: v for n, v in counted.items() if v}
+        raise_if_any(Problem(name, value, reason) for name, value in given.items())
+        sizes = _layout_sizes(layout, num_layers, pp, vpp)
+    elif first_stage_layers is None and last_stage_layers is None:
+        sizes = _even_sizes(num_layers, pp * vpp, count_embedding, count_loss)
+    else:
+        reason = "first_stage_layers and last_stage_layers say already what those stages hold: leave one of the two out"
+        raise_if_any(Problem(name, value, reason, (False,)) for name, value in counted.items() if value)
+        sizes = _uneven_sizes(num_layers, pp * vpp, uneven)
+    stages = []
+    start = 0
+    for stage, size in enumerate(sizes):
+        layers = range(start, start + size)
+        is_last = stage == len(sizes) - 1
+        stages.append(StageLayers(stage, rank_of(stage, pp), chunk_of(stage, pp), layers, stage == 0, is_last))
+        start += size
+    return tuple(stages)
+
+
+def parse_layout(layout: str) -> list[str]:
+    """The letters of every stage of a layout string: ``"Et|(tt|)*2L"`` is ``["Et", "tt", "tt", "L"]``.
+
+    Raises:
+        ConfigError: if the string cannot be read.
+    """
+    tokens = re.findall(r"\*\s*\d+|\S", layout.replace(",", " "))
+    letters, rest = _expand(layout, tokens)
+    if rest:
+        raise ConfigError([Problem("layout", layout, "a closing parenthesis has no opening one")])
+    return letters.split("|")
+
+
+def _expand(layout: str, tokens: list[str], inside: bool = False) -> tuple[str, list[str]]:
+    """Write out the repeats up to the end, or up to the parenthesis that closes what the caller opened."""
+    parts: list[str] = []
+    while tokens:
+        token, *tokens = tokens
+        if token == "(":
+            group, tokens = _expand(layout, tokens, inside=True)
+            parts.append(group)
+        elif token == ")":
+            return "".join(parts), tokens if inside else [token]
+        elif token.startswith("*"):
+            if len(token) == 1 or not parts:
+                reason = "a * stands between what it repeats and how often, as in t*3 or (tt|)*4"
+                raise ConfigError([Problem("layout", layout, reason)])
+            parts[-1] *= int(token[1:])
+        elif token == "m":
+            reason = "m asks for a multi-token prediction layer, which no model here has: leave it out"
+            raise ConfigError([Problem("layout", layout, reason)])
+        elif token in "EtL|":
+            parts.append(token)
+        else:
+            reason = f"{token!r} means nothing here: E embedding, t layer, L loss, | next stage, *n, ( and )"
+            raise ConfigError([Problem("layout", layout, reason)])
+    if inside:
+        raise ConfigError([Problem("layout", layout, "an opening parenthesis has no closing one")])
+    return "".join(parts), tokens
+
+
+def _layout_sizes(layout: str, num_layers: int, pp: int, vpp: int) -> list[int]:
+    stages = parse_layout(layout)
+    letters = "".join(stages)
+    problems = []
+    if len(stages) % pp:
+        reason = f"{len(stages)} stages do not split over pp={pp} ranks"
+        problems.append(Problem("layout", layout, reason))
+    elif len(stages) != pp * vpp:
+        reason = f"the layout has {len(stages)} stages, which are {len(stages) // pp} chunks on each of pp={pp} ranks"
+        problems.append(Problem("vpp", vpp, reason, (len(stages) // pp,)))
+    if letters.count("t") != num_layers:
+        reason = f"the layout has {letters.count('t')} layers"
+        problems.append(Problem("num_layers", num_layers, reason, (letters.count("t"),)))
+    if letters.count("E") != 1 or not letters.startswith("E") or not stages[0]:
+        problems.append(Problem("layout", layout, "one E, and it comes first in the first stage"))
+    if letters.count("L") != 1 or not stages[-1].endswith("L"):
+        problems.append(Problem("layout", layout, "one L, and it comes last in the last stage"))
+    raise_if_any(problems)
+    return [stage.count("t") for stage in stages]
+
+
+def _even_sizes(num_layers: int, num_stages: int, count_embedding: bool, count_loss: bool) -> list[int]:
+    total = num_layers + count_embedding + count_loss
+    if total % num_stages:
+        extra = count_embedding + count_loss
+        counted = f" and {extra} counted as layers" if extra else ""
+        reason = (
+            f"{num_layers} layers{counted} do not split over {num_stages} stages (pp x vpp); "
+            "first_stage_layers, last_stage_layers or a layout string share them unevenly"
+        )
+        lower = total // num_stages * num_stages - extra
+        valid = [n for n in (lower, lower + num_stages) if n > 0]
+        raise ConfigError([Problem("num_layers", num_layers, reason, nearest_to(num_layers, valid))])
+    sizes = [total // num_stages] * num_stages
+    sizes[0] -= count_embedding
+    sizes[-1] -= count_loss
+    if min(sizes) < 0:
+        reason = f"embedding and loss take two places, and each of {num_stages} stages has {total // num_stages}"
+        raise ConfigError([Problem("count_loss", count_loss, reason, (False,))])
+    return sizes
+
+
+def _uneven_sizes(num_layers: int, num_stages: int, uneven: dict[str, int | None]) -> list[int]:
+    given = {name: layers for name, layers in uneven.items() if layers is not None}
+    if num_stages == 1:
+        reason = "there is one stage (pp x vpp = 1) and it holds all layers: leave it out"
+        raise ConfigError([Problem(name, layers, reason) for name, layers in given.items()])
+    others = num_stages - len(given)
+
+    def shares(rest: int) -> bool:
+        """Whether the other stages can share ``rest`` layers evenly, at least one each."""
+        return rest == 0 if others == 0 else rest >= others and rest % others == 0
+
+    rest = num_layers - sum(given.values())
+    if min(given.values()) < 0 or not shares(rest):
+        name, layers = min(given.items(), key=lambda item: item[1]) if min(given.values()) < 0 else [*given.items()][-1]
+        free = num_layers - (sum(given.values()) - layers)
+        valid = [n for n in range(free + 1) if shares(free - n)]
+        reason = (
+            f"that leaves {rest} of {num_layers} layers for {others} other stages, which share evenly, one or more each"
+        )
+        raise ConfigError([Problem(name, layers, reason, nearest_to(layers, valid))])
+    middle = [rest // others] * others if others else []
+    first, last = uneven["first_stage_layers"], uneven["last_stage_layers"]
+    return ([] if first is None else [first]) + middle + ([] if last is None else [last])
