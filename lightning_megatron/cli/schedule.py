@@ -1,0 +1,142 @@
+"""``lightning-megatron schedule``: print, price and draw a pipeline schedule without starting a process."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from typing import NoReturn
+
+from lightning_megatron.config import ConfigError, Problem, nearest_names
+from lightning_megatron.pipeline.action import format_schedule
+from lightning_megatron.pipeline.check import Report, check_schedule
+from lightning_megatron.pipeline.draw import draw_png, draw_text
+from lightning_megatron.pipeline.schedule import SCHEDULES, build_schedule, forward_only
+from lightning_megatron.pipeline.simulate import Costs, Simulation, ideal_bubble, simulate
+
+_COST_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input_gradient",
+    "W": "weight_gradient",
+    "C": "communication",
+}
+
+
+class _UsageError(ValueError):
+    """What argparse has to say, without its exit."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(message)
+
+
+def schedule_command(argv: list[str]) -> int:
+    """Print a schedule as a timeline with its numbers, or as CSV; on request draw it.
+
+    Args:
+        argv: the words after ``lightning-megatron schedule``.
+
+    Returns:
+        The exit status: 0, or 2 for a wish that cannot be fulfilled.
+    """
+    try:
+        return _run(_parser().parse_args(argv))
+    except (_UsageError, ConfigError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as leave:  # --help
+        return leave.code if isinstance(leave.code, int) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="lightning-megatron schedule", description="Print, price and draw a pipeline schedule.")
+    parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
+    parser.add_argument("--vpp", type=int, default=1, help="model chunks a rank holds (default 1)")
+    parser.add_argument("--micro-batches", type=int, required=True, help="micro-batches of one step")
+    parser.add_argument("--schedule", help=f"{', '.join(SCHEDULES)} (default: interleaved if vpp > 1, else 1f1b)")
+    parser.add_argument("--group", type=int, help="micro-batches a rank takes through a chunk before the next chunk")
+    parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
+    parser.add_argument(
+        "--costs",
+        default="",
+        metavar="F=1,B=2,...",
+        help="time of a forward (F), a backward (B), its halves (I, W) on one stage, and of a message (C); "
+        "F=1:1:1:1.5 gives one number per stage (default F=1,B=2,I=B/2,W=B-I,C=0)",
+    )
+    parser.add_argument("--png", metavar="FILE", help="draw the timeline; needs matplotlib")
+    parser.add_argument("--csv", action="store_true", help="print only the actions, one row per rank")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    pp, vpp, num_microbatches = args.pp, args.vpp, args.micro_batches
+    if args.forward_only:
+        name, schedule = "forward-only", forward_only(pp, vpp, num_microbatches)
+    else:
+        schedule = build_schedule(args.schedule, pp, vpp, num_microbatches, args.group)
+        name = args.schedule or ("interleaved" if vpp > 1 else "1f1b")
+    costs = parse_costs(args.costs, pp * vpp)
+    simulation = simulate(schedule, costs)
+    title = f"{name}, pp={pp}, vpp={vpp}, {num_microbatches} micro-batches"
+    if args.csv:
+        print(format_schedule(schedule), end="")
+    else:
+        print(draw_text(simulation, shutil.get_terminal_size((120, 24)).columns))
+        ideal = None if args.forward_only else ideal_bubble(name, pp, vpp, num_microbatches, costs)
+        report = check_schedule(schedule, forward_only=args.forward_only)
+        print("\n" + "\n".join([title, *_numbers(simulation, ideal, report)]))
+    if args.png:
+        draw_png(simulation, args.png, f"{title}: bubble {simulation.bubble:.1%}")
+        if not args.csv:
+            print(f"drawn in          {args.png}")
+    return 0
+
+
+def _numbers(simulation: Simulation, ideal: float | None, report: Report) -> list[str]:
+    promised = "" if ideal is None else f" (theory for equal stages and free messages: {ideal:.2%})"
+    return [
+        f"step time         {simulation.step_time:g}",
+        f"bubble            {simulation.bubble:.2%} of the computing time{promised}",
+        f"idle per rank     {' '.join(f'{idle:g}' for idle in simulation.idle)}",
+        f"peak activations  {' '.join(map(str, simulation.peak_activations))} (micro-batches x chunks, per rank)",
+        f"messages          needed in the order they are made: {'yes' if report.in_order else 'no'}; "
+        f"one batch between actions suffices: {'yes' if report.rendezvous_safe else 'no, receive early'}",
+        f"check             {'; '.join(report.faults) or 'complete, ordered, free of deadlock'}",
+    ]
+
+
+def parse_costs(text: str, num_stages: int) -> Costs:
+    """The costs that ``F=1,B=2`` or ``F=1:1:1:1.5`` (one number per stage) stands for.
+
+    Raises:
+        ConfigError: with every entry that cannot be read.
+    """
+    found: list[Problem] = []
+    costs: dict[str, float | tuple[float, ...]] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = entry.partition("=")
+        if name not in _COST_NAMES:
+            found.append(Problem("--costs", entry, "no such cost", nearest_names(name, list(_COST_NAMES))))
+            continue
+        try:
+            numbers = tuple(float(number) for number in value.split(":"))
+        except ValueError:
+            found.append(Problem("--costs", entry, "a cost is a number, or one number per stage with : between"))
+            continue
+        if not all(0 <= number < float("inf") for number in numbers):
+            found.append(Problem("--costs", entry, "a time cannot be negative or infinite"))
+        elif len(numbers) > 1 and name == "C":
+            found.append(Problem("--costs", entry, "every message takes the same time: give one number"))
+        elif len(numbers) not in (1, num_stages):
+            reason = f"{len(numbers)} numbers for {num_stages} stages (pp x vpp)"
+            found.append(Problem("--costs", entry, reason, (1, num_stages)))
+        else:
+            costs[_COST_NAMES[name]] = numbers if len(numbers) > 1 else numbers[0]
+    if found:
+        raise ConfigError(found)
+    if "backward" not in costs and {"input_gradient", "weight_gradient"} <= set(costs):
+        halves = Costs(**costs)  # type: ignore[arg-type]
+        costs["backward"] = tuple(halves.of("I", stage) + halves.of("W", stage) for stage in range(num_stages))
+    return Costs(**costs)  # type: ignore[arg-type]

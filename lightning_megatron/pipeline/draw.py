@@ -1,0 +1,84 @@
+"""A simulated schedule as a picture: a row per pipeline rank, time from left to right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_megatron.pipeline.action import Kind, chunk_of
+from lightning_megatron.pipeline.simulate import Simulation
+
+COLOURS: dict[Kind, str] = {"F": "#4878b0", "B": "#3c9d6b", "I": "#35a3a0", "W": "#a0a35a"}
+NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+def draw_text(simulation: Simulation, width: int = 120) -> str:
+    """The timeline for a terminal.
+
+    An action is a ``|``, then as much of its name as there is room for (``2F0``, ``F0`` or ``F``) up to where it ends;
+    blanks between actions are idle time.
+
+    Args:
+        simulation: the schedule in time.
+        width: columns of the longest line; a schedule of many actions takes at least two columns an action.
+    """
+    slots = [slot for row in simulation.timeline for slot in row]
+    if not slots:
+        return ""
+    margin = len(f"rank {len(simulation.timeline) - 1} ")
+    shortest = min((slot.end - slot.start for slot in slots if slot.end > slot.start), default=1.0)
+    scale = max((width - margin) / (simulation.step_time or 1.0), 2 / shortest)
+    widest = max(len(str(slot.action)) for slot in slots)
+    scale = min(scale, (widest + 2) / shortest)
+    lines = []
+    for rank, row in enumerate(simulation.timeline):
+        line = f"rank {rank}".ljust(margin)
+        for slot in row:
+            start, end = (margin + round(time * scale) for time in (slot.start, slot.end))
+            room = max(end - start - 1, 0)
+            short = f"{slot.action.kind}{slot.action.microbatch}"
+            label = next((text for text in (str(slot.action), short, slot.action.kind) if len(text) <= room), "")
+            line = line.ljust(start) + ("|" + label.ljust(room, "-"))[: end - start]
+        lines.append(line + "|")
+    return "\n".join(lines)
+
+
+def draw_png(simulation: Simulation, path: str | Path, title: str = "") -> None:
+    """Write the timeline as a PNG; later chunks of a rank are lighter, the number is the micro-batch.
+
+    Args:
+        simulation: the schedule in time.
+        path: the file to write.
+        title: a line above the picture.
+
+    Raises:
+        ImportError: if matplotlib is missing, with the command that installs it.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import to_rgb
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'lightning-megatron[plot]'") from error
+
+    pp = len(simulation.timeline)
+    slots = [slot for row in simulation.timeline for slot in row]
+    chunks = 1 + max((chunk_of(slot.action.stage, pp) for slot in slots), default=0)
+    most = max((len(row) for row in simulation.timeline), default=1)
+    figure = Figure(figsize=(min(max(8.0, 0.28 * most * 1.5), 60.0), 0.5 * pp + 1.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for rank, row in enumerate(simulation.timeline):
+        for slot in row:
+            fade = 0.55 * chunk_of(slot.action.stage, pp) / chunks
+            colour = tuple(part + (1 - part) * fade for part in to_rgb(COLOURS[slot.action.kind]))
+            box = [(slot.start, slot.end - slot.start)]
+            axes.broken_barh(box, (rank - 0.45, 0.9), facecolor=colour, edgecolor="white", linewidth=0.6)
+            axes.text((slot.start + slot.end) / 2, rank, str(slot.action.microbatch), ha="center", va="center", size=7)
+    kinds = [kind for kind in NAMES if any(slot.action.kind == kind for slot in slots)]
+    handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=4, frameon=False)
+    axes.set(xlim=(0, simulation.step_time or 1), ylim=(pp - 0.5, -0.5), xlabel="time", title=title)
+    axes.set_yticks(range(pp), [f"rank {rank}" for rank in range(pp)])
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150, format="png")
