@@ -7,10 +7,12 @@ https://arxiv.org/abs/2504.14960). The arithmetic is pure functions; :class:`Par
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,11 +50,10 @@ def rank_groups(grid: Mapping[str, int], axes: Sequence[str]) -> list[tuple[int,
     sizes = list(grid.values())
     names = list(grid)
     # Rows of `coordinates` are ranks, columns axes; numpy's C order has the last axis fastest, hence the reversals.
-    ranks = torch.arange(torch.Size(sizes).numel()).reshape(sizes[::-1])
+    ranks = np.arange(math.prod(sizes)).reshape(sizes[::-1])
     moving = [len(names) - 1 - names.index(name) for name in sorted(axes, key=names.index, reverse=True)]
     fixed = [i for i in range(len(names)) if i not in moving]
-    length = torch.Size([sizes[names.index(name)] for name in axes]).numel()
-    table = ranks.permute(*fixed, *moving).reshape(-1, length)
+    table = ranks.transpose(*fixed, *moving).reshape(-1, math.prod(grid[name] for name in axes))
     return [tuple(row) for row in table.tolist()]
 
 
@@ -204,7 +205,9 @@ class ParallelMesh:
         if not axes:
             axes = {"data_parallel": self.dp}
         grid = torch.arange(self.world.size).reshape([axis.size for axis in axes.values()])
-        groups = [axis.group or dist.group.WORLD for axis in axes.values()]
+        world = dist.group.WORLD
+        assert world is not None
+        groups = [axis.group or world for axis in axes.values()]
         return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0], device_type, mesh=grid, mesh_dim_names=tuple(axes)
         )

@@ -1,0 +1,121 @@
+"""Self-attention whose heads are shared by the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.ops.attention import attention
+from lightning_megatron.ops.rope import rope
+
+
+class KVCache:
+    """Keys and values of the tokens already decoded, for one layer. Grows as :meth:`extend` is called."""
+
+    def __init__(self) -> None:
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return 0 if self._keys is None else self._keys.shape[0]
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append ``[S, B, G, D]`` and return everything held."""
+        self._keys = k if self._keys is None else torch.cat((self._keys, k))
+        self._values = v if self._values is None else torch.cat((self._values, v))
+        return self._keys, self._values
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention.
+
+    Queries, keys and values come from one matrix, fused per group: ``[G, N/G + 2, D]`` rows, i.e. the queries of a
+    group, its key, its value. A tensor-parallel rank holds whole groups, so its shard is a plain slice. Fewer groups
+    than ranks is refused by ``ParallelLayout``: a replicated key would need its own gradient sum.
+
+    Args:
+        hidden_size: features ``H``.
+        num_heads: query heads ``N`` over all ranks.
+        num_groups: key/value heads ``G`` over all ranks.
+        head_dim: ``D``.
+        mesh: the ranks.
+        bias: whether the projections have biases.
+        sequence_parallel: input and output are sequence shards.
+        causal: whether a position sees only what precedes it.
+        dropout: probability of dropping an attention weight.
+        init_std: standard deviation of the initial qkv weight.
+        output_init_std: the same for the output projection.
+        dtype: of the parameters.
+        device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_groups: int,
+        head_dim: int,
+        mesh: ParallelMesh,
+        *,
+        bias: bool,
+        sequence_parallel: bool,
+        causal: bool = True,
+        dropout: float = 0.0,
+        init_std: float,
+        output_init_std: float,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.heads_per_group = head_dim, num_heads // num_groups
+        self.causal, self.dropout, self.rng = causal, dropout, mesh.rng
+        self.qkv = ColumnParallelLinear(
+            hidden_size,
+            (num_heads + 2 * num_groups) * head_dim,
+            mesh,
+            bias=bias,
+            sequence_parallel=sequence_parallel,
+            init_std=init_std,
+            dtype=dtype,
+            device=device,
+        )
+        self.out = RowParallelLinear(
+            num_heads * head_dim,
+            hidden_size,
+            mesh,
+            bias=bias,
+            sequence_parallel=sequence_parallel,
+            init_std=output_init_std,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, cache: KVCache | None = None) -> Tensor:
+        """``[S, B, H] -> [S, B, H]``.
+
+        Args:
+            x: the input.
+            rotary: cosines and sines of the positions, or ``None``.
+            cache: keys and values of earlier tokens, which this call extends.
+        """
+        groups = self.qkv(x).unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
+        q = groups[..., : self.heads_per_group, :].flatten(2, 3)
+        k, v = groups[..., -2, :], groups[..., -1, :]
+        if rotary is not None:
+            q, k = rope(q, *rotary), rope(k, *rotary)
+        first = 0
+        if cache is not None:
+            first = cache.length
+            k, v = cache.extend(k, v)
+        return self.out(self._core(q, k, v, first).flatten(2, 3))
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, first_query: int) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        if not dropout:
+            return attention(q, k, v, causal=self.causal, first_query=first_query)
+        with self.rng.tensor_parallel():
+            return attention(q, k, v, causal=self.causal, dropout=dropout, first_query=first_query)

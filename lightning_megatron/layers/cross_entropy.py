@@ -1,0 +1,210 @@
+"""Cross entropy over a vocabulary that the tensor-parallel ranks share.
+
+A rank sees its slice of the logits. What the others must know of it is four numbers a token: the slice's maximum, the
+sum of exponentials relative to it, the target's logit, and the sum of logits (for label smoothing). One all-gather
+carries them, and everything else is local. All arithmetic on logits is fp32.
+
+:func:`linear_cross_entropy` never holds all logits: it goes through the tokens in chunks and makes the gradients of the
+chunk while its logits are still there, so that memory and page faults do not grow with the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm.collectives import all_gather
+from lightning_megatron.mesh import Axis
+
+IGNORE_INDEX = -100
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class VocabSlice:
+    """This rank's part of the vocabulary.
+
+    Attributes:
+        axis: the ranks that share it.
+        first: first token id of the slice.
+        size: token ids in it, padding not counted.
+        total: true size of the vocabulary.
+    """
+
+    axis: Axis
+    first: int
+    size: int
+    total: int
+
+    @classmethod
+    def of(cls, axis: Axis, padded_rows: int, total: int) -> VocabSlice:
+        """The slice of a rank whose weight has ``padded_rows`` rows, of a vocabulary of ``total``."""
+        first = min(axis.rank * padded_rows, total)
+        return cls(axis, first, max(0, min(padded_rows, total - axis.rank * padded_rows)), total)
+
+
+@dataclass
+class _Chunk:
+    """What the forward of some tokens leaves for their gradient. ``V`` is the slice, ``T`` the tokens."""
+
+    logits: Tensor  # [T, V] fp32
+    log_sum_exp: Tensor  # [T]
+    loss: Tensor  # [T]
+    local_target: Tensor  # [T], 0 where the target is elsewhere
+    is_here: Tensor  # [T]
+
+
+def _losses(logits: Tensor, labels: Tensor, part: VocabSlice, smoothing: float) -> _Chunk:
+    """Per-token losses from this rank's logits ``[T, V]`` and labels ``[T]`` that are all real token ids."""
+    local = labels - part.first
+    here = (local >= 0) & (local < part.size)
+    local = local.masked_fill(~here, 0)
+    if part.size:
+        peak = logits.amax(-1)
+        total = (logits - peak.unsqueeze(-1)).exp_().sum(-1)
+        target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+        mass = logits.sum(-1) if smoothing else torch.zeros_like(peak)
+    else:
+        peak = torch.full(labels.shape, float("-inf"), device=logits.device)
+        total = target = mass = torch.zeros(labels.shape, device=logits.device)
+    if part.axis.size > 1:
+        peaks, totals, targets, masses = all_gather(torch.stack((peak, total, target, mass))[None], part.axis).unbind(1)
+        peak = peaks.amax(0)
+        total = (totals * (peaks - peak).exp()).sum(0)
+        target, mass = targets.sum(0), masses.sum(0)
+    log_sum_exp = peak + total.log()
+    loss = log_sum_exp - target
+    if smoothing:
+        # torch's definition: the target is (1 - s) one-hot + s / V, over the true vocabulary and not a rank's slice.
+        loss = (1 - smoothing) * loss + smoothing * (log_sum_exp - mass / part.total)
+    return _Chunk(logits, log_sum_exp, loss, local, here)
+
+
+def _gradient_(chunk: _Chunk, scale: Tensor, part: VocabSlice, smoothing: float) -> Tensor:
+    """Overwrite the logits ``[T, V]`` with ``scale x d loss / d logits``."""
+    grad = chunk.logits.sub_(chunk.log_sum_exp.unsqueeze(-1)).exp_()
+    if smoothing:
+        grad.sub_(smoothing / part.total)
+    if part.size:
+        hit = chunk.is_here.to(grad.dtype).mul_(smoothing - 1)
+        grad.scatter_add_(-1, chunk.local_target.unsqueeze(-1), hit.unsqueeze(-1))
+    return grad.mul_(scale.unsqueeze(-1))
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, part: VocabSlice, smoothing: float, ignore: int) -> Tensor:
+        flat, targets = logits.flatten(0, -2)[:, : part.size].float(), labels.flatten()
+        kept = targets != ignore
+        chunk = _losses(flat.clone() if flat.data_ptr() == logits.data_ptr() else flat, targets * kept, part, smoothing)
+        ctx.save_for_backward(chunk.logits, chunk.log_sum_exp, chunk.local_target, chunk.is_here, kept)
+        ctx.part, ctx.smoothing, ctx.shape, ctx.dtype = part, smoothing, logits.shape, logits.dtype
+        return (chunk.loss * kept).view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, log_sum_exp, target, here, kept = ctx.saved_tensors
+        chunk = _Chunk(logits.clone(), log_sum_exp, log_sum_exp, target, here)
+        real = _gradient_(chunk, grad.flatten() * kept, ctx.part, ctx.smoothing)
+        out = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
+        out.flatten(0, -2)[:, : ctx.part.size] = real
+        return out, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    axis: Axis,
+    vocab_size: int | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """Per-token cross entropy of logits whose vocabulary is cut over ``axis``.
+
+    Args:
+        logits: ``[..., V/R]``, this rank's slice (it may end in padding).
+        labels: ``[...]`` token ids of the whole vocabulary.
+        axis: the ranks that share the vocabulary.
+        vocab_size: its true size; ``None`` if there is no padding.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        ignore_index: label whose loss and gradient are zero.
+
+    Returns:
+        ``[...]`` fp32, equal on all ranks of the axis.
+    """
+    total = logits.shape[-1] * axis.size if vocab_size is None else vocab_size
+    part = VocabSlice.of(axis, logits.shape[-1], total)
+    out: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, part, label_smoothing, ignore_index)
+    return out
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, part: VocabSlice, smoothing: float
+    ) -> Tensor:
+        rows = weight[: part.size]
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden) if wants_dx else None
+        d_weight = torch.zeros_like(weight) if wants_dw else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        step = max(1, _CHUNK_BYTES // (4 * max(1, part.size)))
+        for start in range(0, hidden.shape[0], step):
+            some = slice(start, start + step)
+            x = hidden[some]
+            chunk = _losses(x.matmul(rows.t()).float(), labels[some], part, smoothing)
+            loss += chunk.loss.dot(weights[some])
+            if d_hidden is None and d_weight is None:
+                continue
+            grad = _gradient_(chunk, weights[some], part, smoothing).to(weight.dtype)
+            if d_hidden is not None:
+                torch.matmul(grad, rows, out=d_hidden[some])
+            if d_weight is not None:
+                d_weight[: part.size].addmm_(grad.t(), x)
+        ctx.save_for_backward(d_hidden, d_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        d_hidden, d_weight = ctx.saved_tensors
+        # The gradients are this node's own and used once, so they are scaled where they lie.
+        scaled = (None if d is None else d.mul_(grad.to(d.dtype)) for d in (d_hidden, d_weight))
+        return next(scaled), next(scaled), None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    axis: Axis,
+    vocab_size: int,
+    *,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``sum_t w_t cross_entropy(hidden_t W^T, label_t)`` without ever holding all logits.
+
+    The gradients are made in the forward pass, chunk by chunk, because that is when the logits are there; the token
+    weights must therefore be known (a mask divided by the number of tokens, for a mean).
+
+    Args:
+        hidden: ``[..., H]``, equal on all ranks of the axis; its gradient is this rank's part of a sum over them.
+        weight: ``[V/R, H]``, this rank's rows (they may end in padding).
+        labels: ``[...]`` token ids; where the weight is 0, any value.
+        token_weights: ``[...]`` fp32.
+        axis: the ranks that share the vocabulary.
+        vocab_size: its true size.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+
+    Returns:
+        A scalar, fp32, equal on all ranks of the axis.
+    """
+    part = VocabSlice.of(axis, weight.shape[0], vocab_size)
+    weights = token_weights.flatten().float()
+    targets = labels.flatten().masked_fill(weights == 0, 0)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets, weights, part, label_smoothing)
+    return loss

@@ -1,0 +1,78 @@
+"""Token embedding whose vocabulary is shared by the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.comm.collectives import reduce_from_region, reduce_scatter_sequence
+from lightning_megatron.layers.init import normal_
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import ParamSpec
+
+
+def padded_vocab_size(vocab_size: int, tp: int = 1, multiple: int = 128) -> int:
+    """The vocabulary rounded up to a multiple of ``multiple x tp``, so that every rank holds a well-shaped slice."""
+    step = multiple * tp
+    return -(-vocab_size // step) * step
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embedding of token ids; each rank holds a slice of the rows.
+
+    Rows past ``num_embeddings`` are padding: they are zero, no token selects them, no loss sees them, and checkpoints
+    do not hold them.
+
+    Args:
+        num_embeddings: true size of the vocabulary.
+        embedding_dim: features ``H``.
+        mesh: the ranks; ``None`` for one process.
+        multiple: the vocabulary is padded to a multiple of ``multiple x tp``.
+        sequence_parallel: return a sequence shard ``[S/tp, B, H]``.
+        init_std: standard deviation of the initial weight.
+        dtype: of the weight.
+        device: of the weight.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        mesh: ParallelMesh | None = None,
+        *,
+        multiple: int = 128,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        mesh = mesh or ParallelMesh.single()
+        self.axis = mesh.tp
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        local = padded_vocab_size(num_embeddings, self.axis.size, multiple) // self.axis.size
+        self.first_row = self.axis.rank * local
+        self.weight = nn.Parameter(torch.empty(local, embedding_dim, dtype=dtype, device=device))
+        normal_(self.weight, self.param_specs()["weight"], self.axis.rank, init_std)
+
+    def param_specs(self) -> Mapping[str, ParamSpec]:
+        """Cut along the vocabulary; the global shape is without padding."""
+        return {"weight": ParamSpec((self.num_embeddings, self.embedding_dim), tp_dim=0)}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[S, B] -> [S, B, H]`` (``[S/tp, B, H]`` under sequence parallelism)."""
+        if self.axis.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first_row
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_region)(rows, self.axis)
+
+    def extra_repr(self) -> str:
+        """The sizes, global."""
+        return f"vocab={self.num_embeddings}, dim={self.embedding_dim}, tp={self.axis.size}"

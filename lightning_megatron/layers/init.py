@@ -1,0 +1,66 @@
+"""Initialization that does not depend on the layout.
+
+A layer draws one number from torch's default generator, equal on all ranks, and that number alone decides its whole
+weight: each slab of rows of the *global* weight has a generator of its own, and a rank keeps its slice of each slab.
+So one seed gives the same full weights on every layout, and no rank ever holds a whole large weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.params import ParamSpec
+
+_SLAB_ELEMENTS = 1 << 22
+_SEEDS = 1 << 62
+
+
+@torch.no_grad()
+def normal_(param: Tensor, spec: ParamSpec, tp_rank: int, std: float) -> None:
+    """Fill a local parameter with its slice of a global normal draw; padding becomes zero.
+
+    Draws one number from torch's default CPU generator, also on the meta device (where nothing is filled), so that what
+    is built afterwards does not depend on it.
+    """
+    base = int(torch.randint(_SEEDS, (), device="cpu").item())
+    if param.is_meta:
+        return
+    box = spec.local_box(tuple(param.shape), tp_rank)
+    param.zero_()
+    if box.is_empty:
+        return
+    rows, *rest = spec.global_shape
+    numel_of_row = torch.Size(rest).numel()
+    slab = max(1, _SLAB_ELEMENTS // numel_of_row)
+    first, count = box.offsets[0], box.sizes[0]
+    for start in range(first // slab * slab, first + count, slab):
+        stop = min(start + slab, rows)
+        generator = torch.Generator().manual_seed((base + start // slab) % _SEEDS)
+        values = torch.empty(stop - start, *rest, dtype=torch.float32, device="cpu").normal_(
+            std=std, generator=generator
+        )
+        low, high = max(start, first), min(stop, first + count)
+        values = values[low - start : high - start]
+        for dim, (offset, size) in enumerate(zip(box.offsets[1:], box.sizes[1:], strict=True), start=1):
+            values = values.narrow(dim, offset, size)
+        target = param[low - first : high - first]
+        for dim, size in enumerate(box.sizes[1:], start=1):
+            target = target.narrow(dim, 0, size)
+        target.copy_(values)
+
+
+@contextmanager
+def seeded(base: int, number: int) -> Iterator[None]:
+    """Build a part under a seed of its own, so that a rank that builds only some parts draws the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed((base + 7919 * number) % _SEEDS)
+        yield
+
+
+def draw_seed() -> int:
+    """One number from the default generator to derive the seeds of numbered parts from."""
+    return int(torch.randint(_SEEDS, (), device="cpu").item())

@@ -1,0 +1,212 @@
+"""Linear layers whose weight is shared by the ranks of the tensor-parallel axis (https://arxiv.org/abs/1909.08053).
+
+Shapes, with ``R`` the size of the axis, weight ``[out, in]`` and ``SP`` short for sequence parallelism:
+
+=======================  ==========================  ===========================
+layer                    input                       output
+=======================  ==========================  ===========================
+column                   ``[S, B, in]``              ``[S, B, out/R]``
+column, SP               ``[S/R, B, in]``            ``[S, B, out/R]``
+row                      ``[S, B, in/R]``            ``[S, B, out]``
+row, SP                  ``[S, B, in/R]``            ``[S/R, B, out]``
+=======================  ==========================  ===========================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.comm.collectives import (
+    all_gather,
+    gather_features,
+    reduce_from_region,
+    reduce_scatter_sequence,
+    split_features,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from lightning_megatron.config import Problem, divisors, nearest_to, raise_if_any
+from lightning_megatron.layers.init import normal_
+from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.params import ParamSpec
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """``x W^T`` with the collectives of the backward pass hidden behind its matrix products.
+
+    Before: dx = dy W, all-reduce dx, dW = dy^T x. Now: dx = dy W, begin all-reduce, dW = dy^T x, wait. Under sequence
+    parallelism only the shard of ``x`` is kept; it is gathered again while ``dx`` is computed
+    (https://arxiv.org/abs/2205.05198, section 4.2.2).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.sequence_parallel, ctx.has_bias = axis, sequence_parallel, bias is not None
+        return F.linear(all_gather(x, axis) if sequence_parallel else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        whole_x = start_all_gather(x, ctx.axis) if ctx.sequence_parallel and needs_dw else None
+        start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
+        pending_dx = start(dy.matmul(weight), ctx.axis) if needs_dx else None
+        dw = db = None
+        if needs_dw:
+            inputs = whole_x.wait() if whole_x is not None else x
+            dw = dy.flatten(0, -2).t().matmul(inputs.flatten(0, -2))
+        if ctx.has_bias and needs_db:
+            db = dy.flatten(0, -2).sum(0)
+        return pending_dx.wait() if pending_dx is not None else None, dw, db, None, None
+
+
+def _split(argument: str, features: int, axis: Axis) -> int:
+    if features % axis.size:
+        reason = f"{argument}={features} does not split over tp={axis.size} ranks"
+        raise_if_any([Problem("tp", axis.size, reason, nearest_to(axis.size, divisors(features)))])
+    return features // axis.size
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer whose output features are shared by the tensor-parallel ranks.
+
+    Args:
+        in_features: features of the input.
+        out_features: features of the output over all ranks.
+        mesh: the ranks; ``None`` for one process.
+        bias: whether to add a bias (sharded like the output).
+        blocks: the output is this many matrices side by side (gate and up of a gated layer): each rank holds its
+            slice of every one, stored ``[blocks, out/blocks, in]`` so that a shard is a plain slice.
+        gather_output: return ``[..., out]`` on every rank instead of this rank's slice.
+        sequence_parallel: the input is a sequence shard ``[S/tp, B, in]``.
+        init_std: standard deviation of the initial weight.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Raises:
+        ConfigError: if the features do not split over the ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: ParallelMesh | None = None,
+        *,
+        bias: bool = True,
+        blocks: int = 1,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        mesh = mesh or ParallelMesh.single()
+        self.axis = mesh.tp
+        self.in_features, self.out_features, self.blocks = in_features, out_features, blocks
+        self.gather_output = gather_output
+        self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        local = _split("out_features", out_features // blocks, self.axis)
+        lead = () if blocks == 1 else (blocks,)
+        self.weight = nn.Parameter(torch.empty(*lead, local, in_features, dtype=dtype, device=device))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(*lead, local, dtype=dtype, device=device))
+        normal_(self.weight, self.param_specs()["weight"], self.axis.rank, init_std)
+
+    def param_specs(self) -> Mapping[str, ParamSpec]:
+        """Weight and bias are cut along the output features."""
+        lead = () if self.blocks == 1 else (self.blocks,)
+        shape = (*lead, self.out_features // self.blocks)
+        return {
+            "weight": ParamSpec((*shape, self.in_features), tp_dim=len(lead)),
+            "bias": ParamSpec(shape, tp_dim=len(lead), decay=False),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[S, B, in]`` (``[S/tp, B, in]`` under sequence parallelism) to ``[S, B, out/tp]``; blocks side by side."""
+        weight = self.weight.flatten(0, -2)
+        bias = None if self.bias is None else self.bias.flatten()
+        if self.axis.size == 1:
+            return F.linear(x, weight, bias)
+        out: Tensor = _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_parallel)
+        return gather_features(out, self.axis) if self.gather_output else out
+
+    def extra_repr(self) -> str:
+        """The sizes, global."""
+        return f"in={self.in_features}, out={self.out_features}, tp={self.axis.size}"
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer whose input features are shared by the tensor-parallel ranks; the partial products are summed.
+
+    Args:
+        in_features: features of the input over all ranks.
+        out_features: features of the output.
+        mesh: the ranks; ``None`` for one process.
+        bias: whether to add a bias; held whole by every rank and added once, after the sum.
+        split_input: the input is whole on every rank and this layer takes its slice.
+        sequence_parallel: return a sequence shard ``[S/tp, B, out]``.
+        init_std: standard deviation of the initial weight.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Raises:
+        ConfigError: if the features do not split over the ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: ParallelMesh | None = None,
+        *,
+        bias: bool = True,
+        split_input: bool = False,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        mesh = mesh or ParallelMesh.single()
+        self.axis = mesh.tp
+        self.in_features, self.out_features = in_features, out_features
+        self.split_input = split_input
+        self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        local = _split("in_features", in_features, self.axis)
+        self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        normal_(self.weight, self.param_specs()["weight"], self.axis.rank, init_std)
+
+    def param_specs(self) -> Mapping[str, ParamSpec]:
+        """The weight is cut along the input features; the bias is whole, and meets only a shard of the sequence."""
+        shape = (self.out_features, self.in_features)
+        return {
+            "weight": ParamSpec(shape, tp_dim=1),
+            "bias": ParamSpec(shape[:1], grad_sum_over_tp=self.sequence_parallel, decay=False),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[S, B, in/tp]`` to ``[S, B, out]`` (``[S/tp, B, out]`` under sequence parallelism)."""
+        if self.split_input:
+            x = split_features(x, self.axis)
+        if self.axis.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        partial = F.linear(x, self.weight)
+        out = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_region)(partial, self.axis)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        """The sizes, global."""
+        return f"in={self.in_features}, out={self.out_features}, tp={self.axis.size}"

@@ -1,0 +1,71 @@
+"""The feed-forward layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.ops.activation import ACTIVATIONS, GATED
+
+
+class MLP(nn.Module):
+    """``fc2(activation(fc1(x)))``; a gated activation has gate and up side by side in ``fc1``.
+
+    Args:
+        hidden_size: features ``H``.
+        ffn_hidden_size: features ``F`` between the two layers.
+        mesh: the ranks.
+        activation: a name in ``ACTIVATIONS``.
+        bias: whether the two layers have biases.
+        sequence_parallel: input and output are sequence shards.
+        init_std: standard deviation of ``fc1``'s initial weight.
+        output_init_std: the same for ``fc2``.
+        dtype: of the parameters.
+        device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        mesh: ParallelMesh,
+        *,
+        activation: str,
+        bias: bool,
+        sequence_parallel: bool,
+        init_std: float,
+        output_init_std: float,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        blocks = 2 if activation in GATED else 1
+        self.fc1 = ColumnParallelLinear(
+            hidden_size,
+            blocks * ffn_hidden_size,
+            mesh,
+            bias=bias,
+            blocks=blocks,
+            sequence_parallel=sequence_parallel,
+            init_std=init_std,
+            dtype=dtype,
+            device=device,
+        )
+        self.activation = ACTIVATIONS[activation]
+        self.fc2 = RowParallelLinear(
+            ffn_hidden_size,
+            hidden_size,
+            mesh,
+            bias=bias,
+            sequence_parallel=sequence_parallel,
+            init_std=output_init_std,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[S, B, H] -> [S, B, H]``."""
+        out: Tensor = self.fc2(self.activation(self.fc1(x)))
+        return out

@@ -1,0 +1,160 @@
+"""The shape of a transformer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lightning_megatron.config import Problem, divisors, nearest_names, nearest_to, raise_if_any
+from lightning_megatron.layers.norm import NORMS
+from lightning_megatron.layers.rotary import RopeScaling
+from lightning_megatron.ops.activation import ACTIVATIONS
+
+POSITION_EMBEDDINGS = ("learned", "rope", "none")
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a decoder-only transformer, in the field's words.
+
+    Attributes:
+        num_layers: transformer blocks.
+        hidden_size: features ``H`` between blocks.
+        num_attention_heads: query heads.
+        vocab_size: true size of the vocabulary; padding is the layout's business.
+        max_position_embeddings: longest sequence.
+        ffn_hidden_size: features inside the feed-forward layer; ``None`` means ``4 hidden_size``.
+        num_query_groups: key/value heads; ``None`` means one a query head.
+        head_dim: features of a head; ``None`` means ``hidden_size / num_attention_heads``.
+        norm: ``"layernorm"`` or ``"rmsnorm"``.
+        norm_epsilon: added under the norm's root.
+        activation: ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or ``"swiglu"``.
+        position_embedding: ``"learned"``, ``"rope"`` or ``"none"``.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: LLaMA 3's rule, or ``None``; a dict of its fields is taken too (YAML).
+        add_bias_linear: whether linear layers have biases.
+        tie_embeddings: whether the output layer is the embedding.
+        init_std: standard deviation of initial weights; output projections get ``init_std / sqrt(2 num_layers)``.
+        hidden_dropout: dropout of embeddings and of each sub-layer's output.
+        attention_dropout: dropout of attention weights.
+        label_smoothing: of the loss.
+        vocab_multiple: the vocabulary is padded to a multiple of this times tp.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+    ffn_hidden_size: int = 0
+    num_query_groups: int = 0
+    head_dim: int = 0
+    norm: str = "layernorm"
+    norm_epsilon: float = 1e-5
+    activation: str = "gelu"
+    position_embedding: str = "learned"
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    add_bias_linear: bool = True
+    tie_embeddings: bool = True
+    init_std: float = 0.02
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    label_smoothing: float = 0.0
+    vocab_multiple: int = 128
+
+    def __post_init__(self) -> None:
+        # Open fields are derived once, here, so that everybody else reads numbers.
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        raise_if_any(self._size_problems())
+        object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
+        object.__setattr__(self, "num_query_groups", self.num_query_groups or self.num_attention_heads)
+        if not self.head_dim and self.hidden_size % self.num_attention_heads == 0:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        raise_if_any(self._shape_problems())
+
+    def _size_problems(self) -> list[Problem]:
+        required = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+        derived = ("ffn_hidden_size", "num_query_groups", "head_dim")
+        found = []
+        for name in (*required, *derived, "vocab_multiple"):
+            value, least = getattr(self, name), 0 if name in derived else 1
+            if not isinstance(value, int) or value < least:
+                found.append(Problem(name, value, f"must be a whole number of at least {least}", (least,)))
+        return found
+
+    def _shape_problems(self) -> list[Problem]:
+        found = []
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if not self.head_dim:
+            near = nearest_to(heads, divisors(self.hidden_size))
+            reason = f"hidden_size={self.hidden_size} does not split over the heads, and head_dim is not given"
+            found.append(Problem("num_attention_heads", heads, reason, near))
+        elif self.position_embedding == "rope" and self.head_dim % 2:
+            found.append(Problem("head_dim", self.head_dim, "rotary embedding turns pairs of features"))
+        if heads % groups:
+            reason = f"num_attention_heads={heads} does not split into groups of equal size"
+            found.append(Problem("num_query_groups", groups, reason, nearest_to(groups, divisors(heads))))
+        choices = {"norm": NORMS, "activation": ACTIVATIONS, "position_embedding": POSITION_EMBEDDINGS}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                found.append(Problem(name, value, "unknown", nearest_names(str(value), list(known))))
+        for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                found.append(Problem(name, getattr(self, name), "must be at least 0 and less than 1"))
+        return found
+
+    @property
+    def output_init_std(self) -> float:
+        """Standard deviation of the layers that write to the residual stream (GPT-2's rule)."""
+        return float(self.init_std / (2 * self.num_layers) ** 0.5)
+
+    def replace(self, **overrides: Any) -> TransformerConfig:
+        """A copy with some fields changed; sizes that were derived from a changed field are derived again.
+
+        Raises:
+            ConfigError: for a name that is no field.
+        """
+        known = [f.name for f in fields(self)]
+        raise_if_any(
+            Problem(name, value, "no such field of TransformerConfig", nearest_names(name, known))
+            for name, value in overrides.items()
+            if name not in known
+        )
+        if "hidden_size" in overrides:
+            if self.ffn_hidden_size == 4 * self.hidden_size:
+                overrides.setdefault("ffn_hidden_size", 0)
+            overrides.setdefault("head_dim", 0)
+        if "num_attention_heads" in overrides:
+            overrides.setdefault("head_dim", 0)
+            if self.num_query_groups == self.num_attention_heads:
+                overrides.setdefault("num_query_groups", 0)
+        return replace(self, **overrides)
+
+    def num_parameters(self) -> int:
+        """Parameters of the model this describes, vocabulary padding not counted."""
+        h, layers = self.hidden_size, self.num_layers
+        q = self.num_attention_heads * self.head_dim
+        kv = 2 * self.num_query_groups * self.head_dim
+        fc1 = self.ffn_hidden_size * (2 if self.activation == "swiglu" else 1)
+        norm = h if self.norm == "rmsnorm" else 2 * h
+        block = h * (q + kv) + q * h + h * fc1 + self.ffn_hidden_size * h + 2 * norm
+        if self.add_bias_linear:
+            block += q + kv + h + fc1 + h
+        positions = self.max_position_embeddings * h if self.position_embedding == "learned" else 0
+        embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2) + positions
+        return layers * block + embeddings + norm
+
+    def flops_per_token(self, seq_length: int) -> float:
+        """Matmul FLOPs of forward and backward for one token, the causal half of attention counted.
+
+        Megatron-LM's formula (https://arxiv.org/abs/2104.04473, appendix, with the causal half).
+        """
+        q = self.num_attention_heads * self.head_dim
+        kv = self.num_query_groups * self.head_dim
+        gates = 3 if self.activation == "swiglu" else 2
+        dense = self.hidden_size * (2 * q + 2 * kv + gates * self.ffn_hidden_size)
+        matrices = self.num_layers * dense + self.hidden_size * self.vocab_size
+        return 6.0 * matrices + 6.0 * self.num_layers * q * seq_length

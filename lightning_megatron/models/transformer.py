@@ -1,0 +1,166 @@
+"""The parts every family shares: embedding, block, head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.comm.collectives import copy_to_region, gather_features, gather_sequence, own_slice
+from lightning_megatron.layers.attention import KVCache, SelfAttention
+from lightning_megatron.layers.cross_entropy import linear_cross_entropy
+from lightning_megatron.layers.dropout import Dropout
+from lightning_megatron.layers.embedding import VocabParallelEmbedding, padded_vocab_size
+from lightning_megatron.layers.init import normal_
+from lightning_megatron.layers.mlp import MLP
+from lightning_megatron.layers.norm import NORMS
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.params import ParamSpec
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block.
+
+    Args:
+        config: the model's shape.
+        mesh: the ranks.
+        sequence_parallel: the residual stream is a sequence shard.
+    """
+
+    def __init__(self, config: TransformerConfig, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
+        super().__init__()
+        norm = NORMS[config.norm]
+        self.attention_norm = norm(
+            config.hidden_size, mesh, eps=config.norm_epsilon, sequence_parallel=sequence_parallel
+        )
+        self.attention = SelfAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_query_groups,
+            config.head_dim,
+            mesh,
+            bias=config.add_bias_linear,
+            sequence_parallel=sequence_parallel,
+            dropout=config.attention_dropout,
+            init_std=config.init_std,
+            output_init_std=config.output_init_std,
+        )
+        self.mlp_norm = norm(config.hidden_size, mesh, eps=config.norm_epsilon, sequence_parallel=sequence_parallel)
+        self.mlp = MLP(
+            config.hidden_size,
+            config.ffn_hidden_size,
+            mesh,
+            activation=config.activation,
+            bias=config.add_bias_linear,
+            sequence_parallel=sequence_parallel,
+            init_std=config.init_std,
+            output_init_std=config.output_init_std,
+        )
+        self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, cache: KVCache | None = None) -> Tensor:
+        """``[S, B, H] -> [S, B, H]`` (``[S/tp, B, H]`` under sequence parallelism)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, cache))
+        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return out
+
+
+class Embedding(nn.Module):
+    """Token and, where the model learns them, position embeddings.
+
+    Args:
+        config: the model's shape.
+        mesh: the ranks.
+        sequence_parallel: return a sequence shard.
+    """
+
+    def __init__(self, config: TransformerConfig, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel = mesh.tp, sequence_parallel and mesh.tp.size > 1
+        self.word = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            mesh,
+            multiple=config.vocab_multiple,
+            sequence_parallel=sequence_parallel,
+            init_std=config.init_std,
+        )
+        self.position: nn.Parameter | None = None
+        if config.position_embedding == "learned":
+            self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
+            normal_(self.position, self.param_specs()["position"], 0, config.init_std)
+        self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
+
+    def param_specs(self) -> Mapping[str, ParamSpec]:
+        """Positions are whole on every rank, but under sequence parallelism each looks up only its shard's."""
+        if self.position is None:
+            return {}
+        return {"position": ParamSpec(tuple(self.position.shape), grad_sum_over_tp=self.sequence_parallel)}
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Tokens ``[S, B]`` at positions ``[S]`` or ``[S, B]`` to ``[S, B, H]`` (or this rank's shard of it)."""
+        x = self.word(tokens)
+        if self.position is not None:
+            if self.sequence_parallel:
+                positions = own_slice(positions, self.axis)
+            rows = F.embedding(positions, self.position)
+            x = x + (rows.unsqueeze(1) if positions.ndim == 1 else rows)
+        out: Tensor = self.dropout(x)
+        return out
+
+
+class Head(nn.Module):
+    """Final norm and output layer; the output weight is the embedding's where the model ties them.
+
+    Args:
+        config: the model's shape.
+        mesh: the ranks.
+        sequence_parallel: the input is a sequence shard.
+    """
+
+    def __init__(self, config: TransformerConfig, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel = mesh.tp, sequence_parallel and mesh.tp.size > 1
+        self.vocab_size, self.label_smoothing = config.vocab_size, config.label_smoothing
+        self._shape = (config.vocab_size, config.hidden_size)
+        self.norm = NORMS[config.norm](
+            config.hidden_size, mesh, eps=config.norm_epsilon, sequence_parallel=sequence_parallel
+        )
+        self.weight: nn.Parameter | None = None
+        if not config.tie_embeddings:
+            rows = padded_vocab_size(config.vocab_size, self.axis.size, config.vocab_multiple) // self.axis.size
+            self.weight = nn.Parameter(torch.empty(rows, config.hidden_size))
+            normal_(self.weight, self.param_specs()["weight"], self.axis.rank, config.init_std)
+
+    def param_specs(self) -> Mapping[str, ParamSpec]:
+        """Cut along the vocabulary, like the embedding."""
+        return {} if self.weight is None else {"weight": ParamSpec(self._shape, tp_dim=0)}
+
+    def _weight(self, tied: Tensor | None) -> Tensor:
+        weight = self.weight if tied is None else tied
+        assert weight is not None
+        return weight
+
+    def _enter(self, hidden: Tensor) -> Tensor:
+        hidden = self.norm(hidden)
+        return (gather_sequence if self.sequence_parallel else copy_to_region)(hidden, self.axis)
+
+    def forward(self, hidden: Tensor, tied: Tensor | None = None) -> Tensor:
+        """``[S, B, H] -> [S, B, V]``, padding stripped, equal on all tensor-parallel ranks."""
+        logits = F.linear(self._enter(hidden), self._weight(tied))
+        return gather_features(logits, self.axis)[..., : self.vocab_size]
+
+    def loss(self, hidden: Tensor, labels: Tensor, token_weights: Tensor, tied: Tensor | None = None) -> Tensor:
+        """Weighted sum of the tokens' losses, a scalar; labels and weights are ``[S, B]``."""
+        return linear_cross_entropy(
+            self._enter(hidden),
+            self._weight(tied),
+            labels,
+            token_weights,
+            self.axis,
+            self.vocab_size,
+            label_smoothing=self.label_smoothing,
+        )

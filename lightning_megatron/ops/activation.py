@@ -1,0 +1,60 @@
+"""Activations of the feed-forward layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def swiglu_reference(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` in plain torch: the meaning of :func:`swiglu`."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps only the input for the backward pass; ``silu(gate)`` is cheaper to repeat than to store."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        dx = torch.empty_like(x)
+        d_gate, d_up = dx.chunk(2, dim=-1)
+        sigmoid = torch.sigmoid(gate)
+        torch.mul(gate, sigmoid, out=d_up)
+        # d silu = sigmoid (1 + gate (1 - sigmoid)) = sigmoid + silu (1 - sigmoid)
+        torch.addcmul(sigmoid, d_up, 1 - sigmoid, out=d_gate)
+        d_gate.mul_(up).mul_(grad)
+        d_up.mul_(grad)
+        return dx
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """``[..., 2 F] -> [..., F]``: ``silu(gate) * up`` (https://arxiv.org/abs/2002.05202), gate in the first half."""
+    out: Tensor = _SwiGLU.apply(x)
+    return out
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in GPT-2's tanh form (https://arxiv.org/abs/1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": F.relu,
+    "swiglu": swiglu,
+}
+GATED = frozenset({"swiglu"})
