@@ -1,0 +1,1 @@
+"""The distributed optimizer: flat gradients, sharded main parameters, clipping, loss scale, learning-rate schedules."""

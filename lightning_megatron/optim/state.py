@@ -1,0 +1,135 @@
+"""Optimizer state in terms of parameters: what a checkpoint saves and fills.
+
+The optimizer sees one long tensor per bucket and keeps its state in that shape. A checkpoint wants to know which range
+of which parameter each stretch of it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatron.optim.bucket import Bucket
+from lightning_megatron.params import FlatPiece
+
+
+class PieceState(NamedTuple):
+    """What this rank's optimizer holds of one parameter.
+
+    Attributes:
+        piece: which range of which parameter.
+        main: ``[n]``, its main values, a view.
+        state: per-element state by name (``exp_avg``), each ``[n]``, views.
+        scalars: state that the elements share, by name (``step``): 0-dim tensors or numbers.
+    """
+
+    piece: FlatPiece
+    main: Tensor
+    state: dict[str, Tensor]
+    scalars: dict[str, Any]
+
+
+def is_per_element(value: object, main: Tensor) -> bool:
+    """Whether a state value has one element per element of the main parameter (a main parameter is ``[n]``)."""
+    return isinstance(value, Tensor) and value.shape == main.shape
+
+
+def pieces_of(bucket: Bucket, main: Tensor, state: Mapping[str, Any]) -> Iterator[PieceState]:
+    """The pieces that this rank owns of the parameters of ``bucket``, in buffer order."""
+    for slot in bucket.slots:
+        start, end = max(slot.start, bucket.own_start), min(slot.end, bucket.own_end)
+        if start >= end:
+            continue
+        owned = slot.owned
+        piece = FlatPiece(owned.name, owned.spec, tuple(owned.param.shape), start - slot.start, end - slot.start)
+        here = slice(start - bucket.own_start, end - bucket.own_start)
+        yield PieceState(
+            piece,
+            main.detach()[here],
+            {name: value[here] for name, value in state.items() if is_per_element(value, main)},
+            {name: value for name, value in state.items() if not is_per_element(value, main)},
+        )
+
+
+def state_like(main: Tensor, state: Mapping[str, Any], owner: Tensor) -> dict[str, Any]:
+    """State of ``main`` as an optimizer began it for another parameter, ``owner``, filled with its first element."""
+    made: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == owner.shape and name != "step":
+            made[name] = torch.full_like(main, value.flatten()[0].item(), dtype=value.dtype, requires_grad=False)
+        else:
+            made[name] = value.clone() if isinstance(value, Tensor) else value
+    return made
+
+
+def allocate_state(optimizer: Optimizer, mains: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Give every main parameter that has no state the state that its optimizer would create for it.
+
+    Which names, dtypes and shapes that is, only the optimizer knows. So a copy of it takes one step on parameters of
+    one element, of value and gradient zero, and what it leaves is made as long as the main parameters; neither the
+    weights nor the optimizer's hooks notice. ``step`` is put back to zero. Moments are zero as in a fresh optimizer;
+    the few values that a step moves without a gradient (``mu_product`` of NAdam, ``eta`` of ASGD) are those after one
+    step, until a checkpoint overwrites them.
+
+    Args:
+        optimizer: the user's.
+        mains: main parameters of each of its groups.
+    """
+    probes = [[nn.Parameter(torch.zeros_like(main[:1])) for main in group] for group in mains]
+    for probe in (probe for group in probes for probe in group):
+        probe.grad = torch.zeros_like(probe)
+    scratch = copy.copy(optimizer)  # torch's own copy protocol: groups and state, no hooks
+    scratch.param_groups = [
+        {**group, "params": probe} for group, probe in zip(optimizer.param_groups, probes, strict=True)
+    ]
+    scratch.state = defaultdict(dict)
+    for group, probe_group in zip(mains, probes, strict=True):
+        for main, probe in zip(group, probe_group, strict=True):
+            if optimizer.state.get(main):  # an optimizer that allocates when it is made (Adagrad): it steps on that
+                scratch.state[probe] = state_like(probe, optimizer.state[main], main)
+    type(scratch).step(scratch)
+    for group, probe_group in zip(mains, probes, strict=True):
+        for main, probe in zip(group, probe_group, strict=True):
+            if optimizer.state.get(main):
+                continue
+            state = state_like(main, scratch.state[probe], probe)
+            if "step" in state:
+                state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
+            optimizer.state[main] = state
+
+
+def load_piece(
+    target: PieceState,
+    owner: dict[str, Any],
+    main: Tensor | None,
+    state: Mapping[str, Tensor],
+    scalars: Mapping[str, Any],
+) -> None:
+    """Fill a piece in place.
+
+    Args:
+        target: the piece.
+        owner: the optimizer's state of the main parameter that the piece is part of; plain numbers are set there.
+        main: ``[n]``, ``None`` to leave the main values.
+        state: values by name, each ``[n]``.
+        scalars: values by name.
+
+    Raises:
+        KeyError: for a name that this optimizer does not keep.
+    """
+    if main is not None:
+        target.main.copy_(main)
+    for name, value in state.items():
+        target.state[name].copy_(value)
+    for name, value in scalars.items():
+        held = target.scalars[name]
+        if isinstance(held, Tensor):
+            held.copy_(torch.as_tensor(value))
+        else:
+            owner[name] = value.item() if isinstance(value, Tensor) else value
