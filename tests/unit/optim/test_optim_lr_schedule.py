@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.config import ConfigError
+from lightning_megatron.optim.lr_schedule import LRSchedule, MegatronLR, WDSchedule
+
+
+def test_the_log_lines_of_the_bloom_recipe() -> None:
+    schedule = LRSchedule(6e-5, warmup=183105, decay=126953125)
+    assert f"{schedule.learning_rate(50):.3E}" == "1.638E-08"
+    assert f"{schedule.learning_rate(52):.3E}" == "1.704E-08"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "points"),
+    [
+        (LRSchedule(1.0, style="constant", warmup=4, init_lr=0.2), {0: 0.2, 2: 0.6, 4: 1.0, 99: 1.0}),
+        (LRSchedule(1.0, 0.1, warmup=10, decay=110, style="linear"), {5: 0.5, 10: 1.0, 60: 0.55, 110: 0.1, 111: 0.1}),
+        (LRSchedule(1.0, 0.1, warmup=10, decay=110), {10: 1.0, 35: 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, 60: 0.55}),
+        (LRSchedule(1.0, decay=100), {0: 1.0, 50: 0.5, 100: 0.0, 101: 0.0}),
+        (LRSchedule(1.0, 0.3, warmup=4, decay=100, style="inverse-square-root"), {4: 1.0, 16: 0.5, 64: 0.3, 101: 0.3}),
+        (LRSchedule(1.0, decay=100, style="inverse-square-root"), {0: 1.0, 1: 1.0, 25: 0.2}),
+        (LRSchedule(1.0, decay=100, style="wsd", tail=20), {80: 1.0, 90: 2 * 0.5**0.5 - 1, 100: 0.0, 101: 0.0}),
+        (LRSchedule(1.0, 0.2, decay=100, style="wsd", tail=20, tail_style="linear"), {80: 1.0, 85: 0.8, 100: 0.2}),
+        (LRSchedule(1.0, decay=100, style="wsd", tail=20, tail_style="cosine"), {90: 0.5, 100: 0.0}),
+        (LRSchedule(1.0, decay=100, style="wsd", tail=20, tail_style="minus_sqrt"), {85: 0.5, 100: 0.0}),
+    ],
+)
+def test_learning_rate_by_hand(schedule: LRSchedule, points: dict[int, float]) -> None:
+    for step, value in points.items():
+        assert schedule.learning_rate(step) == pytest.approx(value, abs=1e-12), step
+
+
+@pytest.mark.parametrize(
+    ("schedule", "points"),
+    [
+        (WDSchedule(0.1, 0.1), {0: 0.1, 9: 0.1}),
+        (WDSchedule(0.0, 0.1, 10, "linear"), {0: 0.0, 5: 0.05, 10: 0.1, 11: 0.1}),
+        (WDSchedule(0.1, 0.3, 12, "cosine"), {0: 0.1, 4: 0.15, 6: 0.2, 12: 0.3, 13: 0.3}),
+    ],
+)
+def test_weight_decay_by_hand(schedule: WDSchedule, points: dict[int, float]) -> None:
+    for step, value in points.items():
+        assert schedule.weight_decay(step) == pytest.approx(value, abs=1e-12), step
+
+
+def test_scheduler_keeps_the_ratio_of_groups() -> None:
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    groups = [{"params": [a], "weight_decay": 0.1}, {"params": [b], "weight_decay": 0.0, "lr": 2e-3}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    lr = LRSchedule(1e-3, warmup=40, decay=80, style="linear")
+    scheduler = MegatronLR(optimizer, lr, WDSchedule(0.0, 0.1, 40, "linear"), step_size=4)
+    seen = []
+    for _ in range(10):
+        optimizer.step()
+        scheduler.step()
+        seen.append([optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"]])
+    assert seen[4] == pytest.approx([5e-4, 1e-3])
+    assert seen[9] == pytest.approx([1e-3, 2e-3])
+    assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.1)
+    assert optimizer.param_groups[1]["weight_decay"] == 0.0
+
+
+def test_scheduler_resumes_from_plain_numbers(tmp_path: Path) -> None:
+    def make() -> tuple[torch.optim.Optimizer, MegatronLR]:
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-3, weight_decay=0.1)
+        lr = LRSchedule(1e-3, warmup=4, decay=20)
+        return optimizer, MegatronLR(optimizer, lr, WDSchedule(0.0, 0.1, 10, "cosine"))
+
+    optimizer, scheduler = make()
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    torch.save([optimizer.state_dict(), scheduler.state_dict()], tmp_path / "state.pt")
+    resumed, resumed_scheduler = make()
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed.load_state_dict(saved[0])
+    resumed_scheduler.load_state_dict(saved[1])
+    for o, s in ((optimizer, scheduler), (resumed, resumed_scheduler)):
+        o.step()
+        s.step()
+    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert resumed.param_groups[0]["weight_decay"] == optimizer.param_groups[0]["weight_decay"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "faulty"),
+    [
+        ({"max_lr": 0.0, "style": "constant"}, {"max_lr"}),
+        ({"max_lr": 1.0, "min_lr": 2.0, "init_lr": -1.0, "decay": 10}, {"min_lr", "init_lr"}),
+        ({"max_lr": 1.0, "warmup": 10, "decay": 10}, {"decay"}),
+        ({"max_lr": 1.0, "warmup": -1, "decay": 10}, {"warmup"}),
+        ({"max_lr": 1.0, "decay": 10, "style": "wsd"}, {"tail"}),
+        ({"max_lr": 1.0, "decay": 10, "style": "wsd", "tail": 11}, {"tail"}),
+        ({"max_lr": 1.0, "decay": 10, "tail": 5}, {"tail"}),
+        ({"max_lr": 1.0, "decay": 10, "style": "cosinus", "tail_style": "log"}, {"style", "tail_style"}),
+    ],
+)
+def test_impossible_learning_rates(arguments: dict, faulty: set[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        LRSchedule(**arguments)
+    assert {problem.argument for problem in error.value.problems} == faulty
+
+
+@pytest.mark.parametrize(
+    ("arguments", "faulty"),
+    [
+        ({"start": -0.1, "end": 0.1, "length": 5, "style": "linear"}, {"start"}),
+        ({"start": 0.2, "end": 0.1, "length": 5, "style": "linear"}, {"end"}),
+        ({"start": 0.0, "end": 0.1}, {"style"}),
+        ({"start": 0.0, "end": 0.1, "style": "cosine"}, {"length"}),
+    ],
+)
+def test_impossible_weight_decays(arguments: dict, faulty: set[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        WDSchedule(**arguments)
+    assert {problem.argument for problem in error.value.problems} == faulty

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_megatron.config import ConfigError
+from lightning_megatron.optim.scaler import DynamicLossScale, grad_reduce_dtype_rule
+
+
+def test_first_overflow_is_tolerated_and_each_later_one_halves() -> None:
+    scaler = DynamicLossScale()
+    seen = []
+    for _ in range(3):
+        scaler.update(found_inf=True)
+        seen.append(scaler.scale)
+    assert seen == [2.0**32, 2.0**31, 2.0**30]
+
+
+def test_only_a_growth_gives_the_tolerance_back() -> None:
+    scaler = DynamicLossScale(growth_interval=3)
+    scaler.update(True)
+    scaler.update(False)
+    scaler.update(False)
+    scaler.update(True)  # good steps do not restore it
+    assert scaler.scale == 2.0**31
+    for _ in range(3):
+        scaler.update(False)
+    assert scaler.scale == 2.0**32
+    scaler.update(True)
+    assert scaler.scale == 2.0**32
+
+
+def test_grows_after_1000_good_steps_in_a_row() -> None:
+    scaler = DynamicLossScale(scale=4.0)
+    for _ in range(999):
+        scaler.update(False)
+    assert scaler.scale == 4.0
+    scaler.update(False)
+    assert scaler.scale == 8.0
+    for _ in range(999):
+        scaler.update(False)
+    scaler.update(True)
+    scaler.update(False)
+    assert scaler.scale == 8.0  # an overflow starts the count anew
+
+
+def test_never_below_the_minimum() -> None:
+    scaler = DynamicLossScale(scale=2.0, hysteresis=1)
+    for _ in range(5):
+        scaler.update(True)
+    assert scaler.scale == 1.0 == scaler.inverse
+
+
+def test_state_continues_exactly() -> None:
+    first = DynamicLossScale(growth_interval=4)
+    pattern = [True, False, False, True, False, False, False, False, True]
+    for found in pattern[:4]:
+        first.update(found)
+    second = DynamicLossScale(growth_interval=4)
+    second.load_state_dict(first.state_dict())
+    for found in pattern[4:]:
+        first.update(found)
+        second.update(found)
+    assert first.state_dict() == second.state_dict()
+
+
+def test_impossible_values_are_named_together() -> None:
+    with pytest.raises(ConfigError) as error:
+        DynamicLossScale(scale=0.5, growth_interval=0, growth_factor=1.0, backoff_factor=1.0, hysteresis=0)
+    assert {p.argument for p in error.value.problems} == {
+        "scale", "growth_interval", "growth_factor", "backoff_factor", "hysteresis",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "dp", "dtype"),
+    [(1, 1, torch.bfloat16), (32, 8, torch.bfloat16), (256, 1, torch.bfloat16), (257, 1, torch.float32),
+     (33, 8, torch.float32)],
+)  # fmt: skip
+def test_bf16_reduction_ends_above_256_summands(accumulation: int, dp: int, dtype: torch.dtype) -> None:
+    assert grad_reduce_dtype_rule(accumulation, dp) is dtype
