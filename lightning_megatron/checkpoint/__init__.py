@@ -1,0 +1,31 @@
+"""Checkpoints that outlive the layout: sharded, published at once, verified, loaded under any other layout."""
+
+from lightning_megatron.checkpoint.dcp import Loaded, load, save
+from lightning_megatron.checkpoint.fragment import Fragment
+from lightning_megatron.checkpoint.publish import remove
+from lightning_megatron.checkpoint.state import (
+    State,
+    local_tensors,
+    model_state,
+    optimizer_state,
+    regrouped,
+    shared_state,
+)
+from lightning_megatron.checkpoint.together import CheckpointError
+from lightning_megatron.checkpoint.verify import verify
+
+__all__ = [
+    "CheckpointError",
+    "Fragment",
+    "Loaded",
+    "State",
+    "load",
+    "local_tensors",
+    "model_state",
+    "optimizer_state",
+    "regrouped",
+    "remove",
+    "save",
+    "shared_state",
+    "verify",
+]

@@ -1,0 +1,217 @@
+"""Save and load a checkpoint directory: torch.distributed.checkpoint's files, ``meta.pt`` and a manifest.
+
+All ranks call :func:`save` and :func:`load`. Whatever fails on one rank raises on all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_megatron.checkpoint.fragment import Fragment
+from lightning_megatron.checkpoint.locate import locate
+from lightning_megatron.checkpoint.manifest import MANIFEST, FileRecord, Manifest, record
+from lightning_megatron.checkpoint.meta import META, read_meta, refuse_objects, write_meta
+from lightning_megatron.checkpoint.plan import PER_RANK, load_faults
+from lightning_megatron.checkpoint.publish import prepare, publish, recover, saving_path, sync_file
+from lightning_megatron.checkpoint.state import State
+from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
+from lightning_megatron.checkpoint.transfer import read, read_metadata, write
+from lightning_megatron.checkpoint.verify import hash_faults, size_faults
+from lightning_megatron.config import nearest_names
+from lightning_megatron.mesh import ParallelMesh
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint gave beside the tensors that were filled in place.
+
+    Attributes:
+        meta: what was saved beside the state.
+        layout: fields of the layout it was saved under.
+        per_rank: what this rank saved for itself; ``None`` if the layout is another one now, or nothing was saved.
+        missing: keys of the state that the checkpoint lacks, left as they were (``strict=False``).
+        unexpected: ``model.*`` keys of the checkpoint that no rank asked for (``strict=False``).
+    """
+
+    meta: dict[str, Any]
+    layout: Mapping[str, Any]
+    per_rank: Any
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: State,
+    meta: dict[str, Any],
+    mesh: ParallelMesh,
+    *,
+    per_rank: Any = None,
+    allow_objects: bool = False,
+) -> None:
+    """Write a checkpoint and give it its name when it is complete and on the disk.
+
+    Until then a checkpoint that has the name stays as it is; it is replaced, not merged.
+
+    Args:
+        path: the directory to make, on a file system that all ranks share.
+        state: what this rank holds of the model and the optimizers.
+        meta: anything small, the same on all ranks; rank 0's is saved.
+        mesh: who takes part.
+        per_rank: what only a rank at the same coordinate of the same layout can use, such as its random streams.
+        allow_objects: let ``meta`` hold objects that only ``load(..., weights_only=False)`` can read.
+
+    Raises:
+        CheckpointError: on every rank, if anything failed on any; the old checkpoint is then untouched.
+    """
+    path = Path(path)
+    doing = f"saving {path}"
+    temporary = saving_path(path)
+    whole = dict(state)
+    if per_rank is not None:
+        whole[_own_key(mesh)] = per_rank
+
+    def begin() -> None:
+        _refuse_object_values(whole)
+        if mesh.rank == 0:
+            prepare(path)
+            write_meta(temporary, meta, allow_objects)
+
+    def hash_own_files() -> dict[str, FileRecord]:
+        own = sorted(temporary.glob(f"__{mesh.rank}_*.distcp"))
+        if mesh.rank == 0:
+            own += [temporary / META, temporary / ".metadata"]
+        return {file.name: record(file) for file in own}
+
+    def finish() -> None:
+        if mesh.rank == 0:
+            files = {name: entry for found in records for name, entry in found.items()}
+            _write_manifest(temporary, Manifest(asdict(mesh.layout), files, torch.__version__))
+            publish(path)
+
+    together(mesh, doing, begin)
+    write(temporary, whole, mesh, doing)
+    records = gathered(mesh, together(mesh, doing, hash_own_files))
+    together(mesh, doing, finish)
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: State,
+    mesh: ParallelMesh,
+    *,
+    strict: bool = True,
+    weights_only: bool = True,
+    check: Literal["sizes", "hashes"] = "sizes",
+) -> Loaded:
+    """Fill a state in place from a checkpoint of any layout.
+
+    Fragments are filled where they lie; under the other keys the saved value takes the place of the one given.
+
+    Args:
+        path: the directory.
+        state: what this rank wants; ask for nothing with an empty one.
+        mesh: who takes part.
+        strict: whether keys that only one side has are errors. Another shape always is.
+        weights_only: refuse a ``meta.pt`` that holds objects.
+        check: compare the length of every file with the manifest, or the hashes too (the files shared out over ranks).
+
+    Raises:
+        CheckpointError: on every rank, if the checkpoint is not one, is damaged, or does not fit.
+    """
+    path = Path(path)
+    doing = f"loading {path}"
+
+    def open_it() -> tuple[Manifest, Metadata, dict[str, Any]]:
+        manifest = locate(path)
+        faults = size_faults(path, manifest)
+        if not faults and check == "hashes":
+            names = sorted(manifest.files)[mesh.rank :: mesh.world.size]
+            faults = hash_faults(path, manifest, names)
+        if faults:
+            raise CheckpointError("the checkpoint is damaged:\n" + _listed(faults))
+        return manifest, read_metadata(path), read_meta(path, weights_only)
+
+    def fit() -> list[str]:
+        missing, faults = load_faults(state, metadata)
+        if strict and missing:
+            faults = _told_missing(missing, list(metadata.state_dict_metadata)) + faults
+        if strict:
+            faults += [f"{key}: in the checkpoint, but not in the model" for key in unexpected]
+        if faults:
+            raise CheckpointError("the checkpoint does not fit:\n" + _listed(faults))
+        return missing
+
+    together(mesh, doing, lambda: recover(path) if mesh.rank == 0 else None)
+    manifest, metadata, meta = together(mesh, doing, open_it)
+    unexpected = _unexpected(state, metadata, mesh)
+    missing = together(mesh, doing, fit)
+
+    wanted = {key: value for key, value in state.items() if key not in missing}
+    own_key = _own_key(mesh)
+    is_own = dict(manifest.layout) == asdict(mesh.layout) and own_key in metadata.state_dict_metadata
+    if is_own:
+        wanted[own_key] = None
+    together(mesh, doing, lambda: read(path, metadata, wanted))
+    per_rank = wanted.pop(own_key) if is_own else None
+    state.update(wanted)
+    return Loaded(meta, manifest.layout, per_rank, tuple(missing), tuple(unexpected))
+
+
+def _own_key(mesh: ParallelMesh) -> str:
+    return f"{PER_RANK}.pp{mesh.pp.rank}-dp{mesh.dp.rank}-cp{mesh.cp.rank}-tp{mesh.tp.rank}"
+
+
+def _write_manifest(directory: Path, manifest: Manifest) -> None:
+    if faults := size_faults(directory, manifest):
+        if any("missing" in fault for fault in faults):
+            faults.append("rank 0 does not see files that other ranks wrote: all must share one file system")
+        raise CheckpointError(_listed(faults))
+    file = directory / MANIFEST
+    file.write_text(manifest.render())
+    sync_file(file)
+
+
+def _refuse_object_values(state: State) -> None:
+    for key, value in state.items():
+        if not isinstance(value, Fragment):
+            refuse_objects(value, key, "Turn them into plain containers, numbers, strings or tensors.")
+
+
+def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[str]:
+    """``model.*`` keys of the checkpoint that no rank asked for, if any rank asks for a model at all."""
+    speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
+    asked = {key for keys in gathered(mesh, sorted(state) if speaks else []) for key in keys}
+    if not any(key.startswith("model.") for key in asked):
+        return []
+    return [key for key in metadata.state_dict_metadata if key.startswith("model.") and key not in asked]
+
+
+def _told_missing(missing: list[str], known: list[str]) -> list[str]:
+    told = []
+    for family in dict.fromkeys(key.partition(".")[0] for key in missing):
+        ours = [key for key in missing if key.partition(".")[0] == family]
+        theirs = [key for key in known if key.partition(".")[0] == family]
+        if theirs:
+            nearest = {key: ", ".join(nearest_names(key, theirs)[:3]) for key in ours[:_SHOWN]}
+            told += [f"{key}: not in the checkpoint; nearest: {nearest.get(key)}" for key in ours]
+        else:
+            there = ", ".join(dict.fromkeys(key.partition(".")[0] for key in known)) or "nothing"
+            told.append(f"{family}: the checkpoint has none of it, only: {there} (saved with save_weights_only?)")
+    return told
+
+
+def _listed(faults: list[str]) -> str:
+    shown = [f"  - {fault}" for fault in faults[:_SHOWN]]
+    if len(faults) > _SHOWN:
+        shown.append(f"  - ... and {len(faults) - _SHOWN} more")
+    return "\n".join(shown)

@@ -1,0 +1,53 @@
+"""Is there a checkpoint at a path? If not, what is there instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from lightning_megatron.checkpoint.publish import UNFINISHED, saving_path
+from lightning_megatron.checkpoint.together import CheckpointError
+from lightning_megatron.config import nearest_names
+
+
+def locate(path: Path) -> Manifest:
+    """The manifest of the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: if there is none, saying what is there and what to do.
+    """
+    if path.parent.name == UNFINISHED:
+        raise CheckpointError(f"{path} was never completed: a save was interrupted, or is under way. Use another one")
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a single file, as Lightning's one-device strategies write; this package reads directories"
+        )
+    if not path.is_dir():
+        raise CheckpointError(_absent(path))
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} is no checkpoint of this package: it has no {MANIFEST}{_looks_like(path)}")
+    try:
+        return read_manifest(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: {error}") from None
+
+
+def _absent(path: Path) -> str:
+    text = f"{path} does not exist"
+    if not path.parent.is_dir():
+        return f"{text}, nor does {path.parent}"
+    if saving_path(path).exists():
+        text += "; a save under this name was interrupted before it was complete"
+    others = sorted(entry.name for entry in path.parent.iterdir() if (entry / MANIFEST).is_file())
+    if not others:
+        return f"{text}; {path.parent} holds no checkpoint"
+    return f"{text}; checkpoints there: {', '.join(nearest_names(path.name, others)[:5])}"
+
+
+def _looks_like(path: Path) -> str:
+    names = {entry.name for entry in path.iterdir()}
+    if ".metadata" in names:
+        return ", but files of torch.distributed.checkpoint: it was written by another program"
+    if "config.json" in names:
+        return ", but a config.json: it looks like a Hugging Face model"
+    return ""

@@ -1,0 +1,95 @@
+"""``manifest.json``: what files a checkpoint has, and how each must look.
+
+It is written last, so a directory that has one is complete. It carries a digest of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FORMAT = "lightning-megatron"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: its length, and its BLAKE2b hash of 256 bits (faster than SHA-256 without help of the processor)."""
+
+    bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in ``manifest.json``.
+
+    Attributes:
+        layout: fields of the resolved ``ParallelLayout`` that the checkpoint was saved under.
+        files: every other file of the directory, by name.
+        torch: version that wrote it.
+        version: version of the format.
+    """
+
+    layout: Mapping[str, Any]
+    files: Mapping[str, FileRecord]
+    torch: str
+    version: int = VERSION
+
+    def render(self) -> str:
+        """The text of the file; there is only one for a given manifest, so that any edit shows."""
+        content = {"format": FORMAT, **asdict(self)}
+        digest = _digest(json.dumps(content, sort_keys=True).encode())
+        return json.dumps({**content, "digest": digest}, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Manifest:
+        """Read the text of the file.
+
+        Raises:
+            ValueError: if it is not what :meth:`render` gives.
+        """
+        try:
+            content = json.loads(text)
+            if content["format"] != FORMAT:
+                raise ValueError(f"the format is {content['format']!r}, not {FORMAT!r}")
+            if content["version"] > VERSION:
+                version = content["version"]
+                raise ValueError(f"format version {version} is newer than this package, which knows up to {VERSION}")
+            files = {name: FileRecord(**record) for name, record in content["files"].items()}
+            manifest = cls(content["layout"], files, content["torch"], content["version"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a field is missing or wrong: {error!r}") from None
+        if manifest.render() != text:
+            raise ValueError("its digest does not match: it was edited or damaged")
+        return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it was edited or damaged.
+    """
+    return Manifest.parse((path / MANIFEST).read_bytes().decode())
+
+
+def record(file: Path) -> FileRecord:
+    """Length and hash of a file as it is on disk now."""
+    hasher, length = hashlib.blake2b(digest_size=32), 0
+    buffer = memoryview(bytearray(1 << 20))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            hasher.update(buffer[:count])
+            length += count
+    return FileRecord(length, hasher.hexdigest())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=32).hexdigest()

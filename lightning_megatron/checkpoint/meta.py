@@ -1,0 +1,89 @@
+"""``meta.pt``: loops, callbacks, hyper-parameters and whatever else of a checkpoint is no large tensor.
+
+It must load with ``weights_only=True``: a checkpoint from elsewhere may not run code.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_megatron.checkpoint.publish import sync_file
+from lightning_megatron.checkpoint.together import CheckpointError
+
+META = "meta.pt"
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value survives ``torch.save`` and ``torch.load(weights_only=True)``."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception:  # pickle, torch and the value's own __reduce__ raise what they like
+        return False
+    return True
+
+
+def objects_in(value: Any, path: str = "") -> Iterator[str]:
+    """Key paths, with the type found there, of what keeps a value from being plain."""
+    if is_plain(value):
+        return
+    children: Iterator[tuple[str, Any]] = iter(())
+    if isinstance(value, dict):
+        keys = [key for key in value if not is_plain(key)]
+        yield from (f"{path}: the key {key!r}" for key in keys)
+        children = ((f"{path}.{key}" if path else str(key), child) for key, child in value.items())
+    elif isinstance(value, list | tuple | set):
+        children = ((f"{path}[{number}]", child) for number, child in enumerate(value))
+    inside = [fault for where, child in children for fault in objects_in(child, where)]
+    if inside:
+        yield from inside
+    else:
+        yield f"{path or 'the value itself'}: {type(value).__module__}.{type(value).__qualname__}"
+
+
+def refuse_objects(value: Any, what: str, advice: str) -> None:
+    """Raise if a value is not plain.
+
+    Raises:
+        CheckpointError: with the key path of everything that is not.
+    """
+    if faults := list(objects_in(value)):
+        listed = "\n".join(f"  - {fault}" for fault in faults)
+        raise CheckpointError(f"{what} must hold only primitives, containers and tensors, but has\n{listed}\n{advice}")
+
+
+def write_meta(directory: Path, meta: dict[str, Any], allow_objects: bool) -> None:
+    """Write ``meta.pt``."""
+    if not allow_objects:
+        refuse_objects(
+            meta,
+            "what a checkpoint holds beside large tensors",
+            "Store them as plain containers (str(path), dataclasses.asdict(config)), or save with allow_objects=True; "
+            "such a checkpoint loads only with weights_only=False, which runs code that is in the file.",
+        )
+    file = directory / META
+    torch.save(meta, file)
+    sync_file(file)
+
+
+def read_meta(directory: Path, weights_only: bool) -> dict[str, Any]:
+    """Read ``meta.pt``.
+
+    Raises:
+        CheckpointError: if it holds objects and ``weights_only`` is set.
+    """
+    try:
+        return torch.load(directory / META, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{directory / META} holds objects beside primitives and tensors. Load it with weights_only=False if you "
+            f"trust where it comes from: that runs code which is in the file. ({error})"
+        ) from None

@@ -1,0 +1,122 @@
+"""How a directory comes to have its final name, and loses it: at once or not at all.
+
+Work in progress lies in a hidden folder beside the checkpoint, because Lightning takes what it finds in the folder
+itself for checkpoints by parts of the name (``last*.ckpt``, any ``hpc_ckpt_N``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+UNFINISHED = ".unfinished"
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def saving_path(path: Path) -> Path:
+    """Where ``path`` is written before it is complete."""
+    return path.parent / UNFINISHED / f"{path.name}.saving"
+
+
+def _replaced_path(path: Path) -> Path:
+    return path.parent / UNFINISHED / f"{path.name}.replaced"
+
+
+def prepare(path: Path) -> Path:
+    """An empty directory to write ``path`` into; clears what an interrupted save of the same name left."""
+    recover(path)
+    temporary = saving_path(path)
+    for stale in (temporary, _replaced_path(path)):
+        _delete(stale)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def publish(path: Path) -> None:
+    """Give what :func:`prepare` made its final name, in place of what has it now.
+
+    Where the system can exchange two names there is no moment without a complete checkpoint under ``path``. Elsewhere
+    the old one steps aside first, and :func:`recover` brings it back after a crash between the two renames.
+    """
+    temporary, replaced = saving_path(path), _replaced_path(path)
+    sync_directory(temporary)
+    if not os.path.lexists(path):
+        os.rename(temporary, path)
+    elif exchange(temporary, path):
+        os.rename(temporary, replaced)
+    else:
+        os.rename(path, replaced)
+        os.rename(temporary, path)
+    sync_directory(path.parent)
+    _delete(replaced)
+    _tidy(path)
+
+
+def recover(path: Path) -> None:
+    """Bring back a checkpoint that a crash left aside while it was being replaced."""
+    replaced = _replaced_path(path)
+    if os.path.lexists(replaced) and not os.path.lexists(path):
+        os.rename(replaced, path)
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint (a directory, a file or a link); nothing happens if there is none.
+
+    It loses its name first: a half-deleted directory never looks like a checkpoint. Call it on one rank.
+    """
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        going = path.parent / UNFINISHED / f"{path.name}.removing"
+        _delete(going)
+        going.parent.mkdir(exist_ok=True)
+        os.rename(path, going)
+        sync_directory(path.parent)
+        _delete(going)
+        _tidy(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Exchange two names in one step; ``False`` where the system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    return rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+
+
+def sync_file(file: Path) -> None:
+    """Wait until a file is on the disk."""
+    _sync(file, os.O_RDONLY)
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the names in a directory are on the disk."""
+    if os.name == "posix":
+        _sync(directory, os.O_RDONLY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _tidy(path: Path) -> None:
+    with suppress(OSError):  # something else is in progress there
+        (path.parent / UNFINISHED).rmdir()

@@ -1,0 +1,78 @@
+"""Ranks agree: a step that fails on one rank fails on all of them, with one text, and none waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from lightning_megatron.mesh import ParallelMesh
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be saved or loaded; the text says which, why, and what to do."""
+
+
+def gathered(mesh: ParallelMesh, value: T) -> list[T]:
+    """What every rank gave, by rank."""
+    if not mesh.is_distributed:
+        return [value]
+    values: list[T] = [value] * mesh.world.size
+    dist.all_gather_object(values, value, group=mesh.host_group)
+    return values
+
+
+def collected(mesh: ParallelMesh, value: T) -> list[T] | None:
+    """What every rank gave, by rank, on rank 0; ``None`` elsewhere."""
+    if not mesh.is_distributed:
+        return [value]
+    values: list[T] | None = [value] * mesh.world.size if mesh.rank == 0 else None
+    dist.gather_object(value, values, dst=0, group=mesh.host_group)
+    return values
+
+
+def dealt(mesh: ParallelMesh, values: list[T] | None) -> T:
+    """Each rank's own of what rank 0 gives, by rank."""
+    if not mesh.is_distributed:
+        assert values is not None
+        return values[0]
+    own: list[T | None] = [None]
+    dist.scatter_object_list(own, values, src=0, group=mesh.host_group)  # type: ignore[arg-type]
+    return own[0]
+
+
+def together(mesh: ParallelMesh, doing: str, step: Callable[[], T]) -> T:
+    """Run a step on every rank and return its own result.
+
+    Args:
+        mesh: who takes part.
+        doing: what fails, for the error text (``"saving run/last.ckpt"``).
+        step: what to run; without collectives.
+
+    Raises:
+        CheckpointError: on every rank, if the step raised on any.
+    """
+    result, fault = None, None
+    try:
+        result = step()
+    except Exception as error:
+        if not mesh.is_distributed:
+            raise error if isinstance(error, CheckpointError) else _failed(doing, {0: _told(error)}, mesh) from error
+        fault = _told(error)
+    faults = {rank: text for rank, text in enumerate(gathered(mesh, fault)) if text is not None}
+    if faults:
+        raise _failed(doing, faults, mesh)
+    return result  # type: ignore[return-value]
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _failed(doing: str, faults: dict[int, str], mesh: ParallelMesh) -> CheckpointError:
+    if len(faults) == mesh.world.size and len(set(faults.values())) == 1:
+        return CheckpointError(f"{doing}: {faults[0]}")
+    return CheckpointError(f"{doing}:\n" + "\n".join(f"  rank {rank}: {text}" for rank, text in faults.items()))

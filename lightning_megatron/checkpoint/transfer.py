@@ -1,0 +1,66 @@
+"""Bytes between fragments and the files of torch.distributed.checkpoint.
+
+The order of calls is the one that DCP's ``StorageWriter`` and ``StorageReader`` document. ``dcp.save`` and ``dcp.load``
+make the same calls, but their arguments changed from torch 2.6 on, they refuse to serve one process of a larger job
+there, and they raise what ``except Exception`` does not catch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from lightning_megatron.checkpoint.plan import FragmentLoadPlanner, FragmentSavePlanner
+from lightning_megatron.checkpoint.state import State
+from lightning_megatron.checkpoint.together import collected, dealt, together
+from lightning_megatron.mesh import ParallelMesh
+
+
+def write(directory: Path, state: State, mesh: ParallelMesh, doing: str) -> None:
+    """Write a state as ``.metadata`` and one ``__R_0.distcp`` a rank. Every rank must call this.
+
+    Raises:
+        CheckpointError: on every rank, if any step failed on any.
+    """
+    planner, writer = FragmentSavePlanner(), FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
+    leads = mesh.rank == 0
+
+    def plan_own() -> SavePlan:
+        planner.set_up_planner(state, writer.storage_meta(), leads)
+        writer.set_up_storage_writer(leads)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all() -> tuple[list[SavePlan], Metadata] | None:
+        if plans is None:
+            return None
+        adjusted, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(adjusted), metadata
+
+    plans = collected(mesh, together(mesh, doing, plan_own))
+    agreed = together(mesh, doing, plan_all)
+    own = dealt(mesh, agreed and agreed[0])
+    written = together(mesh, doing, lambda: writer.write_data(planner.finish_plan(own), planner).wait())
+    results = collected(mesh, written)
+
+    def finish() -> None:
+        if agreed and results:
+            writer.finish(agreed[1], results)
+
+    together(mesh, doing, finish)
+
+
+def read(directory: Path, metadata: Metadata, state: State) -> None:
+    """Fill a state in place. Each rank reads for itself, without collectives."""
+    planner, reader = FragmentLoadPlanner(), FileSystemReader(directory)
+    planner.set_up_planner(state, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """Names, shapes and places of everything in a checkpoint."""
+    return FileSystemReader(directory).read_metadata()
