@@ -1,0 +1,115 @@
+"""Arrays that are built once and then mapped by every process of a node.
+
+No process group is needed: what is stored depends only on its description, and each file appears under its name in one
+step. So any number of processes may build at the same time. Whoever comes later maps what is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_megatron.data.errors import DataError
+
+Arrays = dict[str, NDArray[Any]]
+
+_log = logging.getLogger(__name__)
+
+
+def default_cache_dir(prefix: str | Path) -> Path:
+    """Where the indices of a pair are kept if the user names no directory: beside the pair."""
+    return Path(prefix).parent / "cache" / "GPTDataset_indices"
+
+
+def cached_arrays(
+    cache_dir: str | Path | None,
+    fallback_dir: Path,
+    kind: str,
+    names: tuple[str, ...],
+    description: Mapping[str, object],
+    build: Callable[[], Arrays],
+) -> Arrays:
+    """Map the arrays of a description, building them first if nobody did.
+
+    Args:
+        cache_dir: the directory the user named, or ``None``.
+        fallback_dir: the directory to use otherwise. If it is read-only the arrays stay in memory, with a warning.
+        kind: what they are, the readable part of the file names.
+        names: the arrays' names.
+        description: all that the arrays depend on; its hash is the other part of the file names.
+        build: computes the arrays.
+
+    Raises:
+        DataError: if ``cache_dir`` was named and cannot be written.
+    """
+    directory = fallback_dir if cache_dir is None else Path(cache_dir)
+    text = json.dumps({"format": 1, **description}, indent=4, sort_keys=True)
+    stem = f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{kind}"
+    paths = {name: directory / f"{stem}-{name}.npy" for name in names}
+    marker = directory / f"{stem}-description.txt"
+    found = _load(marker, paths)
+    if found is not None:
+        return found
+    arrays = build()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, path in paths.items():
+            _write(path, partial(np.save, arr=arrays[name]))
+        # Last, for it says that all the others are complete.
+        _write(marker, lambda file: file.write(text.encode()))
+    except OSError as error:
+        if cache_dir is not None:
+            fault = f"the index cache cannot be written ({error.strerror or error})"
+            raise DataError.at(directory, fault, do="name a writable cache_dir") from error
+        _log.warning(
+            "%s cannot be written (%s): every process builds and holds the %s indices itself; "
+            "name a writable cache_dir to build them once",
+            directory,
+            error.strerror or error,
+            kind,
+        )
+        return arrays
+    return _load(marker, paths) or arrays
+
+
+def picklable(array: NDArray[Any]) -> NDArray[Any] | Path:
+    """The path of a mapped ``.npy`` instead of its contents; :func:`unpickled` opens it again."""
+    filename = getattr(array, "filename", None)
+    return array if filename is None else Path(filename)
+
+
+def unpickled(array: NDArray[Any] | Path) -> NDArray[Any]:
+    """What :func:`picklable` was given."""
+    return np.load(array, mmap_mode="r") if isinstance(array, Path) else array
+
+
+def _load(marker: Path, paths: Mapping[str, Path]) -> Arrays | None:
+    if not marker.is_file():
+        return None
+    try:
+        return {name: np.load(path, mmap_mode="r") for name, path in paths.items()}
+    except (OSError, ValueError) as error:
+        _log.warning("%s is damaged (%s) and is built again", marker.parent, error)
+        return None
+
+
+def _write(path: Path, write: Callable[[Any], object]) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

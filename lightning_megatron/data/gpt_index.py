@@ -1,0 +1,180 @@
+"""Which tokens make sample ``i``: the document, sample and shuffle index of a GPT data set.
+
+The orders are those of Megatron-LM's GPT data set, number for number, so a run continues on the same data whichever of
+the two tools it was started with. Documents are shuffled and laid end to end; sample ``k`` is the ``seq_length`` tokens
+from token ``k * seq_length`` on (and one more, the last label); samples are shuffled. All is computed from prefix sums:
+there is no loop over samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.random import RandomState
+from numpy.typing import NDArray
+
+from lightning_megatron.data.cache import picklable, unpickled
+
+_SEPARATE_BELOW = 0.80
+"""A last epoch that gives less than this part of its samples is kept apart, or its few samples would favour some
+documents over the whole run."""
+
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """How many epochs the documents are read, and whether the last one is shuffled apart.
+
+    Attributes:
+        epochs: passes over the documents.
+        samples: samples they give.
+        separate_after: samples before the last epoch if that is kept apart, else ``None``.
+    """
+
+    epochs: int
+    samples: int
+    separate_after: int | None
+
+
+@dataclass(frozen=True)
+class GPTIndex:
+    """The three arrays.
+
+    Attributes:
+        documents: ``[epochs * sequences]`` int32, sequence numbers in reading order.
+        samples: ``[n + 1, 2]``, where sample ``k`` starts: (position in ``documents``, token in that sequence); row
+            ``k + 1`` is where it ends.
+        shuffle: ``[n]``, item ``i`` of the data set is sample ``shuffle[i]``.
+    """
+
+    documents: NDArray[np.int32]
+    samples: NDArray[Any]
+    shuffle: NDArray[Any]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: picklable(array) for name, array in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, array in state.items():
+            object.__setattr__(self, name, unpickled(array))
+
+
+def plan_epochs(
+    tokens: int, num_samples: int | None, seq_length: int, *, extra_token: bool = True, drop_last_partial: bool = True
+) -> EpochPlan:
+    """How often to read ``tokens`` tokens to get at least ``num_samples`` samples.
+
+    Args:
+        tokens: tokens of one epoch, at least 1.
+        num_samples: samples wanted; ``None`` means one epoch.
+        seq_length: tokens of a sample.
+        extra_token: a sample has one more token, the label of its last one.
+        drop_last_partial: leave out the tokens at the end that do not fill a sample.
+    """
+    extra = int(extra_token)
+    epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + extra) // tokens))
+    usable = epochs * tokens - extra
+    # Megatron divides in float32 where it keeps the last part, and is off above 2^24 tokens. This is exact.
+    samples = max(0, usable // seq_length if drop_last_partial else -(-usable // seq_length))
+    if epochs == 1 or num_samples is None:
+        return EpochPlan(epochs, samples, None)
+    before_last = ((epochs - 1) * tokens - extra) // seq_length
+    per_epoch = (tokens - extra) // seq_length
+    separate = num_samples - before_last < int(_SEPARATE_BELOW * per_epoch)
+    return EpochPlan(epochs, samples, before_last if separate else None)
+
+
+def document_order(sequences: NDArray[np.int32], plan: EpochPlan, rng: RandomState) -> NDArray[np.int32]:
+    """Sequence numbers of all epochs in reading order, ``[epochs * len(sequences)]`` int32.
+
+    Epochs are shuffled together; one that is kept apart is shuffled by itself.
+    """
+    together = plan.epochs if plan.separate_after is None else plan.epochs - 1
+    order = np.tile(sequences.astype(np.int32), together)
+    rng.shuffle(order)
+    if together == plan.epochs:
+        return order
+    last = sequences.astype(np.int32)
+    rng.shuffle(last)
+    return np.concatenate([order, last])
+
+
+def sample_bounds(
+    lengths: NDArray[Any], samples: int, seq_length: int, *, extra_token: bool = True, dtype: type = np.int32
+) -> NDArray[Any]:
+    """Where each sample starts and ends in sequences that are laid end to end.
+
+    Sample ``k`` needs the tokens up to ``(k + 1) * seq_length`` (and the extra one), so it ends in the first sequence
+    whose end is not before that token. A search in the ends of all sequences therefore gives all bounds at once; a
+    sequence without tokens is never found, as its end is that of the one before.
+
+    Args:
+        lengths: ``[m]`` tokens of each sequence, in reading order.
+        samples: how many samples; the last may be longer than what is left.
+        seq_length: tokens of a sample.
+        extra_token: a sample reads one more token, which the next sample reads again.
+        dtype: type of the result.
+
+    Returns:
+        ``[samples + 1, 2]``: (sequence position, token in it).
+    """
+    extra = int(extra_token)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    bounds: NDArray[Any] = np.zeros((samples + 1, 2), dtype)
+    for start in range(1, samples + 1, _BLOCK):  # in blocks: the temporary arrays are wider than the result
+        stop = min(start + _BLOCK, samples + 1)
+        needed = np.arange(start, stop, dtype=np.int64) * seq_length + extra
+        position = np.searchsorted(ends, needed, side="left")
+        past_end = position == len(ends)
+        position[past_end] = len(ends) - 1
+        before = ends[position] - lengths[position]
+        token = np.where(past_end, lengths[position], needed - before) - extra
+        bounds[start:stop, 0] = position
+        bounds[start:stop, 1] = token
+    return bounds
+
+
+def sample_order(samples: int, separate_after: int | None, rng: RandomState) -> NDArray[Any]:
+    """A permutation of the samples, ``[samples]`` uint32 (int64 if they are too many).
+
+    Samples of a last epoch that is kept apart stay behind all others.
+    """
+    dtype = np.int64 if samples >= np.iinfo(np.uint32).max - 1 else np.uint32
+    order = np.arange(samples, dtype=dtype)
+    if separate_after is None:
+        rng.shuffle(order)
+        return order
+    first, last = order[:separate_after].copy(), order[separate_after:].copy()
+    rng.shuffle(first)
+    rng.shuffle(last)
+    return np.concatenate([first, last])
+
+
+def build_gpt_index(
+    sequence_lengths: NDArray[np.int32],
+    sequences: NDArray[np.int32],
+    plan: EpochPlan,
+    *,
+    seq_length: int,
+    seed: int,
+    extra_token: bool = True,
+) -> GPTIndex:
+    """The three arrays of a plan, all drawn from one random stream.
+
+    Args:
+        sequence_lengths: ``[S]`` tokens of every sequence of the file.
+        sequences: numbers of the sequences of this split.
+        plan: from :func:`plan_epochs` for the tokens of this split.
+        seq_length: tokens of a sample.
+        seed: seeds the stream; the same for every split and file, as in Megatron.
+        extra_token: a sample has one more token.
+    """
+    rng = RandomState(seed)
+    documents = document_order(sequences, plan, rng)
+    largest = max(len(documents), int(sequence_lengths.max(initial=0)))
+    dtype = np.int64 if largest > np.iinfo(np.int32).max else np.int32
+    bounds = sample_bounds(sequence_lengths[documents], plan.samples, seq_length, extra_token=extra_token, dtype=dtype)
+    return GPTIndex(documents, bounds, sample_order(plan.samples, plan.separate_after, rng))
