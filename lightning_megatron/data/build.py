@@ -1,0 +1,233 @@
+"""From paths and a split to the training, validation and test data sets."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_megatron.config import ConfigError, Problem, raise_if_any
+from lightning_megatron.data.blend import BlendedDataset, normalized
+from lightning_megatron.data.cache import default_cache_dir
+from lightning_megatron.data.gpt_dataset import GPTDataset
+from lightning_megatron.data.indexed import IndexedDataset
+
+SPLITS = ("train", "valid", "test")
+
+Span = tuple[float, float]
+SampleDataset = Dataset[dict[str, Tensor]]
+DataPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | float]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Blend:
+    """What a data path says: the pairs, and a weight for each or none at all."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_split(split: str) -> tuple[Span | None, Span | None, Span | None]:
+    """The part of the sequences that each split reads.
+
+    Args:
+        split: up to three numbers, ``"969,30,1"``: the shares of training, validation and test data.
+
+    Returns:
+        For each split its (begin, end) between 0 and 1, or ``None`` if its share is zero.
+
+    Raises:
+        ConfigError: if these are not such numbers.
+    """
+    parts = [part for part in re.split(r"[,;:/\s]+", split) if part]
+    try:
+        shares = [float(part) for part in parts]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or any(not 0 <= s < math.inf for s in shares) or not sum(shares) > 0:
+        reason = "must be one to three numbers, none negative and not all zero: training, validation, test"
+        raise ConfigError([Problem("split", split, reason, ("969,30,1", "98,2,0", "1,0,0"))])
+    bounds = list(accumulate(normalized([*shares, 0.0, 0.0][:3]), initial=0.0))
+    spans = [(a, b) if b > a else None for a, b in pairwise(bounds)]
+    return spans[0], spans[1], spans[2]
+
+
+def parse_data_path(data_path: DataPath, argument: str = "data_path") -> Blend:
+    """A prefix, a list of prefixes, or ``[weight, prefix, weight, prefix, ...]``.
+
+    Raises:
+        ConfigError: if the list is neither, or a weight is not positive.
+    """
+    if isinstance(data_path, (str, os.PathLike)):
+        return Blend((os.fspath(data_path),), None)
+    items = list(data_path)
+    weights = [_as_number(item) for item in items[::2]]
+    if items and len(items) % 2 == 0 and None not in weights:
+        given = [w for w in weights if w is not None]
+        if any(not 0 < w < math.inf for w in given):
+            raise ConfigError([Problem(argument, items, "every weight must be a positive number")])
+        rest = items[1::2]
+    else:
+        given, rest = [], items
+    wrong = [item for item in rest if isinstance(item, (int, float))]
+    if not items or wrong:
+        reason = "is a prefix, a list of prefixes, or a list of weight, prefix, weight, prefix, ..."
+        raise ConfigError([Problem(argument, items, reason)])
+    prefixes = tuple(os.fspath(item) for item in rest if not isinstance(item, (int, float)))
+    return Blend(prefixes, tuple(given) if given else None)
+
+
+def _as_number(item: object) -> float | None:
+    try:
+        return float(item)  # type: ignore[arg-type]  # anything else is the answer None
+    except (TypeError, ValueError):
+        return None
+
+
+def build_gpt_datasets(
+    data_path: DataPath | None = None,
+    *,
+    seq_length: int,
+    num_samples: Sequence[int | None] = (None, None, None),
+    split: str = "969,30,1",
+    seed: int = 1234,
+    cache_dir: str | Path | None = None,
+    train_data_path: DataPath | None = None,
+    valid_data_path: DataPath | None = None,
+    test_data_path: DataPath | None = None,
+    drop_last_partial_validation_sequence: bool = True,
+    surplus: float = 0.005,
+    **sample_options: Any,
+) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
+    """Build the three data sets.
+
+    No process group is used. Call this on one process of each node first, then on the others: they find the index
+    arrays in the cache. Calling it everywhere at once is also safe, only wasteful.
+
+    Args:
+        data_path: prefix of a ``.bin`` / ``.idx`` pair, a list of them (each read once, mixed by length), or
+            ``[weight, prefix, ...]``. Cut into the three by ``split``.
+        seq_length: tokens of a sample.
+        num_samples: least number of samples for training, validation and test; ``None`` means what one epoch gives,
+            ``0`` means no such data set.
+        split: shares of the sequences, see :func:`parse_split`.
+        seed: of all orders.
+        cache_dir: where index arrays are kept, for data in read-only places; default ``cache/GPTDataset_indices``
+            beside the (first) pair.
+        train_data_path: like ``data_path``, read whole for training; with it ``data_path`` and ``split`` are not used.
+        valid_data_path: the same for validation.
+        test_data_path: the same for testing.
+        drop_last_partial_validation_sequence: ``False`` keeps the end of the validation data, padded to a sample.
+        surplus: part by which more samples than its share are prepared of each member of a weighted blend.
+        **sample_options: for :class:`~lightning_megatron.data.gpt_dataset.GPTDataset`: ``pad_id``, ``eod_id``,
+            ``eod_mask_loss``, ``reset_position_ids``, ``reset_attention_mask``, ``add_extra_token``.
+
+    Returns:
+        Training, validation and test data set; ``None`` where the share, the path or the number of samples is nothing.
+
+    Raises:
+        ConfigError: if the arguments cannot work together.
+        DataError: if a file is faulty, or has no tokens for a split that wants samples.
+    """
+    own = (train_data_path, valid_data_path, test_data_path)
+    raise_if_any(_problems(data_path, own, num_samples, seq_length, surplus))
+    spans: tuple[Span | None, ...]
+    if data_path is not None:
+        shared = parse_data_path(data_path)
+        blends: list[Blend | None] = [shared] * 3
+        spans = parse_split(split)
+    else:
+        blends = [None if p is None else parse_data_path(p, f"{s}_data_path") for p, s in zip(own, SPLITS, strict=True)]
+        spans = ((0.0, 1.0),) * 3
+        # As in Megatron: a single prefix is read as it is, whatever its weight.
+        blends = [b if b is None or len(b.prefixes) > 1 else Blend(b.prefixes, None) for b in blends]
+
+    opened: dict[str, IndexedDataset] = {}
+    result: list[SampleDataset | None] = []
+    for name, blend, span, wanted in zip(SPLITS, blends, spans, num_samples, strict=True):
+        if blend is None or span is None or wanted == 0:
+            result.append(None)
+            continue
+        options = {
+            **sample_options,
+            "seq_length": seq_length,
+            "seed": seed,
+            "split_name": name,
+            "cache_dir": cache_dir,
+            "drop_last_partial": name != "valid" or drop_last_partial_validation_sequence,
+        }
+        result.append(_build_split(blend, span, wanted, surplus, opened, options))
+    return result[0], result[1], result[2]
+
+
+def _build_split(
+    blend: Blend,
+    span: Span,
+    wanted: int | None,
+    surplus: float,
+    opened: dict[str, IndexedDataset],
+    options: Mapping[str, Any],
+) -> SampleDataset | None:
+    def member(prefix: str, samples: int | None) -> GPTDataset | None:
+        dataset = opened.setdefault(prefix, opened.get(prefix) or IndexedDataset(prefix))
+        sequences = np.arange(*(round(bound * float(len(dataset))) for bound in span), dtype=np.int32)
+        if samples is None and not dataset.sequence_lengths[sequences].any():
+            _log.warning("%s: no tokens fall into its %s part", prefix, options["split_name"])
+            return None
+        return GPTDataset(dataset, sequences, num_samples=samples, **options)
+
+    prefixes = blend.prefixes
+    if len(prefixes) == 1 and blend.weights is None:
+        return member(prefixes[0], wanted)
+    cache_dir = options["cache_dir"] or default_cache_dir(prefixes[0])
+    common = {"split_name": options["split_name"], "cache_dir": cache_dir}
+    if blend.weights is None:
+        # One epoch of each. A member without a sample for this split has no part in the blend.
+        found = [(p, d) for p in prefixes if (d := member(p, None)) is not None and len(d)]
+        if not found:
+            return None
+        names, members = [p for p, _ in found], [d for _, d in found]
+        size = None if wanted is None else min(wanted, sum(map(len, members)))
+        return BlendedDataset(members, None, size, names=names, **common)
+    if wanted is None:
+        reason = f"a weighted blend needs a number of {options['split_name']} samples"
+        raise ConfigError([Problem("num_samples", None, reason)])
+    weights = normalized(blend.weights)
+    targets = [math.ceil(wanted * w) for w in weights]
+    built = [member(p, math.ceil(t * (1 + surplus))) for p, t in zip(prefixes, targets, strict=True)]
+    return BlendedDataset([d for d in built if d is not None], weights, sum(targets), names=prefixes, **common)
+
+
+def _problems(
+    data_path: DataPath | None,
+    own: Sequence[DataPath | None],
+    num_samples: Sequence[int | None],
+    seq_length: int,
+    surplus: float,
+) -> list[Problem]:
+    problems = []
+    given = [f"{s}_data_path" for s, p in zip(SPLITS, own, strict=True) if p is not None]
+    if (data_path is None) == (not given):
+        reason = f"give either one data_path for all splits or one a split, not {'both' if given else 'none'}"
+        problems.append(Problem("data_path", data_path, reason))
+    if seq_length < 1:
+        problems.append(Problem("seq_length", seq_length, "a sample has at least 1 token", (1,)))
+    if len(num_samples) != 3:
+        problems.append(Problem("num_samples", tuple(num_samples), "takes three numbers: training, validation, test"))
+    if any(n is not None and n < 0 for n in num_samples):
+        problems.append(Problem("num_samples", tuple(num_samples), "a number of samples cannot be negative"))
+    if surplus < 0:
+        problems.append(Problem("surplus", surplus, "cannot be negative", (0.005,)))
+    return problems
