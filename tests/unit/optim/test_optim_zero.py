@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.config import ConfigError
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.buffer import supports_grad_dtype
+from lightning_megatron.optim.clip import local_norm
+from lightning_megatron.optim.groups import ELEMENTWISE
+from lightning_megatron.optim.zero import ShardedOptimizer
+from lightning_megatron.params import named_specs
+
+BF16 = torch.bfloat16
+CAN_ALIAS = supports_grad_dtype(BF16, torch.float32, torch.device("cpu"))
+
+
+def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: object) -> ShardedOptimizer:
+    return ShardedOptimizer(optimizer, named_specs(model), ParallelMesh.single(), **options)  # type: ignore[arg-type]
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).to(dtype)
+
+
+def backward(model: nn.Module, seed: int = 0) -> None:
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed))
+    model(x.to(next(model.parameters()).dtype)).float().square().sum().backward()
+
+
+@pytest.mark.parametrize(("main_dtype", "moves"), [(torch.float32, True), (None, False)])
+def test_small_updates_move_only_parameters_with_main_values(main_dtype: torch.dtype | None, moves: bool) -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=BF16)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    zero = wrap(model, optimizer, main_dtype=main_dtype)
+    for _ in range(1000):
+        zero.zero_grads()
+        model(torch.ones(1, 1, dtype=BF16)).sum().backward()
+        zero.finish_grad_sync()
+        optimizer.step()
+        zero.start_param_gather()
+    assert model.weight.item() == (pytest.approx(0.99, abs=2**-8) if moves else 1.0)
+    assert (model.weight.item() < 1.0) is moves
+    assert zero.main_params[0][0].item() == (pytest.approx(0.99, abs=3e-5) if moves else 1.0)
+
+
+@pytest.mark.parametrize("alias", [pytest.param(True, marks=pytest.mark.skipif(not CAN_ALIAS, reason="torch")), False])
+def test_gradients_of_bf16_parameters_add_up_in_fp32(alias: bool) -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=BF16)
+    zero = wrap(model, torch.optim.SGD(model.parameters()), alias_grads=alias)
+    for value in (256.0, 1.0, 1.0, 1.0):  # in bf16, 256 + 1 is 256
+        model(torch.full((1, 1), value, dtype=BF16)).sum().backward()
+    assert zero.main_grad("weight").dtype == torch.float32
+    assert zero.main_grad("weight").item() == 259.0
+    assert (model.weight.grad is None) is not alias
+
+
+def test_gradients_are_views_and_survive_what_users_do_to_them() -> None:
+    model, plain = net(), net()
+    zero = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    zero.zero_grads()
+    buffer = zero.buffers[0].grads
+    for both in (model, plain):
+        backward(both, 0)
+        both.zero_grad()  # drops what was accumulated, in torch and here
+        backward(both, 1)
+        both[0].weight.grad = both[0].weight.grad * 2
+        backward(both, 2)
+        both[2].bias.grad = None
+    zero.finish_grad_sync()
+    assert all(
+        p.grad is not None and p.grad.untyped_storage().data_ptr() == buffer.data_ptr() for p in model.parameters()
+    )
+    assert zero.main_grad("2.bias").abs().sum() == 0
+    for (name, _), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if reference.grad is not None:
+            torch.testing.assert_close(zero.main_grad(name), reference.grad)
+
+
+def test_a_step_whose_gradients_the_user_dropped_changes_nothing() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = wrap(model, optimizer)
+    backward(model)
+    zero.finish_grad_sync()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    assert float(zero.clip_by_norm(1.0)) == 0.0
+    optimizer.step()
+    zero.start_param_gather()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_main_values_share_memory_with_parameters_of_their_dtype() -> None:
+    model = net()
+    zero = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert zero.state_bytes == 0
+    assert zero.main_params[0].data_ptr() == zero.buffers[0].params.data_ptr()
+
+
+def test_weights_loaded_from_elsewhere_reach_the_main_values() -> None:
+    model = net(BF16)
+    zero = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+    zero.refresh_main()
+    main = {piece.name: values for piece, values, *_ in zero.pieces()}
+    assert (main["0.weight"] == 0.5).all()
+    main["0.weight"].fill_(0.25)
+    zero.refresh_params()
+    assert (model[0].weight == 0.25).all()
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_state_is_allocated_as_the_optimizer_would(kind: type[torch.optim.Optimizer]) -> None:
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    states = []
+    for allocate in (True, False):
+        model = net()
+        optimizer = kind(model.parameters(), lr=1e-2, **options)  # type: ignore[call-arg]
+        zero = wrap(model, optimizer)
+        if allocate:
+            before = [p.detach().clone() for p in model.parameters()]
+            zero.init_state()
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            if kind not in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adamax):
+                backward(model)
+                zero.finish_grad_sync()
+                optimizer.step()
+        else:
+            backward(model)
+            zero.finish_grad_sync()
+            optimizer.step()
+        states.append((zero.pieces(), [p.detach().clone() for p in model.parameters()]))
+    (allocated, weights), (real, expected) = states
+    for mine, true in zip(allocated, real, strict=True):
+        assert mine.piece == true.piece
+        assert {n: (v.shape, v.dtype) for n, v in mine.state.items()} == {
+            n: (v.shape, v.dtype) for n, v in true.state.items()
+        }
+        assert set(mine.scalars) == set(true.scalars)
+    if kind not in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adamax):
+        assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))  # as if it had been fresh
+
+
+def test_unknown_state_and_pieces_are_named() -> None:
+    model = net()
+    zero = wrap(model, torch.optim.AdamW(model.parameters()))
+    zero.init_state()
+    piece = zero.pieces()[0].piece
+    with pytest.raises(KeyError, match="momentum"):
+        zero.load_piece_state(piece, state={"momentum": torch.zeros(piece.end - piece.start)})
+    with pytest.raises(KeyError, match="no piece elsewhere"):
+        zero.load_piece_state(type(piece)("elsewhere", piece.spec, piece.local_shape, 0, 1))
+
+
+def test_group_names_follow_the_users_groups() -> None:
+    model = net()
+    groups = [{"params": [model[2].bias, model[0].bias]}, {"params": [model[0].weight]}, {"params": []}]
+    zero = wrap(model, torch.optim.SGD(groups, lr=0.1))
+    assert zero.group_names() == [["0.bias", "2.bias"], ["0.weight"], []]
+    assert model[2].weight.grad is None  # in no group: left alone
+
+
+class RowWise(torch.optim.Optimizer):
+    def __init__(self, params: object) -> None:
+        super().__init__(params, {"lr": 0.1})  # type: ignore[arg-type]
+
+
+class MyAdam(torch.optim.Adam):
+    pass
+
+
+def test_subclasses_of_element_wise_optimizers_are_welcome() -> None:
+    model = net()
+    assert wrap(model, MyAdam(model.parameters())).main_params
+
+
+@pytest.mark.parametrize("kind", [RowWise, torch.optim.LBFGS, torch.optim.Adafactor])
+def test_other_optimizers_are_refused_with_advice(kind: type[torch.optim.Optimizer]) -> None:
+    model = net()
+    with pytest.raises(ConfigError, match=f"{kind.__name__}.*one element at a time.*AdamW"):
+        wrap(model, kind(model.parameters()))
+
+
+def test_faulty_groups_are_named() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [model[0].bias, nn.Parameter(torch.ones(7))]})
+    with pytest.raises(ConfigError) as error:
+        wrap(model, optimizer)
+    assert [problem.argument for problem in error.value.problems] == ["param_groups[1]"] * 2
+    assert "'0.bias', which param_groups[0] holds too" in str(error.value)
+    assert "shape (7,) that is not in the model" in str(error.value)
+
+
+def test_an_optimizer_that_has_taken_steps_is_refused() -> None:
+    model = net()
+    for kind in (torch.optim.AdamW, torch.optim.Adagrad):
+        optimizer = kind(model.parameters())
+        backward(model)
+        optimizer.step()
+        with pytest.raises(ConfigError, match="has already taken steps"):
+            wrap(model, optimizer)
+
+
+def test_meta_parameters_and_unknown_names_are_refused() -> None:
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ConfigError, match="'weight', which is on the meta device"):
+        wrap(model, torch.optim.SGD(model.parameters()))
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"hold=.*'head'"):
+        wrap(model, torch.optim.SGD(model.parameters()), hold=["head"])
+
+
+def test_norm_of_a_long_vector_is_exact_to_fp32() -> None:
+    x = torch.randn(64 * 200_000, generator=torch.Generator().manual_seed(0))
+    exact = torch.linalg.vector_norm(x, dtype=torch.float64).item()
+    assert local_norm(x).item() == pytest.approx(exact, rel=3e-7)
+    assert local_norm(torch.ones(65)).item() == pytest.approx(65**0.5)
+    assert local_norm(torch.full((128,), 2.0, dtype=BF16)).dtype == torch.float32
