@@ -1,0 +1,153 @@
+"""Which samples a data-parallel rank reads, in an order that does not depend on how many ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch.utils.data import Sampler
+
+from lightning_megatron.config import Problem, raise_if_any
+
+
+class MegatronSampler(Sampler[list[int | None]]):
+    """Batches of one data-parallel rank, as a ``batch_sampler`` of a DataLoader.
+
+    Global batch ``k`` of an epoch is samples ``[k * G, (k + 1) * G)`` of the epoch's order, ``G = batch_size *
+    dp_size``, and rank ``r`` takes its ``r``-th ``batch_size`` of them. So the global batches depend on ``G`` alone,
+    and a position is one number, the samples that all ranks together consumed; any number of ranks can resume from it.
+
+    Counting is the loader's work, which knows what was handed out and what its workers only prefetched: see
+    :class:`~lightning_megatron.data.resumable_loader.ResumableDataLoader`.
+
+    Args:
+        num_samples_total: samples of the data set.
+        batch_size: samples of one batch of one rank.
+        dp_rank: this rank on the dp axis.
+        dp_size: ranks of the dp axis.
+        shuffle: draw a permutation for each epoch from ``seed + epoch``; else the order of the data set.
+        seed: see ``shuffle``.
+        drop_last: leave out the samples that do not fill a global batch; else the last one is filled, for a rank with
+            a shorter batch or none would leave the others waiting.
+        fill: what a last batch is filled with: ``"repeat"``, the first samples of the epoch, or ``"none"``, ``None``,
+            which :class:`~lightning_megatron.data.gpt_dataset.GPTDataset` turns into samples without loss.
+
+    Raises:
+        ConfigError: if the sizes cannot work, or with ``drop_last`` make no batch.
+    """
+
+    def __init__(
+        self,
+        num_samples_total: int,
+        *,
+        batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = True,
+        fill: Literal["repeat", "none"] = "repeat",
+    ) -> None:
+        problems = []
+        if batch_size < 1:
+            problems.append(Problem("batch_size", batch_size, "a batch has at least 1 sample", (1,)))
+        if not 0 <= dp_rank < dp_size:
+            problems.append(Problem("dp_rank", dp_rank, f"must be in 0..{dp_size - 1} where dp={dp_size}"))
+        if num_samples_total < 1:
+            problems.append(Problem("num_samples_total", num_samples_total, "there is nothing to sample"))
+        if drop_last and not problems and num_samples_total < batch_size * dp_size:
+            reason = f"{num_samples_total} samples do not fill one global batch of {batch_size} x dp {dp_size}"
+            problems.append(Problem("batch_size", batch_size, f"{reason}; lower it, or use drop_last=False"))
+        raise_if_any(problems)
+        # Lightning takes an object with both ``batch_size`` and ``drop_last`` for a plain BatchSampler that it may
+        # make anew with other arguments. Hence the second one is private.
+        self.batch_size = batch_size
+        self.num_samples_total = num_samples_total
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._fill = fill
+        self._epoch = 0
+        self._consumed = 0
+        self._resuming = False
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples that all ranks together take in one batch."""
+        return self.batch_size * self.dp_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order is read."""
+        return self._epoch
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of this epoch that all ranks together consumed."""
+        return self._consumed
+
+    @property
+    def sampler(self) -> MegatronSampler:
+        """Itself. Lightning looks for ``set_epoch`` in ``loader.batch_sampler.sampler``."""
+        return self
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, wherever the sampler stands."""
+        return self._batches(0)
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        """Batches from the restored position, the first time after :meth:`load_state_dict`; else of a whole epoch."""
+        start = self.start()
+        order = self._order()
+        first = start + self.dp_rank * self.batch_size
+        for _ in range(self._batches(start)):
+            yield [self._at(order, i) for i in range(first, first + self.batch_size)]
+            first += self.global_batch_size
+
+    def start(self) -> int:
+        """Begin an epoch, or go on with a restored one; returns the samples of it that are already consumed."""
+        if not self._resuming:
+            self._consumed = 0
+        self._resuming = False
+        return self._consumed
+
+    def advance(self, batches: int = 1) -> None:
+        """Count batches that were handed to the training loop."""
+        self._consumed = min(self._consumed + batches * self.global_batch_size, self.num_samples_total)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch. A position restored for this epoch is kept, one of another epoch is dropped."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._consumed = 0
+            self._resuming = False
+
+    def state_dict(self) -> dict[str, int]:
+        """``epoch`` and ``consumed_samples``: the same on every rank, for any number of ranks."""
+        return {"epoch": self._epoch, "consumed_samples": self._consumed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go to a position; the end of an epoch is the beginning of the next."""
+        self._epoch, self._consumed = int(state["epoch"]), int(state["consumed_samples"])
+        if not self._batches(self._consumed):
+            self._epoch, self._consumed = self._epoch + 1, 0
+        self._resuming = True
+
+    def _batches(self, start: int) -> int:
+        left = max(0, self.num_samples_total - start)
+        return left // self.global_batch_size if self._drop_last else -(-left // self.global_batch_size)
+
+    def _order(self) -> torch.Tensor | range:
+        if not self._shuffle:
+            return range(self.num_samples_total)
+        return torch.randperm(self.num_samples_total, generator=torch.Generator().manual_seed(self._seed + self._epoch))
+
+    def _at(self, order: torch.Tensor | range, position: int) -> int | None:
+        if position >= self.num_samples_total:
+            if self._fill == "none":
+                return None
+            position %= self.num_samples_total
+        return int(order[position])
