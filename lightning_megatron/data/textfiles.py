@@ -1,0 +1,94 @@
+"""Lines of text files, compressed or not, and the documents in them."""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from lightning_megatron.data.errors import DataError
+from lightning_megatron.data.tokenizers import require
+
+
+def expand(inputs: Sequence[str | Path]) -> list[Path]:
+    """The files that paths and patterns name: patterns in alphabetical order, the whole in the order given.
+
+    Raises:
+        DataError: if a path does not exist or a pattern matches nothing.
+    """
+    files: list[Path] = []
+    for item in inputs:
+        if Path(item).is_file():
+            files.append(Path(item))
+            continue
+        matches = sorted(Path(name) for name in glob.glob(str(item), recursive=True) if Path(name).is_file())
+        if not matches:
+            fault = "no file matches" if glob.has_magic(str(item)) else "no such file"
+            raise DataError.at(item, fault, do="check --input")
+        files += matches
+    return files
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines (from 1) of a plain, ``.gz``, ``.xz``, ``.bz2`` or ``.zst`` file; blank lines are left out.
+
+    Raises:
+        DataError: if the file cannot be decompressed.
+        ModuleNotFoundError: if a ``.zst`` file is given without the package ``zstandard``.
+    """
+    number = 0
+    try:
+        with closing(_opener(path)(path)) as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except _decompression_errors(path) as error:
+        fault = f"cannot be decompressed after line {number} ({error})"
+        raise DataError.at(path, fault, do="fetch the file again") from error
+    except OSError as error:
+        raise DataError.at(path, f"cannot be read ({error})") from error
+
+
+def text_of(path: str | Path, number: int, line: bytes, keys: Sequence[str]) -> dict[str, str]:
+    """The values of some keys of one line of JSON.
+
+    Raises:
+        DataError: naming file and line, if it is not JSON, not an object, or a key is missing or not text.
+    """
+    try:
+        record: Any = json.loads(line)
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
+        fault = f"not JSON ({error})"
+        raise DataError.at(path, fault, line=number, do="every line must be one JSON object") from None
+    if not isinstance(record, dict):
+        fault = f"a JSON {type(record).__name__}, not an object"
+        raise DataError.at(path, fault, line=number, do='write one object a line, like {"text": "..."}')
+    for key in keys:
+        if key not in record:
+            fault = f"has no key {key!r}, only {', '.join(map(repr, record)) or 'none'}"
+            raise DataError.at(path, fault, line=number, do="name the key of the text with --json-keys")
+        if not isinstance(record[key], str):
+            fault = f"the value of {key!r} is {type(record[key]).__name__}, not text"
+            raise DataError.at(path, fault, line=number, do="repair or remove the line")
+    return {key: record[key] for key in keys}
+
+
+def _decompression_errors(path: Path) -> tuple[type[Exception], ...]:
+    errors: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+    return (*errors, require("zstandard", extra=None).ZstdError) if path.suffix == ".zst" else errors
+
+
+def _opener(path: Path) -> Callable[[Path], BinaryIO]:
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+    if path.suffix == ".zst":
+        zstandard = require("zstandard", extra=None)
+        return lambda file: cast(BinaryIO, io.BufferedReader(zstandard.open(file, "rb")))  # its own has no lines
+    return openers.get(path.suffix, lambda file: open(file, "rb"))

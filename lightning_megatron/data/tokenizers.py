@@ -1,0 +1,326 @@
+"""Text to token ids and back, from local files only."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from lightning_megatron.config import ConfigError, Problem, nearest_names
+from lightning_megatron.data.errors import DataError
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the rest of the project needs of a tokenizer. A special token it does not have is ``None``."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens; ids are below it."""
+        ...
+
+    @property
+    def eod(self) -> int | None:
+        """Ends a document in the token files."""
+        ...
+
+    @property
+    def bos(self) -> int | None:
+        """Begins a text."""
+        ...
+
+    @property
+    def eos(self) -> int | None:
+        """Ends a text."""
+        ...
+
+    @property
+    def pad(self) -> int | None:
+        """Fills up."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, without special tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Special:
+    """The special tokens of a tokenizer, as properties."""
+
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+    eod: int | None = None
+
+
+class _Base:
+    def __init__(self, vocab_size: int, special: _Special) -> None:
+        self.vocab_size = vocab_size
+        self.bos, self.eos, self.pad, self.eod = special.bos, special.eos, special.pad, special.eod
+
+
+class SentencePieceTokenizer(_Base):
+    """A sentencepiece ``.model`` file; the end of a document is the model's ``</s>``.
+
+    Args:
+        model_file: the ``.model`` file.
+        add_bos: put the begin token before every text, as Llama 2 was trained.
+    """
+
+    def __init__(self, model_file: str | Path, *, add_bos: bool = False) -> None:
+        sentencepiece = require("sentencepiece", extra=None)
+        path = _existing(model_file)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise DataError.at(path, "not a sentencepiece model", do="give a .model file") from error
+        self._add_bos = add_bos
+        bos, eos, pad = (i if i >= 0 else None for i in self._special_ids())
+        super().__init__(self._model.vocab_size(), _Special(bos, eos, pad, eos))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; the begin token first if ``add_bos``."""
+        ids: list[int] = self._model.encode(text, add_bos=self._add_bos)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text."""
+        text: str = self._model.decode([int(i) for i in ids])
+        return text
+
+    def _special_ids(self) -> tuple[int, int, int]:
+        return self._model.bos_id(), self._model.eos_id(), self._model.pad_id()
+
+
+class _FastTokenizer(_Base):
+    """Something of the ``tokenizers`` library."""
+
+    def __init__(self, backend: Any, special: _Special, *, special_in_text: bool) -> None:
+        self._backend = backend
+        self._special_in_text = special_in_text
+        super().__init__(backend.get_vocab_size(with_added_tokens=True), special)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=self._special_in_text).ids
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text, without special tokens."""
+        text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+        return text
+
+
+class HuggingFaceTokenizer(_FastTokenizer):
+    """A Hugging Face tokenizer on this disk; never from a hub.
+
+    Texts get the special tokens that the tokenizer itself adds (Llama 3: the begin token). The end of a document is
+    its end token.
+
+    Args:
+        path: a directory with ``tokenizer.json``, or that file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        tokenizers = require("tokenizers", extra="hf")
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        do = "only local files are read: give a directory with tokenizer.json (save_pretrained writes one)"
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(_existing(file, do)))
+        except DataError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise DataError.at(file, f"not a tokenizer file ({error})") from error
+        ids = {name: backend.token_to_id(token) for name, token in _special_names(file.parent).items()}
+        eos = ids.get("eos_token")
+        special = _Special(ids.get("bos_token"), eos, ids.get("pad_token"), eos)
+        super().__init__(backend, special, special_in_text=True)
+
+
+class GPT2BPETokenizer(_FastTokenizer):
+    """GPT-2's byte-level BPE; documents end with ``<|endoftext|>``.
+
+    Args:
+        vocab_file: ``vocab.json``.
+        merge_file: ``merges.txt``.
+    """
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
+        tokenizers = require("tokenizers", extra="hf")
+        vocab, merges = _existing(vocab_file), _existing(merge_file)
+        try:
+            model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError.at(vocab, f"not a BPE vocabulary, or {merges} does not belong to it ({error})") from error
+        backend = tokenizers.Tokenizer(model)
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        eod = backend.token_to_id("<|endoftext|>")
+        if eod is None:
+            raise DataError.at(vocab, "has no <|endoftext|>", do="give GPT-2's vocab.json, or add that token")
+        super().__init__(backend, _Special(eod, eod, None, eod), special_in_text=False)
+
+
+class BertWordPieceTokenizer(_FastTokenizer):
+    """BERT's word pieces; ``bos`` is [CLS], ``eos`` and ``eod`` are [SEP]. Texts get neither.
+
+    Args:
+        vocab_file: ``vocab.txt``, one piece a line.
+        lower_case: fold case and strip accents, for the uncased vocabularies.
+    """
+
+    def __init__(self, vocab_file: str | Path, *, lower_case: bool) -> None:
+        tokenizers = require("tokenizers", extra="hf")
+        vocab = _existing(vocab_file)
+        pieces = {piece: i for i, piece in enumerate(vocab.read_text("utf-8").splitlines())}
+        missing = [piece for piece in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if piece not in pieces]
+        if missing:
+            raise DataError.at(vocab, f"has no {', '.join(missing)}", do="give BERT's vocab.txt, one piece a line")
+        backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(pieces, unk_token="[UNK]"))
+        backend.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lower_case)
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        backend.decoder = tokenizers.decoders.WordPiece()
+        special = _Special(pieces["[CLS]"], pieces["[SEP]"], pieces["[PAD]"], pieces["[SEP]"])
+        super().__init__(backend, special, special_in_text=False)
+
+
+class NullTokenizer(_Base):
+    """For text that is token ids already, separated by spaces; the end of a document is one id above the vocabulary.
+
+    Args:
+        vocab_size: ids are below this.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise ConfigError([Problem("vocab_size", vocab_size, "a vocabulary has at least 1 token")])
+        super().__init__(vocab_size + 1, _Special(eod=vocab_size))
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers in the text.
+
+        Raises:
+            DataError: if there is something else in it, or an id outside of the vocabulary.
+        """
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise DataError(f"NullTokenizer reads token ids separated by spaces ({error})") from None
+        bad = [i for i in ids if not 0 <= i < self.vocab_size]
+        if bad:
+            raise DataError(f"token id {bad[0]} is not in a vocabulary of {self.vocab_size}")
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The ids, separated by spaces."""
+        return " ".join(str(int(i)) for i in ids)
+
+
+TOKENIZER_TYPES = (
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "NullTokenizer",
+)
+
+
+def build_tokenizer(
+    type: str,
+    path: str | Path | None = None,
+    *,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer:
+    """A tokenizer by the name that Megatron-LM gives it.
+
+    Args:
+        type: one of ``TOKENIZER_TYPES``.
+        path: sentencepiece model, Hugging Face directory, or a directory with ``vocab.json`` and ``merges.txt``
+            (GPT-2) or ``vocab.txt`` (BERT).
+        vocab_file: vocabulary of GPT-2 or BERT, if not in ``path``.
+        merge_file: merges of GPT-2, if not in ``path``.
+        vocab_size: for ``NullTokenizer``.
+
+    Raises:
+        ConfigError: if the type is unknown or lacks an argument.
+        DataError: if a file is missing or is something else.
+        ModuleNotFoundError: if an optional package is not installed; the text says what to install.
+    """
+
+    def need(argument: str, value: Any, what: str) -> Any:
+        if value is None:
+            raise ConfigError([Problem(argument, None, f"{type} needs {what}")])
+        return value
+
+    def inside(name: str) -> Path | None:
+        return None if path is None else Path(path) / name
+
+    if type in ("GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        model = need("tokenizer_model", path, "a sentencepiece model file")
+        return SentencePieceTokenizer(model, add_bos=type == "Llama2Tokenizer")
+    if type == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(need("tokenizer_model", path, "a directory with tokenizer.json"))
+    if type == "GPT2BPETokenizer":
+        vocab = need("vocab_file", vocab_file or inside("vocab.json"), "vocab.json")
+        return GPT2BPETokenizer(vocab, need("merge_file", merge_file or inside("merges.txt"), "merges.txt"))
+    if type in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        # Megatron takes BERT's file as a vocabulary, others as the model: a plain file is both.
+        given = vocab_file or (path if path is not None and Path(path).is_file() else inside("vocab.txt"))
+        return BertWordPieceTokenizer(
+            need("vocab_file", given, "vocab.txt"), lower_case=type == "BertWordPieceLowerCase"
+        )
+    if type == "NullTokenizer":
+        return NullTokenizer(need("vocab_size", vocab_size, "the number of tokens"))
+    reason = f"unknown type; known are {', '.join(TOKENIZER_TYPES)}"
+    raise ConfigError([Problem("tokenizer_type", type, reason, nearest_names(type, TOKENIZER_TYPES))])
+
+
+def require(package: str, *, extra: str | None) -> Any:
+    """Import an optional package.
+
+    Raises:
+        ModuleNotFoundError: with the command that installs it.
+    """
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        command = f"pip install {package}" if extra is None else f"pip install 'lightning-megatron[{extra}]'"
+        raise ModuleNotFoundError(f"{package} is not installed: {command}", name=package) from error
+
+
+def _existing(path: str | Path, do: str = "check the path") -> Path:
+    if not Path(path).is_file():
+        raise DataError.at(path, "no such file", do=do)
+    return Path(path)
+
+
+def _special_names(directory: Path) -> dict[str, str]:
+    """``bos_token``, ``eos_token``, ``pad_token`` as the files beside ``tokenizer.json`` name them."""
+    import json
+
+    names: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one counts
+        path = directory / file
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise DataError.at(path, f"not JSON ({error})") from error
+        for name in ("bos_token", "eos_token", "pad_token"):
+            token = content.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                names[name] = token
+    return names
