@@ -1,0 +1,95 @@
+"""``lightning-megatron preprocess``: JSON lines to token files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning_megatron.data.preprocess import TokenizerSpec, preprocess
+from lightning_megatron.data.tokenizers import TOKENIZER_TYPES
+
+_DESCRIPTION = """\
+Tokenize documents, one JSON object a line, into the .bin/.idx pairs that training reads.
+
+Writes PREFIX_KEY_document.bin and .idx for each key (PREFIX_KEY_sentence with --split-sentences). The files appear when
+everything went well; they do not depend on --workers. Each can be read by Megatron-LM too."""
+
+_EXAMPLE = """\
+example:
+  lightning-megatron preprocess --input 'books/*.jsonl.xz' --output-prefix data/books \\
+      --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
+  writes data/books_text_document.bin and .idx: train with data path data/books_text_document"""
+
+
+def preprocess_parser() -> argparse.ArgumentParser:
+    """The arguments; those which Megatron-LM's ``preprocess_data.py`` has are called as there."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron preprocess",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    data = parser.add_argument_group("input and output")
+    data.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines: files or quoted patterns; .gz, .xz, .bz2 and .zst are read directly",
+    )
+    data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without endings")
+    data.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="values to tokenize, each into a pair of its own; other keys are ignored (default: text)",
+    )
+    tokenizer = parser.add_argument_group("tokenizer")
+    tokenizer.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
+    tokenizer.add_argument(
+        "--tokenizer-model", metavar="PATH", help="sentencepiece model file, or directory of a Hugging Face tokenizer"
+    )
+    tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPE or vocab.txt of BertWordPiece")
+    tokenizer.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPE")
+    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="number of tokens, for NullTokenizer")
+    how = parser.add_argument_group("how")
+    how.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    how.add_argument("--split-sentences", action="store_true", help="one sequence a sentence, for BERT")
+    how.add_argument(
+        "--keep-newlines", action="store_true", help="with --split-sentences: leave line breaks at the sentences' ends"
+    )
+    how.add_argument("--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)")
+    how.add_argument(
+        "--log-interval", type=int, default=1000, metavar="N", help="documents between progress lines (default: 1000)"
+    )
+    return parser
+
+
+def preprocess_command(argv: Sequence[str]) -> int:
+    """Run ``lightning-megatron preprocess`` with these arguments; returns the exit code (2: the user's error)."""
+    args = preprocess_parser().parse_args(argv)
+    spec = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file, args.vocab_size)
+    try:
+        preprocess(
+            args.input,
+            args.output_prefix,
+            spec,
+            json_keys=args.json_keys,
+            append_eod=args.append_eod,
+            workers=args.workers,
+            split_sentences=args.split_sentences,
+            keep_newlines=args.keep_newlines,
+            log_interval=args.log_interval,
+        )
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error without line breaks."""
+    return " ".join(str(error).split())

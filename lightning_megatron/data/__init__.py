@@ -1,0 +1,25 @@
+"""Token files, samples and tokenizers. Knows nothing of models, ranks' groups or Lightning."""
+
+from lightning_megatron.data.blend import BlendedDataset
+from lightning_megatron.data.build import build_gpt_datasets
+from lightning_megatron.data.errors import DataError
+from lightning_megatron.data.gpt_dataset import GPTDataset
+from lightning_megatron.data.indexed import IndexedDataset, optimal_dtype
+from lightning_megatron.data.indexed_writer import IndexedDatasetWriter
+from lightning_megatron.data.resumable_loader import ResumableDataLoader
+from lightning_megatron.data.sampler import MegatronSampler
+from lightning_megatron.data.tokenizers import Tokenizer, build_tokenizer
+
+__all__ = [
+    "BlendedDataset",
+    "DataError",
+    "GPTDataset",
+    "IndexedDataset",
+    "IndexedDatasetWriter",
+    "MegatronSampler",
+    "ResumableDataLoader",
+    "Tokenizer",
+    "build_gpt_datasets",
+    "build_tokenizer",
+    "optimal_dtype",
+]
