@@ -1,0 +1,91 @@
+"""The loader inside Lightning's own loop: what Lightning saves of it, and whether a resumed fit reads on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import Dataset
+
+from lightning_megatron.data import MegatronSampler, ResumableDataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Checkpoint directory")
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, item: int) -> torch.Tensor:
+        return torch.tensor([float(item)])
+
+
+class Recorder(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[tuple[int, int, list[int]]] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen.append((self.current_epoch, batch_idx, batch.flatten().int().tolist()))
+        return (batch * self.weight).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fit(directory: Path, ckpt_path: Path | None = None, workers: int = 0, **options: Any) -> Recorder:
+    model = Recorder()
+    sampler = MegatronSampler(12, batch_size=2, shuffle=True, seed=1)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=directory,
+        callbacks=[
+            ModelCheckpoint(directory / "ckpt", filename="{step}", every_n_train_steps=1, save_top_k=-1),
+            ModelCheckpoint(directory / "ckpt", filename="end-{epoch}", save_on_train_epoch_end=True, save_top_k=-1),
+        ],
+        **{"max_epochs": 3, **options},
+    )
+    trainer.fit(model, ResumableDataLoader(Numbers(), batch_sampler=sampler, num_workers=workers), ckpt_path=ckpt_path)
+    return model
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, int, list[int]]]]:
+    directory = tmp_path_factory.mktemp("whole")
+    return directory / "ckpt", fit(directory).seen
+
+
+def test_lightning_reshuffles_each_epoch(whole: tuple[Path, list[tuple[int, int, list[int]]]]) -> None:
+    _, seen = whole
+    assert [(e, b) for e, b, _ in seen] == [(e, b) for e in range(3) for b in range(6)]
+    epochs = [[i for e, _, batch in seen if e == epoch for i in batch] for epoch in range(3)]
+    for epoch, order in enumerate(epochs):
+        assert order == torch.randperm(12, generator=torch.Generator().manual_seed(1 + epoch)).tolist()
+
+
+@pytest.mark.parametrize(("step", "workers"), [(4, 0), (6, 0), (9, 0), (9, 2)])
+def test_a_resumed_fit_reads_on(
+    whole: tuple[Path, list[tuple[int, int, list[int]]]], tmp_path: Path, step: int, workers: int
+) -> None:
+    checkpoints, seen = whole
+    assert fit(tmp_path, checkpoints / f"step={step}.ckpt", workers).seen == seen[step:]
+
+
+def test_resume_after_the_end_of_an_epoch(whole: tuple[Path, list[tuple[int, int, list[int]]]], tmp_path: Path) -> None:
+    checkpoints, seen = whole
+    assert fit(tmp_path, checkpoints / "end-epoch=1.ckpt").seen == seen[12:]
+
+
+def test_resume_with_limited_epochs(tmp_path: Path) -> None:
+    seen = fit(tmp_path / "a", limit_train_batches=4).seen
+    assert len(seen) == 12
+    for name, rest in (("end-epoch=0.ckpt", 4), ("step=7.ckpt", 7), ("step=4.ckpt", 4)):
+        resumed = fit(tmp_path / "b", tmp_path / "a" / "ckpt" / name, limit_train_batches=4).seen
+        assert resumed == seen[rest:], name

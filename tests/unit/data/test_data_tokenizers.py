@@ -1,0 +1,205 @@
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from lightning_megatron.config import ConfigError
+from lightning_megatron.data import DataError, Tokenizer, build_tokenizer
+from lightning_megatron.data.tokenizers import TOKENIZER_TYPES
+from lightning_megatron.data.train_tokenizer import train_tokenizer
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "zebras",
+    "quietly",
+    "watch",
+]
+TEXTS = [" ".join(WORDS[i % 13 :] + WORDS[: i % 13]) + f", number {i}." for i in range(200)]
+HARD = "Tabs\tand  two spaces, naïve café, 日本語, 🙂, 3.14"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentencepiece model, GPT-2 and BERT vocabularies and a Hugging Face tokenizer, all trained here."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("tokenizers")
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    train_tokenizer([folder / "corpus.jsonl"], folder / "tokenizer.model", vocab_size=400, pad_id=3)
+
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(TEXTS, vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    (folder / "gpt2").mkdir()
+    bpe.save_model(str(folder / "gpt2"))
+
+    bert = tokenizers.BertWordPieceTokenizer(lowercase=True)
+    bert.train_from_iterator([*TEXTS, "Hello CAFE"], vocab_size=300, min_frequency=1, show_progress=False)
+    bert.save_model(str(folder))
+
+    (folder / "hf").mkdir()
+    bpe.add_special_tokens(["<|begin|>", "<|pad|>"])
+    backend = bpe._tokenizer
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", backend.token_to_id("<|begin|>"))]
+    )
+    backend.save(str(folder / "hf" / "tokenizer.json"))
+    special = {"bos_token": "<|begin|>", "eos_token": {"content": "<|endoftext|>"}, "pad_token": "<|pad|>"}
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(special))
+    return folder
+
+
+def arguments(type: str, folder: Path) -> dict[str, Any]:
+    return {
+        "GPTSentencePieceTokenizer": {"path": folder / "tokenizer.model"},
+        "Llama2Tokenizer": {"path": folder / "tokenizer.model"},
+        "HuggingFaceTokenizer": {"path": folder / "hf"},
+        "GPT2BPETokenizer": {"path": folder / "gpt2"},
+        "BertWordPieceLowerCase": {"vocab_file": folder / "vocab.txt"},
+        "BertWordPieceCase": {"path": folder},
+        "NullTokenizer": {"vocab_size": 100},
+    }[type]
+
+
+@pytest.mark.parametrize("type", TOKENIZER_TYPES)
+def test_every_type_is_a_tokenizer(type: str, folder: Path) -> None:
+    tokenizer = build_tokenizer(type, **arguments(type, folder))
+    assert isinstance(tokenizer, Tokenizer)
+    text = "1 2 99" if type == "NullTokenizer" else TEXTS[0]
+    ids = tokenizer.encode(text)
+    assert all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in ids)
+    decoded = tokenizer.decode(ids)
+    assert (decoded.replace(" ", "") if "Bert" in type else decoded) == (
+        text.replace(" ", "") if "Bert" in type else text
+    )
+    assert tokenizer.eod is not None
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("type", ["GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer"])
+def test_any_text_survives(type: str, folder: Path) -> None:
+    tokenizer = build_tokenizer(type, **arguments(type, folder))
+    assert tokenizer.decode(tokenizer.encode(HARD)) == HARD
+
+
+def test_sentencepiece_and_llama_differ_in_the_begin_token(folder: Path) -> None:
+    gpt = build_tokenizer("GPTSentencePieceTokenizer", folder / "tokenizer.model")
+    llama = build_tokenizer("Llama2Tokenizer", folder / "tokenizer.model")
+    assert (gpt.vocab_size, gpt.bos, gpt.eos, gpt.eod, gpt.pad) == (400, 1, 2, 2, 3)
+    assert llama.encode("the fox") == [1, *gpt.encode("the fox")]
+    assert llama.decode(llama.encode("the fox")) == "the fox"
+
+
+def test_special_tokens_of_the_others(folder: Path) -> None:
+    gpt2 = build_tokenizer("GPT2BPETokenizer", folder / "gpt2")
+    assert gpt2.eod == gpt2.eos == json.loads((folder / "gpt2" / "vocab.json").read_text())["<|endoftext|>"]
+    assert gpt2.eod not in gpt2.encode("text that says <|endoftext|>"), "text cannot end a document"
+    hf = build_tokenizer("HuggingFaceTokenizer", folder / "hf" / "tokenizer.json")
+    assert hf.encode("the fox")[0] == hf.bos == gpt2.vocab_size
+    assert hf.eod == hf.eos == gpt2.eod
+    assert hf.pad == hf.vocab_size - 1
+    bert = build_tokenizer("BertWordPieceLowerCase", vocab_file=folder / "vocab.txt")
+    pieces = (folder / "vocab.txt").read_text().splitlines()
+    assert (bert.bos, bert.eos, bert.pad) == tuple(pieces.index(p) for p in ("[CLS]", "[SEP]", "[PAD]"))
+    assert bert.encode("THE Fox") == bert.encode("the fox")
+    cased = build_tokenizer("BertWordPieceCase", vocab_file=folder / "vocab.txt")
+    assert cased.encode("THE Fox") != cased.encode("the fox")
+    null = build_tokenizer("NullTokenizer", vocab_size=100)
+    assert (null.vocab_size, null.eod, null.pad) == (101, 100, None)
+
+
+def test_agrees_with_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "hf" / "tokenizer.json"))
+    assert build_tokenizer("HuggingFaceTokenizer", folder / "hf").encode(HARD) == theirs(HARD).input_ids
+
+
+def test_unknown_type_lists_the_types() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_tokenizer("SentencePieceTokenizer", "x")
+    assert all(type in str(caught.value) for type in TOKENIZER_TYPES)
+    assert "nearest valid: GPTSentencePieceTokenizer" in str(caught.value)
+
+
+@pytest.mark.parametrize("type", [t for t in TOKENIZER_TYPES if t != "NullTokenizer"])
+def test_missing_file_is_named(type: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere.*: no such file; "):
+        build_tokenizer(type, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("type", TOKENIZER_TYPES)
+def test_missing_argument_is_named(type: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(tokenizer_model|vocab_file|vocab_size)=None: {type} needs "):
+        build_tokenizer(type)
+
+
+def test_faulty_files(tmp_path: Path, folder: Path) -> None:
+    junk = tmp_path / "junk.json"
+    junk.write_text("junk")
+    with pytest.raises(DataError, match=r"junk\.json: not a sentencepiece model"):
+        build_tokenizer("Llama2Tokenizer", junk)
+    with pytest.raises(DataError, match=r"junk\.json: not a tokenizer file"):
+        build_tokenizer("HuggingFaceTokenizer", junk)
+    with pytest.raises(DataError, match=r"hub/name/tokenizer\.json|hub/name: no such file; only local files are read"):
+        build_tokenizer("HuggingFaceTokenizer", "hub/name")
+    with pytest.raises(DataError, match=r"junk\.json: not a BPE vocabulary, or .*merges\.txt does not belong to it"):
+        build_tokenizer("GPT2BPETokenizer", vocab_file=junk, merge_file=folder / "gpt2" / "merges.txt")
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(DataError, match=r"vocab\.json: has no <\|endoftext\|>"):
+        build_tokenizer("GPT2BPETokenizer", tmp_path)
+    with pytest.raises(DataError, match=r"junk\.json: has no \[UNK\], \[CLS\], \[SEP\], \[PAD\]"):
+        build_tokenizer("BertWordPieceCase", junk)
+    with pytest.raises(DataError, match="token id 101 is not in a vocabulary of 101"):
+        build_tokenizer("NullTokenizer", vocab_size=100).encode("3 101")
+    with pytest.raises(DataError, match="reads token ids separated by spaces"):
+        build_tokenizer("NullTokenizer", vocab_size=100).encode("three")
+
+
+def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-megatron\[hf\]'"):
+        build_tokenizer("HuggingFaceTokenizer", folder / "hf")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install sentencepiece"):
+        build_tokenizer("Llama2Tokenizer", folder / "tokenizer.model")
+
+
+def test_training_is_deterministic_and_sets_the_ids(folder: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        train_tokenizer([folder / "corpus.jsonl"], tmp_path / f"{name}.model", vocab_size=400, pad_id=3)
+    assert (tmp_path / "one.model").read_bytes() == (tmp_path / "two.model").read_bytes()
+    assert (tmp_path / "one.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
+    (tmp_path / "plain.txt").write_text("\n".join(TEXTS))
+    path = train_tokenizer(
+        [tmp_path / "plain.txt"], tmp_path / "u.model", vocab_size=50, model_type="unigram", byte_fallback=False,
+        unk_id=1, bos_id=-1, eos_id=0,
+    )  # fmt: skip
+    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    assert (model.unk_id(), model.bos_id(), model.eos_id(), model.pad_id()) == (1, -1, 0, -1)
+
+
+def test_training_faults(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(DataError, match=r"empty\.txt: no text to train a tokenizer on; the corpus is empty"):
+        train_tokenizer([tmp_path / "empty.txt"], tmp_path / "m.model", vocab_size=300)
+    (tmp_path / "small.txt").write_text("a b c\n" * 9)
+    with pytest.raises(ConfigError, match=r"vocab_size=5000: the text has too few different.*nearest valid: \d+"):
+        train_tokenizer([tmp_path / "small.txt"], tmp_path / "m.model", vocab_size=5000)
+    with pytest.raises(ConfigError, match="model_type='wordpiece': unknown kind of model; nearest valid: bpe, unigram"):
+        train_tokenizer([tmp_path / "small.txt"], tmp_path / "m.model", vocab_size=300, model_type="wordpiece")  # type: ignore[arg-type]
+    (tmp_path / "latin.txt").write_bytes(b"fine\ncaf\xe9\n")
+    with pytest.raises(DataError, match=r"latin\.txt, line 2: not UTF-8"):
+        train_tokenizer([tmp_path / "latin.txt"], tmp_path / "m.model", vocab_size=300)
+    assert not list(tmp_path.glob("m.model*"))
