@@ -17,23 +17,23 @@ def locate(path: Path) -> Manifest:
         CheckpointError: if there is none, saying what is there and what to do.
     """
     if path.parent.name == UNFINISHED:
-        raise CheckpointError(f"{path} was never completed: a save was interrupted, or is under way. Use another one")
+        raise CheckpointError("it was never completed: a save was interrupted, or is under way. Use another one")
     if path.is_file():
         raise CheckpointError(
-            f"{path} is a single file, as Lightning's one-device strategies write; this package reads directories"
+            "it is a single file, as Lightning's one-device strategies write; this package reads directories"
         )
     if not path.is_dir():
         raise CheckpointError(_absent(path))
     if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} is no checkpoint of this package: it has no {MANIFEST}{_looks_like(path)}")
+        raise CheckpointError(f"it is no checkpoint of this package: it has no {MANIFEST}{_looks_like(path)}")
     try:
         return read_manifest(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / MANIFEST}: {error}") from None
+        raise CheckpointError(f"{MANIFEST}: {error}") from None
 
 
 def _absent(path: Path) -> str:
-    text = f"{path} does not exist"
+    text = "it does not exist"
     if not path.parent.is_dir():
         return f"{text}, nor does {path.parent}"
     if saving_path(path).exists():

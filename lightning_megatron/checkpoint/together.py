@@ -40,8 +40,8 @@ def dealt(mesh: ParallelMesh, values: list[T] | None) -> T:
         assert values is not None
         return values[0]
     own: list[T | None] = [None]
-    dist.scatter_object_list(own, values, src=0, group=mesh.host_group)  # type: ignore[arg-type]
-    return own[0]
+    dist.scatter_object_list(own, values, src=0, group=mesh.host_group)
+    return own[0]  # type: ignore[return-value]
 
 
 def together(mesh: ParallelMesh, doing: str, step: Callable[[], T]) -> T:
@@ -60,7 +60,7 @@ def together(mesh: ParallelMesh, doing: str, step: Callable[[], T]) -> T:
         result = step()
     except Exception as error:
         if not mesh.is_distributed:
-            raise error if isinstance(error, CheckpointError) else _failed(doing, {0: _told(error)}, mesh) from error
+            raise _failed(doing, {0: _told(error)}, mesh) from error
         fault = _told(error)
     faults = {rank: text for rank, text in enumerate(gathered(mesh, fault)) if text is not None}
     if faults:

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_megatron.checkpoint.meta import objects_in, read_meta, write_meta
+from lightning_megatron.checkpoint.together import CheckpointError
+
+
+class Config:
+    pass
+
+
+PLAIN = {
+    "epoch": 3,
+    "global_step": 10**20,
+    "loops": {"fit_loop": {"state_dict": {}, 1: [1, (2, None), {"x"}]}},
+    "callbacks": {"ModelCheckpoint{'monitor': 'v'}": {"best_model_score": torch.tensor(1.5), "last": "a/b.ckpt"}},
+    "shape": torch.Size([1, 2]),
+    "dtype": torch.bfloat16,
+    "order": OrderedDict(a=1),
+    "bytes": b"\x00\xff",
+    "nan": float("inf"),
+    "rng": [torch.arange(5, dtype=torch.uint8), (3, (1, 2, 3), None)],
+}
+
+
+def test_everything_plain_comes_back(tmp_path):
+    write_meta(tmp_path, PLAIN, allow_objects=False)
+    back = read_meta(tmp_path, weights_only=True)
+    assert {k: v for k, v in back.items() if k not in ("callbacks", "rng")} == {
+        k: v for k, v in PLAIN.items() if k not in ("callbacks", "rng")
+    }
+    assert back["callbacks"]["ModelCheckpoint{'monitor': 'v'}"]["best_model_score"].item() == 1.5
+    assert torch.equal(back["rng"][0], PLAIN["rng"][0])
+
+
+@pytest.mark.parametrize(
+    ("meta", "where"),
+    [
+        ({"hyper_parameters": {"data": {"root": Path("x")}}}, r"hyper_parameters\.data\.root: pathlib"),
+        ({"callbacks": [1, {"c": Config()}]}, r"callbacks\[1\]\.c: .*Config"),
+        ({"a": defaultdict(lambda: 1, b=2)}, r"a: collections\.defaultdict"),
+        ({"f": print}, r"f: builtins\.builtin_function"),
+        ({"k": {Path("x"): 1}}, r"k: the key .*Path"),
+    ],
+)
+def test_what_is_not_plain_is_named_by_its_key_path(tmp_path, meta, where):
+    with pytest.raises(CheckpointError, match=where) as error:
+        write_meta(tmp_path, {"epoch": 1, **meta}, allow_objects=False)
+    assert "allow_objects=True" in str(error.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_every_object_is_named_at_once():
+    assert len(list(objects_in({"a": Path("x"), "b": [Path("y"), 1], "c": 2}))) == 2
+
+
+def test_objects_can_be_allowed_on_both_sides(tmp_path):
+    write_meta(tmp_path, {"path": Path("x")}, allow_objects=True)
+    with pytest.raises(CheckpointError, match="weights_only=False"):
+        read_meta(tmp_path, weights_only=True)
+    assert read_meta(tmp_path, weights_only=False) == {"path": Path("x")}

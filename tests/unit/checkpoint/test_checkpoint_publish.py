@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_megatron.checkpoint import publish as publishing
+from lightning_megatron.checkpoint import remove
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def file_system(request, monkeypatch):
+    """Both a system that can exchange two names in one step, and one that cannot."""
+    if request.param == "two renames":
+        monkeypatch.setattr(publishing, "exchange", lambda a, b: False)
+    return request.param
+
+
+def write(path, text):
+    temporary = publishing.prepare(path)
+    (temporary / "data").write_text(text)
+    return temporary
+
+
+def test_the_name_appears_when_published_and_the_folder_of_unfinished_work_goes(tmp_path):
+    path = tmp_path / "last.ckpt"
+    write(path, "new")
+    assert not path.exists()
+    publishing.publish(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_an_old_checkpoint_stays_until_the_new_one_is_published(tmp_path, file_system):
+    path = tmp_path / "last.ckpt"
+    for text in ("old", "new"):
+        write(path, text)
+        if text == "new":
+            assert (path / "data").read_text() == "old"
+        publishing.publish(path)
+    assert (path / "data").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_file_and_a_link_of_that_name_are_replaced_too(tmp_path, file_system):
+    path, target = tmp_path / "last.ckpt", tmp_path / "step=1.ckpt"
+    path.write_text("a single-file checkpoint")
+    write(path, "new")
+    publishing.publish(path)
+    assert (path / "data").read_text() == "new"
+    write(target, "target")
+    publishing.publish(target)
+    remove(path)
+    path.symlink_to(target, target_is_directory=True)
+    write(path, "newer")
+    publishing.publish(path)
+    assert not path.is_symlink()
+    assert (target / "data").read_text() == "target"
+
+
+def test_a_crash_between_the_two_renames_is_mended(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "exchange", lambda a, b: False)
+    path = tmp_path / "last.ckpt"
+    write(path, "old")
+    publishing.publish(path)
+    temporary = write(path, "new")
+    rename, calls = publishing.os.rename, []
+
+    def dies_at_the_second(a, b):
+        calls.append((a, b))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        rename(a, b)
+
+    monkeypatch.setattr(publishing.os, "rename", dies_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        publishing.publish(path)
+    monkeypatch.setattr(publishing.os, "rename", rename)
+    assert not path.exists()
+    assert temporary.exists()
+    publishing.recover(path)
+    assert (path / "data").read_text() == "old"
+    write(path, "newest")
+    publishing.publish(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_what_an_interrupted_save_left_is_cleared_by_the_next(tmp_path):
+    path = tmp_path / "last.ckpt"
+    (write(path, "half") / "more").write_text("stale")
+    assert [p.name for p in write(path, "whole").iterdir()] == ["data"]
+
+
+def test_lightning_never_takes_unfinished_work_for_a_checkpoint(tmp_path):
+    for name in ("last.ckpt", "hpc_ckpt_3.ckpt"):
+        write(tmp_path / name, "half")
+    assert not [p for p in tmp_path.rglob("*") if p.suffix == ".ckpt"]
+    assert not [p for p in tmp_path.iterdir() if "ckpt" in p.name or p.name.startswith("last")]
+    callback = ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    assert callback._find_last_checkpoints(None) == set()
+
+
+def test_remove_takes_the_name_away_before_the_content(tmp_path, monkeypatch):
+    path = tmp_path / "step=1.ckpt"
+    write(path, "x")
+    publishing.publish(path)
+
+    def dies(going, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing.shutil, "rmtree", dies)
+        with pytest.raises(KeyboardInterrupt):
+            remove(path)
+    assert not path.exists()
+    assert not list(tmp_path.glob("*.ckpt"))
+    write(path, "again")
+    publishing.publish(path)
+    remove(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_remove_of_a_file_a_link_and_nothing(tmp_path):
+    file, link = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    file.write_text("x")
+    link.symlink_to(file)
+    remove(link)
+    assert file.exists()
+    remove(file)
+    remove(tmp_path / "none.ckpt")
+    assert list(tmp_path.iterdir()) == []
