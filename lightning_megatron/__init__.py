@@ -1,1 +1,29 @@
 """Train large transformers with Megatron's parallelism from an ordinary Lightning Trainer."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_megatron.config import ConfigError, ParallelLayout
+from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from lightning_megatron.lightning.datamodule import MegatronDataModule
+from lightning_megatron.lightning.module import GPTModule, LlamaModule, MegatronModule
+from lightning_megatron.lightning.precision import MegatronPrecision
+from lightning_megatron.lightning.strategy import MegatronHPUStrategy, MegatronStrategy
+from lightning_megatron.models.config import TransformerConfig
+
+MegatronStrategy.register_strategies(StrategyRegistry)
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ConfigError",
+    "GPTModule",
+    "LlamaModule",
+    "MegatronDataModule",
+    "MegatronHPUStrategy",
+    "MegatronModule",
+    "MegatronPrecision",
+    "MegatronStrategy",
+    "ParallelLayout",
+    "RowParallelLinear",
+    "TransformerConfig",
+    "VocabParallelEmbedding",
+]

@@ -73,21 +73,17 @@ class ModelShape(Protocol):
     """What a layout must know of a model; ``TransformerConfig`` is one."""
 
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int: ...  # noqa: D102
     @property
-    def hidden_size(self) -> int: ...
+    def num_attention_heads(self) -> int: ...  # noqa: D102
     @property
-    def ffn_hidden_size(self) -> int: ...
+    def num_query_groups(self) -> int: ...  # noqa: D102
     @property
-    def num_attention_heads(self) -> int: ...
+    def ffn_hidden_size(self) -> int: ...  # noqa: D102
     @property
-    def num_query_groups(self) -> int: ...
+    def vocab_size(self) -> int: ...  # noqa: D102
     @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def num_experts(self) -> int: ...
+    def max_position_embeddings(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -98,6 +94,7 @@ class BatchShape:
         batch_size: samples that one data-parallel replica gets in one batch of its DataLoader.
         micro_batch_size: samples of one forward; ``None`` means the whole batch.
         seq_length: tokens of one sample, ``None`` if unknown.
+        vocab_size: one more than the largest token id, ``None`` if unknown.
         global_batch_size: what the user says ``batch_size x dp x accumulate`` must be, ``None`` if they do not say.
         accumulate_grad_batches: batches that Lightning accumulates before one optimizer step.
     """
@@ -105,16 +102,28 @@ class BatchShape:
     batch_size: int | None = None
     micro_batch_size: int | None = None
     seq_length: int | None = None
+    vocab_size: int | None = None
     global_batch_size: int | None = None
     accumulate_grad_batches: int = 1
 
 
 @runtime_checkable
-class LayoutChecked(Protocol):
-    """Anything handed to the Trainer that has a say in which layouts can work: a module, a data module."""
+class HasModelShape(Protocol):
+    """Something handed to the Trainer that knows what model will be trained: a module."""
 
-    def layout_problems(self, layout: ParallelLayout, micro_batch_size: int | None) -> list[Problem]:
-        """Faults of this object under a resolved layout."""
+    @property
+    def model_shape(self) -> ModelShape | None:
+        """The model's shape; ``None`` if it says nothing."""
+        ...
+
+
+@runtime_checkable
+class HasBatchShape(Protocol):
+    """Something handed to the Trainer that knows what it will be fed: a data module."""
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        """Sizes of its batches."""
         ...
 
 
@@ -209,6 +218,8 @@ class ParallelLayout:
             found += self._model_problems(model)
         if batch is not None:
             found += self._batch_problems(batch, world_size)
+        if batch is not None and model is not None:
+            found += _feeding_problems(batch, model)
         return found
 
     def _own_problems(self) -> list[Problem]:
@@ -270,9 +281,7 @@ class ParallelLayout:
             divides("tp", self.tp, groups, "query groups (key/value heads)")
         divides("tp", self.tp, model.ffn_hidden_size, "feed-forward features (ffn_hidden_size)")
         divides("pp", self.pp * self.vpp, model.num_layers, f"layers (num_layers; pp x vpp = {self.pp} x {self.vpp})")
-        if model.num_experts:
-            divides("ep", self.ep, model.num_experts, "experts (num_experts)")
-        elif self.ep > 1:
+        if self.ep > 1:
             found.append(Problem("ep", self.ep, "the model has no experts to share", (1,)))
         return found
 
@@ -298,3 +307,16 @@ class ParallelLayout:
                 reason = f"batch_size x dp x accumulate_grad_batches = {size} x {dp} x {batch.accumulate_grad_batches}"
                 found.append(Problem("global_batch_size", batch.global_batch_size, f"{reason} = {real}", (real,)))
         return found
+
+
+def _feeding_problems(batch: BatchShape, model: ModelShape) -> list[Problem]:
+    """Why a model cannot take such batches."""
+    found = []
+    longest, vocab = model.max_position_embeddings, model.vocab_size
+    if batch.seq_length is not None and batch.seq_length > longest:
+        reason = f"longer than the model's max_position_embeddings={longest}"
+        found.append(Problem("seq_length", batch.seq_length, reason, (longest,)))
+    if batch.vocab_size is not None and batch.vocab_size > vocab:
+        reason = f"the tokenizer has {batch.vocab_size} tokens, more than the model"
+        found.append(Problem("vocab_size", vocab, reason, (batch.vocab_size,)))
+    return found

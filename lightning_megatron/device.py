@@ -144,3 +144,8 @@ def device_id_for_init(device: torch.device) -> torch.device | None:
 def barrier_device_ids(device: torch.device) -> list[int] | None:
     """``device_ids`` of ``dist.barrier``: only NCCL takes them."""
     return [device.index] if device.type == "cuda" and device.index is not None else None
+
+
+def has_fused_adamw(device: torch.device) -> bool:
+    """Whether ``torch.optim.AdamW(fused=True)`` has a kernel here."""
+    return device.type in ("cpu", "cuda")

@@ -1,0 +1,1 @@
+"""Where Lightning's Trainer meets the rest of the house; nothing below imports Lightning."""

@@ -1,0 +1,134 @@
+"""Between Lightning's checkpoint dictionary and sharded files: what goes where, and in which order it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_megatron.checkpoint import (
+    State,
+    load,
+    local_tensors,
+    model_state,
+    optimizer_state,
+    regrouped,
+    remove,
+    save,
+    shared_state,
+)
+from lightning_megatron.lightning.random_state import random_state, restore_random_state
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.zero import ShardedOptimizer
+from lightning_megatron.params import spec_registry
+
+
+def save_trainer_checkpoint(
+    path: str,
+    checkpoint: dict[str, Any],
+    module: LightningModule,
+    optimizers: Sequence[ShardedOptimizer],
+    mesh: ParallelMesh,
+    *,
+    sharded: bool,
+) -> None:
+    """Write what Lightning put together, every rank its part; all ranks call this.
+
+    Args:
+        path: the directory to make.
+        checkpoint: Lightning's dictionary. Its ``state_dict`` is what is saved of the model, also where a callback has
+            replaced it; optimizer state comes from where it lies.
+        module: the user's.
+        optimizers: the distributed optimizers.
+        mesh: this rank's.
+        sharded: whether data-parallel ranks hold different shares of optimizer state.
+    """
+    rest = dict(checkpoint)
+    tensors = rest.pop("state_dict")
+    # A tied tensor has several names in a state_dict and is saved under the first.
+    repeats = module.state_dict().keys() - local_tensors(module).keys()
+    tensors = {name: value for name, value in tensors.items() if name not in repeats}
+    state = model_state(tensors, spec_registry(module), mesh)
+    if "optimizer_states" in rest:
+        rest["optimizer_states"] = []
+        for index, optimizer in enumerate(optimizers):
+            # Before the first step there is no state yet; an empty one keeps the set of keys the same at all times.
+            optimizer.init_state()
+            state |= _optimizer_part(index, optimizer, mesh, sharded)
+    save(path, state, rest, mesh, per_rank=random_state(mesh.rng))
+
+
+def load_trainer_checkpoint(
+    path: str,
+    module: LightningModule,
+    optimizers: Sequence[ShardedOptimizer],
+    mesh: ParallelMesh,
+    *,
+    sharded: bool,
+    weights_only: bool | None,
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Fill the model and the optimizers in place from a checkpoint of any layout; all ranks call this.
+
+    Args:
+        path: the directory.
+        module: the user's.
+        optimizers: the distributed optimizers; none outside ``fit``.
+        mesh: this rank's.
+        sharded: whether data-parallel ranks hold different shares of optimizer state.
+        weights_only: as in ``torch.load``; ``None`` means yes.
+
+    Returns:
+        Lightning's dictionary, and the random state to continue with (``None`` where the layout is another one).
+    """
+    state = model_state(local_tensors(module), spec_registry(module), mesh)
+    for index, optimizer in enumerate(optimizers):
+        optimizer.finish_param_gather()
+        optimizer.init_state()
+        state |= _optimizer_part(index, optimizer, mesh, sharded)
+    loaded = load(
+        Path(path), state, mesh, strict=module.strict_loading, weights_only=True if weights_only is None else weights_only
+    )
+    for name in (*loaded.missing, *loaded.unexpected):
+        rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
+    for index, optimizer in enumerate(optimizers):
+        _continue_optimizer(index, optimizer, state)
+    if loaded.per_rank is None:
+        rank_zero_info(f"{path} was saved under another layout: random generators start anew from the seed")
+    return {**loaded.meta, "state_dict": module.state_dict()}, loaded.per_rank
+
+
+def remove_checkpoint(path: str) -> None:
+    """Delete a checkpoint; one rank calls this."""
+    remove(path)
+
+
+def continue_randomness(state: dict[str, Any], mesh: ParallelMesh) -> None:
+    """Set every generator of this process to a saved state."""
+    restore_random_state(state, mesh.rng)
+
+
+def _optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh, sharded: bool) -> State:
+    groups: list[Mapping[str, Any]] = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": names}
+        for group, names in zip(optimizer.optimizer.param_groups, optimizer.group_names(), strict=True)
+    ]
+    return optimizer_state(index, optimizer.pieces(), mesh, groups, sharded=sharded)
+
+
+def _continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State) -> None:
+    """Scalars of groups (the learning rate the next step is to use), shared state, and parameters from main values."""
+    saved = state[f"optimizer_{index}.param_groups"]
+    scalars, notes = regrouped(saved, optimizer.group_names())
+    for group, values in zip(optimizer.optimizer.param_groups, scalars, strict=True):
+        group.update(values)
+    for note in notes:
+        rank_zero_warn(note)
+    for piece, *_, shared in optimizer.pieces():
+        numbers = {name: value for name, value in shared.items() if isinstance(value, int | float)}
+        if numbers:
+            known = shared_state(state, index, piece.name)
+            optimizer.load_piece_state(piece, scalars={name: known[name] for name in numbers if name in known})
+    optimizer.refresh_params()

@@ -1,0 +1,154 @@
+"""Megatron's data in a LightningDataModule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from lightning_megatron.config import BatchShape, Problem, raise_if_any
+from lightning_megatron.data import build_gpt_datasets, build_tokenizer
+from lightning_megatron.data.build import SampleDataset
+from lightning_megatron.data.resumable_loader import ResumableDataLoader
+from lightning_megatron.data.sampler import MegatronSampler
+from lightning_megatron.data.tokenizers import Tokenizer
+from lightning_megatron.lightning.strategy import MegatronStrategy
+
+
+class MegatronDataModule(LightningDataModule):
+    """Training, validation and test samples from Megatron's ``.bin`` / ``.idx`` files.
+
+    Ranks of one data-parallel replica read the same samples. The order depends on the data, the seed and the global
+    batch alone, and a checkpoint in mid-epoch resumes at the next sample.
+
+    Args:
+        data_path: prefix of a pair of files, a list of prefixes, or ``[weight, prefix, ...]``.
+        seq_length: tokens of a sample.
+        batch_size: samples of one batch of one data-parallel replica.
+        split: shares of the documents for training, validation and test.
+        train_samples: samples to draw for training, over as many epochs of the data as that takes; ``None`` means what
+            ``Trainer(max_steps=...)`` consumes, or one epoch of the data where it is not given.
+        val_samples: the same for validation; ``None`` means one epoch of its share.
+        test_samples: the same for test.
+        seed: of the order of samples.
+        num_workers: processes that load samples.
+        cache_dir: where index files are kept; ``None`` means beside the data.
+        tokenizer_type: Megatron's name of the tokenizer the data was made with, if ids and sizes are to be checked.
+        tokenizer_model: its file or directory.
+        eod_mask_loss: leave end-of-document tokens out of the loss; needs the tokenizer.
+        reset_position_ids: let positions begin anew after each document; needs the tokenizer.
+
+    Raises:
+        ConfigError: for arguments that cannot work.
+    """
+
+    def __init__(
+        self,
+        data_path: str | Sequence[str | float],
+        seq_length: int,
+        batch_size: int = 1,
+        split: str = "969,30,1",
+        train_samples: int | None = None,
+        val_samples: int | None = None,
+        test_samples: int | None = None,
+        seed: int = 1234,
+        num_workers: int = 0,
+        cache_dir: str | None = None,
+        tokenizer_type: str | None = None,
+        tokenizer_model: str | None = None,
+        eod_mask_loss: bool = False,
+        reset_position_ids: bool = False,
+    ) -> None:
+        super().__init__()
+        self.data_path = data_path if isinstance(data_path, str | Path) else list(data_path)
+        self.seq_length, self.batch_size, self.split, self.seed = seq_length, batch_size, split, seed
+        self.samples = (train_samples, val_samples, test_samples)
+        self.num_workers, self.cache_dir = num_workers, cache_dir
+        self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
+        self.tokenizer: Tokenizer | None = None
+        if tokenizer_type is not None:
+            self.tokenizer = build_tokenizer(tokenizer_type, tokenizer_model)
+        self._datasets: tuple[SampleDataset | None, ...] = (None, None, None)
+        raise_if_any(self._problems())
+
+    def _problems(self) -> list[Problem]:
+        found = []
+        for name in ("seq_length", "batch_size"):
+            if getattr(self, name) < 1:
+                found.append(Problem(name, getattr(self, name), "must be at least 1", (1,)))
+        for name in ("eod_mask_loss", "reset_position_ids"):
+            if getattr(self, name) and self.tokenizer is None:
+                reason = "needs to know the end-of-document token: give tokenizer_type and tokenizer_model"
+                found.append(Problem(name, True, reason, (False,)))
+        return found
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        """What layouts and models are checked against."""
+        vocab = None if self.tokenizer is None else self.tokenizer.vocab_size
+        return BatchShape(self.batch_size, seq_length=self.seq_length, vocab_size=vocab)
+
+    def prepare_data(self) -> None:
+        """Build the index files, on one process of each node; all then map them into memory."""
+        self._build()
+
+    def setup(self, stage: str) -> None:
+        """Open the data."""
+        self._datasets = self._build()
+
+    def _build(self) -> tuple[SampleDataset | None, ...]:
+        train, val, test = self.samples
+        if train is None and self.trainer is not None and self.trainer.max_steps > 0:
+            train = self.trainer.max_steps * self.trainer.accumulate_grad_batches * self._dp[1] * self.batch_size
+        return build_gpt_datasets(
+            self.data_path,
+            seq_length=self.seq_length,
+            num_samples=(train, val, test),
+            split=self.split,
+            seed=self.seed,
+            cache_dir=self.cache_dir,
+            eod_id=None if self.tokenizer is None else self.tokenizer.eod,
+            eod_mask_loss=self.eod_mask_loss,
+            reset_position_ids=self.reset_position_ids,
+        )
+
+    @property
+    def _dp(self) -> tuple[int, int]:
+        """This rank's share of the data, and the number of shares."""
+        strategy = None if self.trainer is None else self.trainer.strategy
+        if isinstance(strategy, MegatronStrategy):
+            return strategy.data_parallel_rank, strategy.data_parallel_size
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+
+    def _loader(self, dataset: SampleDataset | None) -> Any:
+        if dataset is None:
+            return []
+        rank, size = self._dp
+        sampler = MegatronSampler(
+            len(dataset),
+            batch_size=self.batch_size,
+            dp_rank=rank,
+            dp_size=size,
+            drop_last=len(dataset) >= self.batch_size * size,
+        )
+        return ResumableDataLoader(
+            dataset, batch_sampler=sampler, num_workers=self.num_workers, persistent_workers=self.num_workers > 0
+        )
+
+    def train_dataloader(self) -> Any:
+        """Batches of ``{"tokens", "labels", "loss_mask", "position_ids"}``, each ``[batch_size, seq_length]``."""
+        return self._loader(self._datasets[0])
+
+    def val_dataloader(self) -> Any:
+        """The same of the validation share; nothing where it is empty."""
+        return self._loader(self._datasets[1])
+
+    def test_dataloader(self) -> Any:
+        """The same of the test share."""
+        return self._loader(self._datasets[2])
+
+    def predict_dataloader(self) -> Any:
+        """The test share."""
+        return self.test_dataloader()

@@ -1,0 +1,212 @@
+"""LightningModules for language models: ordinary ones, whose every method may be overridden."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from lightning_megatron import device as devices
+from lightning_megatron.config import ModelShape
+from lightning_megatron.lightning.strategy import MegatronStrategy
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.gpt import GPTModel
+from lightning_megatron.models.presets import preset
+from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR
+from lightning_megatron.params import named_specs
+
+ConfigLike = str | TransformerConfig | Mapping[str, Any]
+
+
+class MegatronModule(LightningModule):
+    """A LightningModule built of parallel layers.
+
+    Build the model in ``configure_model`` (only if it is not there yet: Lightning may call it more than once), with
+    layers that take :attr:`mesh`. Nothing else differs from an ordinary LightningModule; a module need not even derive
+    from this class to use the layers.
+    """
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The strategy's mesh; outside a Trainer with this strategy, a mesh of one rank."""
+        strategy = self.megatron_strategy
+        return ParallelMesh.single() if strategy is None else strategy.mesh
+
+    @property
+    def megatron_strategy(self) -> MegatronStrategy | None:
+        """The strategy, if the module is attached to a Trainer that has this one."""
+        if self._fabric is not None or self._trainer is None:
+            return None
+        strategy = self.trainer.strategy
+        return strategy if isinstance(strategy, MegatronStrategy) else None
+
+    @property
+    def model_shape(self) -> ModelShape | None:
+        """What layouts are checked against; ``None`` leaves it to the layers."""
+        return None
+
+    def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Parameters in two groups: matrices, which decay, and norms and biases, which do not."""
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for _, param, spec in named_specs(self):
+            if param.requires_grad:
+                groups[spec.decay].append(param)
+        return [
+            {"params": params, "weight_decay": weight_decay if decay else 0.0}
+            for decay, params in groups.items()
+            if params
+        ]
+
+
+class GPTModule(MegatronModule):
+    """A decoder-only language model with its training.
+
+    A batch is a dict of ``tokens`` and ``labels`` ``[B, S]``, and, if wanted, ``loss_mask`` and ``position_ids``
+    ``[B, S]``. Logged: ``train_loss``, ``val_loss``, ``test_loss``, ``grad_norm``, ``lr``.
+
+    Args:
+        config: name of a preset, a ``TransformerConfig``, or its fields as a mapping.
+        lr: highest learning rate.
+        min_lr: where decay ends; ``None`` means a tenth of ``lr``.
+        warmup_steps: optimizer steps of linear warm-up.
+        decay_steps: step at which ``min_lr`` is reached; ``None`` means the Trainer's last step.
+        lr_schedule: shape of the decay.
+        weight_decay: of matrices; norms and biases are not decayed.
+        betas: of AdamW.
+        eps: of AdamW.
+        **overrides: fields of the configuration to change, e.g. ``num_layers=4``.
+
+    Raises:
+        ConfigError: for an unknown preset or field, or sizes that cannot work.
+    """
+
+    default_config = "gpt2"
+
+    def __init__(
+        self,
+        config: ConfigLike | None = None,
+        lr: float = 3e-4,
+        min_lr: float | None = None,
+        warmup_steps: int = 0,
+        decay_steps: int | None = None,
+        lr_schedule: LRStyle = "constant",
+        weight_decay: float = 0.1,
+        betas: Sequence[float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        **overrides: Any,
+    ) -> None:
+        super().__init__()
+        self.config = _resolve(self.default_config if config is None else config).replace(**overrides)
+        self.lr, self.min_lr = lr, lr / 10 if min_lr is None else min_lr
+        self.warmup_steps, self.decay_steps, self.lr_schedule = warmup_steps, decay_steps, lr_schedule
+        self.weight_decay, self.betas, self.eps = weight_decay, (betas[0], betas[1]), eps
+        # Plain containers only: hyper-parameters ride in checkpoints that load without running code.
+        self.save_hyperparameters(
+            {
+                "config": asdict(self.config),
+                "lr": lr,
+                "min_lr": min_lr,
+                "warmup_steps": warmup_steps,
+                "decay_steps": decay_steps,
+                "lr_schedule": lr_schedule,
+                "weight_decay": weight_decay,
+                "betas": list(betas),
+                "eps": eps,
+            }
+        )
+        self.model: GPTModel | None = None
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """The configuration."""
+        return self.config
+
+    def configure_model(self) -> None:
+        """Build this rank's part of the model."""
+        if self.model is None:
+            self.model = GPTModel(self.config, self.mesh)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Logits ``[B, S, V]`` of tokens ``[B, S]``, vocabulary padding stripped."""
+        logits: Tensor = self._built()(tokens, position_ids=position_ids)
+        return logits
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Mean loss over the tokens of a batch that its ``loss_mask`` keeps."""
+        loss: Tensor = self._built()(
+            batch["tokens"],
+            labels=batch["labels"],
+            loss_mask=batch.get("loss_mask"),
+            position_ids=batch.get("position_ids"),
+        )
+        return loss
+
+    def _built(self) -> GPTModel:
+        if self.model is None:
+            self.configure_model()
+        assert self.model is not None
+        return self.model
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Loss of one micro-batch."""
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log ``val_loss``."""
+        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
+
+    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log ``test_loss``."""
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Logits ``[B, S, V]``."""
+        logits: Tensor = self(batch["tokens"] if isinstance(batch, Mapping) else batch)
+        return logits
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Log the learning rate that this step uses."""
+        self.log("lr", float(optimizer.param_groups[0]["lr"]))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the norm of the gradient before clipping, where a step was taken."""
+        strategy = self.megatron_strategy
+        if strategy is not None and strategy.has_stepped:
+            self.log("grad_norm", strategy.grad_norm())
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW over two groups, with a warm-up and a decay."""
+        groups = self.decay_groups(self.weight_decay)
+        fused = devices.has_fused_adamw(self.device)
+        optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+        if self.lr_schedule == "constant" and not self.warmup_steps:
+            return optimizer
+        decay = None
+        if self.lr_schedule != "constant":
+            decay = self.decay_steps or int(self.trainer.estimated_stepping_batches)
+        schedule = LRSchedule(self.lr, self.min_lr, warmup=self.warmup_steps, decay=decay, style=self.lr_schedule)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": MegatronLR(optimizer, schedule), "interval": "step"},
+        }
+
+
+class LlamaModule(GPTModule):
+    """LLaMA: a :class:`GPTModule` whose default configuration is ``llama3.1-8b``."""
+
+    default_config = "llama3.1-8b"
+
+
+def _resolve(config: ConfigLike) -> TransformerConfig:
+    if isinstance(config, TransformerConfig):
+        return config
+    return preset(config) if isinstance(config, str) else TransformerConfig(**config)
+

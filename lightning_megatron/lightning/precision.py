@@ -1,0 +1,204 @@
+"""The precision plugin: which dtype parameters, gradients and main parameters have, and when a step is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatron.config import ConfigError, Problem, nearest_names
+from lightning_megatron.device import DeviceKind
+from lightning_megatron.optim.scaler import DynamicLossScale
+from lightning_megatron.optim.zero import ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class PrecisionMode:
+    """Dtypes of one precision.
+
+    Attributes:
+        params: of parameters and activations.
+        main: of the values that the optimizer updates; ``None`` means the parameters themselves.
+        grads: in which gradients are accumulated.
+        loss_scaled: whether losses are scaled against underflow.
+    """
+
+    params: torch.dtype
+    main: torch.dtype | None
+    grads: torch.dtype
+    loss_scaled: bool = False
+
+
+MODES: Mapping[str, PrecisionMode] = {
+    "32-true": PrecisionMode(torch.float32, None, torch.float32),
+    "bf16-mixed": PrecisionMode(torch.bfloat16, torch.float32, torch.float32),
+    "bf16-true": PrecisionMode(torch.bfloat16, None, torch.bfloat16),
+    "16-mixed": PrecisionMode(torch.float16, torch.float32, torch.float32, loss_scaled=True),
+}
+
+
+class MegatronPrecision(Precision):
+    """Megatron's meaning of Lightning's precision names.
+
+    ``bf16-mixed`` holds parameters in bf16 and fp32 main copies of them in the (sharded) optimizer, and accumulates
+    gradients in fp32; Lightning's own ``bf16-mixed`` holds fp32 parameters and casts in every operation. ``16-mixed`` is
+    the same with fp16 and a dynamic loss scale. ``bf16-true`` has no fp32 copy: small updates are lost.
+
+    Args:
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` or ``"16-mixed"``.
+        loss_scale: of ``"16-mixed"``; ``None`` for Megatron's dynamic one (2^32, hysteresis 2).
+
+    Raises:
+        ConfigError: for another precision.
+    """
+
+    def __init__(self, precision: str = "32-true", loss_scale: DynamicLossScale | None = None) -> None:
+        super().__init__()
+        if precision not in MODES:
+            advice = {
+                "16-true": "fp16 without fp32 main parameters does not train: use '16-mixed'",
+                "64-true": "double precision is not supported: use '32-true'",
+            }
+            reason = advice.get(precision, "not a precision of this strategy")
+            raise ConfigError([Problem("precision", precision, reason, nearest_names(precision, list(MODES)))])
+        self.precision = precision  # type: ignore[assignment]  # Lightning's Literal has more names
+        self.mode = MODES[precision]
+        self.loss_scale = (loss_scale or DynamicLossScale()) if self.mode.loss_scaled else None
+        self._managed: dict[Optimizer, ShardedOptimizer] = {}
+        self.last_grad_norm: Tensor | None = None
+
+    @classmethod
+    def of(cls, plugin: Precision | None) -> MegatronPrecision:
+        """The plugin that does what Lightning's ``plugin`` names.
+
+        Raises:
+            ConfigError: for a plugin that this strategy cannot honour.
+        """
+        if plugin is None or type(plugin) is Precision:
+            return cls()
+        if isinstance(plugin, MegatronPrecision):
+            return plugin
+        if type(plugin) in (MixedPrecision, HalfPrecision):
+            return cls(str(plugin.precision))
+        reason = "the strategy decides dtypes itself: pass Trainer(precision=...) or MegatronPrecision(...)"
+        raise ConfigError([Problem("plugins", type(plugin).__name__, reason, tuple(MODES))])
+
+    def problems(self, kind: DeviceKind) -> list[Problem]:
+        """Why this precision cannot be used on a kind of device."""
+        if self.mode.loss_scaled and not kind.supports_fp16_training:
+            reason = f"half precision with a loss scale is not for {kind.type}"
+            return [Problem("precision", self.precision, reason, ("bf16-mixed", "32-true"))]
+        return []
+
+    def manage(self, optimizers: Sequence[ShardedOptimizer]) -> None:
+        """Take charge of the steps of these optimizers."""
+        self._managed = {sharded.optimizer: sharded for sharded in optimizers}
+
+    # Building and feeding the model
+
+    @contextmanager
+    def _default_dtype(self) -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.mode.params)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        """Tensors made without a dtype get the parameters'."""
+        return nullcontext() if self.mode.params == torch.float32 else self._default_dtype()
+
+    def module_init_context(self) -> AbstractContextManager[None]:
+        """Modules are built in the parameters' dtype."""
+        return self.tensor_init_context()
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast what is not in the parameters' dtype yet; fp32 leaves a module as it is."""
+        return module if self.mode.params == torch.float32 else module.to(dtype=self.mode.params)
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating-point inputs to the parameters' dtype; ids and masks of other types stay."""
+        if self.mode.params == torch.float32:
+            return data
+        return apply_to_collection(
+            data, Tensor, lambda t: t.to(self.mode.params) if torch.is_floating_point(t) else t
+        )
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Nothing: parameters have their dtype, and no operation is cast."""
+        return nullcontext()
+
+    # A step
+
+    def scale_of_loss(self) -> float:
+        """What a loss is multiplied with before backward."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Fire the hooks, then scale."""
+        tensor = super().pre_backward(tensor, module)
+        return tensor if self.loss_scale is None else tensor * self.scale_of_loss()
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure, complete the gradients, let hooks and clipping see them, update, send parameters out.
+
+        A step whose gradients overflow (``16-mixed``) leaves the parameters alone on all ranks together; as in
+        Lightning, learning-rate schedulers move on.
+        """
+        sharded = self._managed[optimizer]
+        result = closure()
+        sharded.finish_grad_sync()
+        self.last_grad_norm = None
+        skip = False
+        if self.loss_scale is not None:
+            overflow = sharded.found_inf()
+            sharded.scale_grads(1.0 / self.loss_scale.scale)
+            self.loss_scale.update(overflow)
+            skip = overflow
+            if skip:
+                rank_zero_warn(f"gradient overflow: step skipped, loss scale now {self.loss_scale.scale:g}")
+        self._after_closure(model, optimizer)
+        if not skip:
+            optimizer.step(**kwargs)
+            sharded.start_param_gather()
+        return result
+
+    def _sharded(self, optimizer: Optimizer | LightningOptimizer) -> ShardedOptimizer:
+        return self._managed[optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer]
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over the whole model, on whatever ranks it lies."""
+        self.last_grad_norm = self._sharded(optimizer).clip_by_norm(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clamp every element."""
+        self._sharded(optimizer).clip_by_value(float(clip_val))
+
+    def grad_norm(self) -> Tensor:
+        """L2 norm of the last step's gradient before clipping, a scalar equal on all ranks."""
+        if self.last_grad_norm is None:
+            norms = [sharded.grad_norm() for sharded in self._managed.values()]
+            self.last_grad_norm = torch.stack(norms).norm() if len(norms) > 1 else norms[0]
+        return self.last_grad_norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale."""
+        return {} if self.loss_scale is None else self.loss_scale.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with a saved loss scale."""
+        if self.loss_scale is not None and state_dict:
+            self.loss_scale.load_state_dict(state_dict)

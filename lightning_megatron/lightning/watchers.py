@@ -1,0 +1,36 @@
+"""Who looks at parameters between steps, while a gather may still be filling them."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+_BETWEEN_STEPS = ("on_train_batch_end", "on_before_zero_grad", "on_train_batch_start")
+
+
+def watches_parameters(trainer: Trainer) -> bool:
+    """Whether a callback or the module may read parameters after a step and before the next forward.
+
+    Lightning's own callbacks do not, save weight averaging; of anybody else's that uses such a hook we cannot know, and
+    a stale parameter is worse than a lost overlap.
+    """
+    return any(_hooks_in(callback) for callback in trainer.callbacks) or _overrides(  # type: ignore[attr-defined]
+        trainer.lightning_module, LightningModule
+    )
+
+
+def _hooks_in(callback: Callback) -> bool:
+    if any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__):  # by name: 2.5 has none
+        return True
+    if type(callback).__module__.startswith(("lightning.", "lightning_megatron.")):
+        return False
+    return _overrides(callback, Callback)
+
+
+def _overrides(instance: object, base: type) -> bool:
+    for name in _BETWEEN_STEPS:
+        defined = getattr(type(instance), name, None)
+        if defined is not getattr(base, name, None) and not getattr(defined, "__module__", "").startswith(
+            "lightning_megatron."
+        ):
+            return True
+    return False
