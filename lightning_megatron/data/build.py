@@ -181,7 +181,9 @@ def _build_split(
     options: Mapping[str, Any],
 ) -> SampleDataset | None:
     def member(prefix: str, samples: int | None) -> GPTDataset | None:
-        dataset = opened.setdefault(prefix, opened.get(prefix) or IndexedDataset(prefix))
+        if prefix not in opened:
+            opened[prefix] = IndexedDataset(prefix)
+        dataset = opened[prefix]
         sequences = np.arange(*(round(bound * float(len(dataset))) for bound in span), dtype=np.int32)
         if samples is None and not dataset.sequence_lengths[sequences].any():
             _log.warning("%s: no tokens fall into its %s part", prefix, options["split_name"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset
 
@@ -36,9 +36,41 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fit(directory: Path, ckpt_path: Path | None = None, workers: int = 0, **options: Any) -> Recorder:
-    model = Recorder()
+class EarlyRecorder(Recorder):
+    """Asks for the number of steps so early that Lightning makes the loader before it has read the loader's state."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 18
+        return super().configure_optimizers()
+
+
+class KeepsLoaderState(LightningDataModule):
+    """How a data module makes up for it: it keeps the state itself, and may apply it late."""
+
+    def __init__(self, loader: ResumableDataLoader) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> ResumableDataLoader:
+        return self.loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state_dict["loader"])
+
+
+def fit(
+    directory: Path,
+    ckpt_path: Path | None = None,
+    workers: int = 0,
+    model: Recorder | None = None,
+    **options: Any,
+) -> Recorder:
+    model = model or Recorder()
     sampler = MegatronSampler(12, batch_size=2, shuffle=True, seed=1)
+    loader = ResumableDataLoader(Numbers(), batch_sampler=sampler, num_workers=workers)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -52,7 +84,8 @@ def fit(directory: Path, ckpt_path: Path | None = None, workers: int = 0, **opti
         ],
         **{"max_epochs": 3, **options},
     )
-    trainer.fit(model, ResumableDataLoader(Numbers(), batch_sampler=sampler, num_workers=workers), ckpt_path=ckpt_path)
+    data = KeepsLoaderState(loader) if isinstance(model, EarlyRecorder) else loader
+    trainer.fit(model, data, ckpt_path=ckpt_path)
     return model
 
 
@@ -89,3 +122,10 @@ def test_resume_with_limited_epochs(tmp_path: Path) -> None:
     for name, rest in (("end-epoch=0.ckpt", 4), ("step=7.ckpt", 7), ("step=4.ckpt", 4)):
         resumed = fit(tmp_path / "b", tmp_path / "a" / "ckpt" / name, limit_train_batches=4).seen
         assert resumed == seen[rest:], name
+
+
+def test_resume_where_the_loader_is_made_too_early(tmp_path: Path) -> None:
+    seen = fit(tmp_path / "a", model=EarlyRecorder()).seen
+    for step in (4, 6, 9):
+        model = fit(tmp_path / "b", tmp_path / "a" / "ckpt" / f"step={step}.ckpt", model=EarlyRecorder())
+        assert model.seen == seen[step:], step
