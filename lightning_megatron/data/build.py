@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from lightning_megatron.config import ConfigError, Problem, raise_if_any
 from lightning_megatron.data.blend import BlendedDataset, normalized
@@ -25,7 +23,7 @@ from lightning_megatron.data.indexed import IndexedDataset
 SPLITS = ("train", "valid", "test")
 
 Span = tuple[float, float]
-SampleDataset = Dataset[dict[str, Tensor]]
+SampleDataset = GPTDataset | BlendedDataset
 DataPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | float]
 
 _log = logging.getLogger(__name__)

@@ -29,10 +29,10 @@ class ResumableDataLoader(DataLoader[Any]):
 
     def __init__(self, dataset: Dataset[Any], *, batch_sampler: MegatronSampler, **kwargs: Any) -> None:
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
-        self.position = batch_sampler
+        self.position = batch_sampler.sampler
         # torch fills ``sampler`` with a placeholder that nothing reads. Lightning looks there to see whether it must
         # shard the data itself, and for ``set_epoch``. (DataLoader forbids the assignment, hence ``object``.)
-        object.__setattr__(self, "sampler", _AlreadySharded(batch_sampler))
+        object.__setattr__(self, "sampler", _AlreadySharded(self.position))
 
     def __iter__(self) -> Any:
         """Batches of this epoch; an iterator that asks for its place when its first batch is asked for."""

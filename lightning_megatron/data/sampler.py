@@ -73,6 +73,9 @@ class MegatronSampler(Sampler[list[int | None]]):
         self._epoch = 0
         self._consumed = 0
         self._resuming = False
+        # Itself: Lightning looks for ``set_epoch`` in ``loader.batch_sampler.sampler``. An attribute, for the wrapper that
+        # Lightning puts around batch samplers for prediction copies attributes, and nothing else.
+        self.sampler = self
 
     @property
     def global_batch_size(self) -> int:
@@ -88,11 +91,6 @@ class MegatronSampler(Sampler[list[int | None]]):
     def consumed_samples(self) -> int:
         """Samples of this epoch that all ranks together consumed."""
         return self._consumed
-
-    @property
-    def sampler(self) -> MegatronSampler:
-        """Itself. Lightning looks for ``set_epoch`` in ``loader.batch_sampler.sampler``."""
-        return self
 
     def __len__(self) -> int:
         """Batches of a whole epoch, wherever the sampler stands."""

@@ -129,3 +129,16 @@ def test_resume_where_the_loader_is_made_too_early(tmp_path: Path) -> None:
     for step in (4, 6, 9):
         model = fit(tmp_path / "b", tmp_path / "a" / "ckpt" / f"step={step}.ckpt", model=EarlyRecorder())
         assert model.seen == seen[step:], step
+
+
+class Predicts(LightningModule):
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> list[int]:
+        return batch.flatten().int().tolist()  # type: ignore[no-any-return]
+
+
+def test_predict_reads_all_samples(tmp_path: Path) -> None:
+    """Lightning wraps the batch sampler of a loader it predicts with."""
+    sampler = MegatronSampler(12, batch_size=5, drop_last=False, fill="repeat")
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
+    batches = trainer.predict(Predicts(), ResumableDataLoader(Numbers(), batch_sampler=sampler))
+    assert batches == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 0, 1, 2]]

@@ -98,7 +98,7 @@ def test_sampler_faults() -> None:
 
 def loader(workers: int = 0, **options: Any) -> ResumableDataLoader:
     sampler = MegatronSampler(22, batch_size=2, shuffle=True, seed=5, **options)
-    return ResumableDataLoader(Numbers(22), batch_sampler=sampler, num_workers=workers)
+    return ResumableDataLoader(Numbers(22), batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
 
 
 def read(batches: Any) -> list[list[int]]:
