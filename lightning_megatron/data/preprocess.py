@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -202,9 +203,8 @@ def _documents(
         for task in tasks:
             yield from encoder(task)
         return
-    # Spawned: a forked child of a process with threads may hang. Only some tasks are under way at any time, for the
-    # corpus may be larger than the memory.
-    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, arguments) as pool:
+    # Only some tasks are under way at any time, for the corpus may be larger than the memory.
+    with ProcessPoolExecutor(workers, _processes(), _start_worker, arguments) as pool:
         pending: deque[Future[list[_Document]]] = deque()
         try:
             for task in tasks:
@@ -215,6 +215,15 @@ def _documents(
                 yield from pending.popleft().result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _processes() -> BaseContext:
+    """Clean processes (a forked child of a process with threads may hang), which import torch once for all of them."""
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 class _Progress:

@@ -73,8 +73,8 @@ class MegatronSampler(Sampler[list[int | None]]):
         self._epoch = 0
         self._consumed = 0
         self._resuming = False
-        # Itself: Lightning looks for ``set_epoch`` in ``loader.batch_sampler.sampler``. An attribute, for the wrapper that
-        # Lightning puts around batch samplers for prediction copies attributes, and nothing else.
+        # Itself: Lightning looks for ``set_epoch`` in ``loader.batch_sampler.sampler``. An attribute, because the
+        # wrapper that it puts around batch samplers for prediction copies attributes, and nothing else.
         self.sampler = self
 
     @property

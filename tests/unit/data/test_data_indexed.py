@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.config import ConfigError
@@ -179,6 +179,7 @@ def test_writer_faults(tmp_path: Path, pair: Callable[..., Path]) -> None:
 documents = st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=4), max_size=3), max_size=5)
 
 
+@settings(max_examples=30)  # each writes eight files
 @given(first=documents, second=documents)
 def test_merging_equals_writing_all(
     tmp_path_factory: pytest.TempPathFactory, first: list[list[list[int]]], second: list[list[list[int]]]
