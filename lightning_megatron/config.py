@@ -6,8 +6,10 @@ the first fault: it returns every :class:`Problem` it finds, and one :class:`Con
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Protocol, runtime_checkable
 
 
@@ -55,6 +57,17 @@ def raise_if_any(problems: Iterable[Problem]) -> None:
 def nearest_to(value: int, candidates: Iterable[int], count: int = 3) -> tuple[int, ...]:
     """The ``count`` candidates closest to ``value``, closest first."""
     return tuple(sorted(set(candidates), key=lambda c: (abs(c - value), c))[:count])
+
+
+def multiples_around(value: int, step: int) -> tuple[int, ...]:
+    """The multiples of ``step`` on both sides of ``value``, closest first, none below ``step``."""
+    low = value // step * step
+    return nearest_to(value, {max(low, step), low + step})
+
+
+def is_whole(value: object, at_least: int) -> bool:
+    """Whether ``value`` is an ``int`` (``True`` and ``False`` are none) and large enough."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 def divisors(n: int) -> list[int]:
@@ -227,7 +240,7 @@ class ParallelLayout:
         found = [
             Problem(name, size, "a size must be a whole number of at least 1", (1,))
             for name, size in sizes.items()
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1)
+            if size is not None and not is_whole(size, at_least=1)
         ]
         if found:
             return found
@@ -242,45 +255,39 @@ class ParallelLayout:
         return found
 
     def _world_problems(self, world_size: int) -> list[Problem]:
-        found: list[Problem] = []
         shared = self.model_parallel_size
         sizes = f"tp x pp x cp = {self.tp} x {self.pp} x {self.cp} = {shared}"
         if world_size % shared:
-            for name in ("tp", "pp", "cp"):
-                size = getattr(self, name)
-                others = shared // size
-                if size > 1:
-                    valid = [d for d in divisors(world_size) if world_size % (d * others) == 0]
-                    reason = f"{sizes} does not divide the world size {world_size} (devices x num_nodes)"
-                    found.append(Problem(name, size, reason, nearest_to(size, valid)))
-            return found
+            reason = f"{sizes} does not divide the world size {world_size} (devices x num_nodes)"
+            return _indivisible({"tp": self.tp, "pp": self.pp, "cp": self.cp}, world_size, reason)
+        found: list[Problem] = []
         dp = world_size // shared
         if self.dp is not None and self.dp != dp:
             reason = f"{sizes} leaves {dp} of the world size {world_size} for data parallelism"
             found.append(Problem("dp", self.dp, reason, (dp,)))
-        ranks = dp * self.cp * self.tp
-        etp = self.expert_tensor_parallel_size
+        ranks, etp = dp * self.cp * self.tp, self.expert_tensor_parallel_size
         if ranks % (self.ep * etp):
-            valid = [d for d in divisors(ranks) if ranks % (d * etp) == 0]
             reason = f"ep x etp = {self.ep} x {etp} does not divide dp x cp x tp = {dp} x {self.cp} x {self.tp}"
-            found.append(Problem("ep", self.ep, reason, nearest_to(self.ep, valid)))
+            found += _indivisible({"ep": self.ep, "etp": etp}, ranks, reason)
         return found
 
     def _model_problems(self, model: ModelShape) -> list[Problem]:
         found: list[Problem] = []
-
-        def divides(argument: str, size: int, total: int, what: str) -> None:
-            if total % size:
-                reason = f"{total} {what} do not split over {size} ranks"
-                found.append(Problem(argument, size, reason, nearest_to(size, divisors(total))))
-
-        heads, groups = model.num_attention_heads, model.num_query_groups
-        divides("tp", self.tp, heads, "attention heads")
+        heads, groups, features = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
+        shared = {heads: "attention heads", features: "feed-forward features (ffn_hidden_size)"}
         if groups != heads:
             # A group is never copied to several ranks: a replicated key/value weight would need its own gradient sum.
-            divides("tp", self.tp, groups, "query groups (key/value heads)")
-        divides("tp", self.tp, model.ffn_hidden_size, "feed-forward features (ffn_hidden_size)")
-        divides("pp", self.pp * self.vpp, model.num_layers, f"layers (num_layers; pp x vpp = {self.pp} x {self.vpp})")
+            shared[groups] = "query groups (key/value heads)"
+        valid = nearest_to(self.tp, divisors(math.gcd(*shared)))
+        found += [
+            Problem("tp", self.tp, f"{total} {what} do not split over {self.tp} ranks", valid)
+            for total, what in shared.items()
+            if total % self.tp
+        ]
+        if model.num_layers % (self.pp * self.vpp):
+            stages = f"pp x vpp = {self.pp} x {self.vpp} stages"
+            reason = f"{model.num_layers} layers (num_layers) do not split over {stages}"
+            found += _indivisible({"pp": self.pp, "vpp": self.vpp}, model.num_layers, reason)
         if self.ep > 1:
             found.append(Problem("ep", self.ep, "the model has no experts to share", (1,)))
         return found
@@ -295,11 +302,10 @@ class ParallelLayout:
             found.append(Problem("micro_batch_size", micro, reason, nearest_to(micro, divisors(size))))
         if seq is not None and self.uses_sequence_parallel and seq % self.tp:
             reason = f"sequence parallelism splits every sequence over tp={self.tp} ranks"
-            found.append(Problem("seq_length", seq, reason, (seq // self.tp * self.tp, (seq // self.tp + 1) * self.tp)))
+            found.append(Problem("seq_length", seq, reason, multiples_around(seq, self.tp)))
         if seq is not None and self.cp > 1 and seq % (2 * self.cp):
-            step = 2 * self.cp
-            reason = f"context parallelism cuts every sequence into 2 x cp = {step} pieces"
-            found.append(Problem("seq_length", seq, reason, (seq // step * step, (seq // step + 1) * step)))
+            reason = f"context parallelism cuts every sequence into 2 x cp = {2 * self.cp} pieces"
+            found.append(Problem("seq_length", seq, reason, multiples_around(seq, 2 * self.cp)))
         dp = self.dp if self.dp is not None else None if world_size is None else world_size // self.model_parallel_size
         if batch.global_batch_size is not None and size is not None and dp:
             real = size * dp * batch.accumulate_grad_batches
@@ -307,6 +313,28 @@ class ParallelLayout:
                 reason = f"batch_size x dp x accumulate_grad_batches = {size} x {dp} x {batch.accumulate_grad_batches}"
                 found.append(Problem("global_batch_size", batch.global_batch_size, f"{reason} = {real}", (real,)))
         return found
+
+
+def _indivisible(sizes: dict[str, int], total: int, reason: str) -> list[Problem]:
+    """Why a product of sizes does not divide ``total``.
+
+    Returns:
+        One problem for each size that would mend it alone; if none would, one with the nearest sizes that do together.
+    """
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    product_of_all = math.prod(sizes.values())
+    found = []
+    for name, size in sizes.items():
+        others = product_of_all // size
+        if total % others == 0:
+            found.append(Problem(name, size, reason, nearest_to(size, divisors(total // others))))
+    if found:
+        return found
+    choices = [c for c in product(divisors(total), repeat=len(sizes)) if total % math.prod(c) == 0]
+    # By ratio and not by difference: 8 is as far from 4 as 2 is from 1.
+    choices.sort(key=lambda c: (round(sum(abs(math.log(a / b)) for a, b in zip(c, sizes.values(), strict=True)), 6), c))
+    nearest = tuple(" x ".join(map(str, c)) for c in choices[:3])
+    return [Problem(" x ".join(sizes), " x ".join(map(str, sizes.values())), reason, nearest)]
 
 
 def _feeding_problems(batch: BatchShape, model: ModelShape) -> list[Problem]:

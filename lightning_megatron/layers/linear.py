@@ -31,7 +31,7 @@ from lightning_megatron.comm.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from lightning_megatron.config import Problem, divisors, nearest_to, raise_if_any
+from lightning_megatron.config import Problem, divisors, multiples_around, nearest_to, raise_if_any
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.params import ParamSpec
@@ -69,11 +69,16 @@ class _ColumnLinear(torch.autograd.Function):
         return pending_dx.wait() if pending_dx is not None else None, dw, db, None, None
 
 
-def _split(argument: str, features: int, axis: Axis) -> int:
-    if features % axis.size:
-        reason = f"{argument}={features} does not split over tp={axis.size} ranks"
-        raise_if_any([Problem("tp", axis.size, reason, nearest_to(axis.size, divisors(features)))])
-    return features // axis.size
+def _split(argument: str, features: int, axis: Axis, blocks: int = 1) -> int:
+    """Features of one block on one rank."""
+    if features % blocks:
+        reason = f"does not split into blocks={blocks} matrices"
+        raise_if_any([Problem(argument, features, reason, multiples_around(features, blocks))])
+    if features // blocks % axis.size:
+        of_blocks = "" if blocks == 1 else f" in {blocks} blocks"
+        reason = f"{argument}={features}{of_blocks} does not split over tp={axis.size} ranks"
+        raise_if_any([Problem("tp", axis.size, reason, nearest_to(axis.size, divisors(features // blocks)))])
+    return features // blocks // axis.size
 
 
 class ColumnParallelLinear(nn.Module):
@@ -116,7 +121,7 @@ class ColumnParallelLinear(nn.Module):
         self.in_features, self.out_features, self.blocks = in_features, out_features, blocks
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
-        local = _split("out_features", out_features // blocks, self.axis)
+        local = _split("out_features", out_features, self.axis, blocks)
         lead = () if blocks == 1 else (blocks,)
         self.weight = nn.Parameter(torch.empty(*lead, local, in_features, dtype=dtype, device=device))
         self.bias: nn.Parameter | None = None
@@ -140,7 +145,10 @@ class ColumnParallelLinear(nn.Module):
         if self.axis.size == 1:
             return F.linear(x, weight, bias)
         out: Tensor = _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_parallel)
-        return gather_features(out, self.axis) if self.gather_output else out
+        if not self.gather_output:
+            return out
+        # Block by block, so that the result is the blocks side by side and not the ranks.
+        return gather_features(out.unflatten(-1, (self.blocks, -1)), self.axis).flatten(-2)
 
     def extra_repr(self) -> str:
         """The sizes, global."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from lightning_megatron.config import Problem, divisors, nearest_names, nearest_to, raise_if_any
+from lightning_megatron.config import Problem, divisors, is_whole, nearest_names, nearest_to, raise_if_any
 from lightning_megatron.layers.norm import NORMS
 from lightning_megatron.layers.rotary import RopeScaling
 from lightning_megatron.ops.activation import ACTIVATIONS
@@ -65,37 +65,32 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         # Open fields are derived once, here, so that everybody else reads numbers.
+        found = self._value_problems()
         if isinstance(self.rope_scaling, dict):
-            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        raise_if_any(self._size_problems())
+            known = [f.name for f in fields(RopeScaling)]
+            unknown = [name for name in self.rope_scaling if name not in known]
+            found += [
+                Problem(f"rope_scaling[{name!r}]", self.rope_scaling[name], "no such field", nearest_names(name, known))
+                for name in unknown
+            ]
+            if not unknown:
+                object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        raise_if_any(found)
         object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
         object.__setattr__(self, "num_query_groups", self.num_query_groups or self.num_attention_heads)
         if not self.head_dim and self.hidden_size % self.num_attention_heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         raise_if_any(self._shape_problems())
 
-    def _size_problems(self) -> list[Problem]:
+    def _value_problems(self) -> list[Problem]:
+        """Faults of single fields."""
         required = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
         derived = ("ffn_hidden_size", "num_query_groups", "head_dim")
         found = []
         for name in (*required, *derived, "vocab_multiple"):
             value, least = getattr(self, name), 0 if name in derived else 1
-            if not isinstance(value, int) or value < least:
+            if not is_whole(value, at_least=least):
                 found.append(Problem(name, value, f"must be a whole number of at least {least}", (least,)))
-        return found
-
-    def _shape_problems(self) -> list[Problem]:
-        found = []
-        heads, groups = self.num_attention_heads, self.num_query_groups
-        if not self.head_dim:
-            near = nearest_to(heads, divisors(self.hidden_size))
-            reason = f"hidden_size={self.hidden_size} does not split over the heads, and head_dim is not given"
-            found.append(Problem("num_attention_heads", heads, reason, near))
-        elif self.position_embedding == "rope" and self.head_dim % 2:
-            found.append(Problem("head_dim", self.head_dim, "rotary embedding turns pairs of features"))
-        if heads % groups:
-            reason = f"num_attention_heads={heads} does not split into groups of equal size"
-            found.append(Problem("num_query_groups", groups, reason, nearest_to(groups, divisors(heads))))
         choices = {"norm": NORMS, "activation": ACTIVATIONS, "position_embedding": POSITION_EMBEDDINGS}
         for name, known in choices.items():
             value = getattr(self, name)
@@ -104,6 +99,22 @@ class TransformerConfig:
         for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 found.append(Problem(name, getattr(self, name), "must be at least 0 and less than 1"))
+        return found
+
+    def _shape_problems(self) -> list[Problem]:
+        """Faults of fields that must fit together."""
+        found = []
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if not self.head_dim:
+            near = nearest_to(heads, divisors(self.hidden_size))
+            reason = f"hidden_size={self.hidden_size} does not split over the heads, and head_dim is not given"
+            found.append(Problem("num_attention_heads", heads, reason, near))
+        elif self.position_embedding == "rope" and self.head_dim % 2:
+            near = nearest_to(self.head_dim, (self.head_dim - 1, self.head_dim + 1))
+            found.append(Problem("head_dim", self.head_dim, "rotary embedding turns pairs of features", near))
+        if heads % groups:
+            reason = f"num_attention_heads={heads} does not split into groups of equal size"
+            found.append(Problem("num_query_groups", groups, reason, nearest_to(groups, divisors(heads))))
         return found
 
     @property
