@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,35 @@ def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamSpec
                 if name in own:
                     declared.setdefault(id(own[name]), spec)
     for name, param in model.named_parameters():
-        spec = declared.get(id(param))
-        yield name, param, spec or ParamSpec(tuple(param.shape), decay=param.ndim > 1)
+        known = declared.get(id(param))
+        yield name, param, known or ParamSpec(tuple(param.shape), decay=param.ndim > 1)
 
 
 def spec_registry(model: nn.Module) -> dict[str, ParamSpec]:
     """The specs of :func:`named_specs` by global name."""
     return {name: spec for name, _, spec in named_specs(model)}
+
+
+def load_full(model: nn.Module, tensors: Mapping[str, Tensor], tp_rank: int) -> None:
+    """Copy this rank's slices of whole parameters into ``model``; the rest of a padded slice becomes zero.
+
+    Args:
+        model: whose parameters are filled.
+        tensors: whole parameters by global name, without padding; what this part of the model lacks is left out.
+        tp_rank: position on the tensor-parallel axis.
+
+    Raises:
+        KeyError: for a parameter that ``tensors`` does not have.
+        ValueError: for one of another shape.
+    """
+    with torch.no_grad():
+        for name, param, spec in named_specs(model):
+            whole = tensors[name]
+            if tuple(whole.shape) != spec.global_shape:
+                raise ValueError(f"{name} is {list(spec.global_shape)}, and the given tensor {list(whole.shape)}")
+            box = spec.local_box(tuple(param.shape), tp_rank)
+            local, part = param.data, whole
+            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                local, part = local.narrow(dim, 0, size), part.narrow(dim, offset, size)
+            param.zero_()
+            local.copy_(part)

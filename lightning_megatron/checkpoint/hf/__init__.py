@@ -1,0 +1,46 @@
+"""Hugging Face models as ours and back: one file a family, pure functions on dictionaries of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_megatron.checkpoint.hf import gpt2, llama
+from lightning_megatron.checkpoint.hf.rules import HFShape, Rule, WeightMap
+from lightning_megatron.config import ConfigError, Problem, nearest_names
+
+__all__ = ["FAMILIES", "Family", "HFShape", "Rule", "WeightMap", "family_of"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The mapping of one Hugging Face architecture.
+
+    Attributes:
+        weight_map: rules between the tensors, for a shape.
+        config_from_hf: ``config.json`` to fields of ``TransformerConfig``.
+        config_to_hf: the inverse.
+    """
+
+    weight_map: Callable[[HFShape], WeightMap]
+    config_from_hf: Callable[[Mapping[str, Any]], dict[str, Any]]
+    config_to_hf: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+FAMILIES: Mapping[str, Family] = {
+    module.MODEL_TYPE: Family(module.weight_map, module.config_from_hf, module.config_to_hf) for module in (llama, gpt2)
+}
+"""By the ``model_type`` of ``config.json``."""
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family that ``config.json`` belongs to.
+
+    Raises:
+        ConfigError: for one that has no mapping.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        raise ConfigError([Problem("model_type", kind, "no mapping for it", nearest_names(kind, list(FAMILIES)))])
+    return FAMILIES[kind]

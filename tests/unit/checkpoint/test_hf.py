@@ -1,0 +1,201 @@
+"""Hugging Face names and layouts against ours: nothing lost either way, and every fault named."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.checkpoint.hf import FAMILIES, family_of
+from lightning_megatron.checkpoint.hf.rules import fuse_qkv, split_qkv
+from lightning_megatron.config import ConfigError
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.gpt import GPTModel
+from lightning_megatron.models.presets import preset
+from lightning_megatron.params import load_full, spec_registry
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+GPT2 |= {"bos_token_id": None, "eos_token_id": None}
+VARIANTS = [
+    LLAMA,
+    LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 6, "rms_norm_eps": 1e-5},
+    LLAMA
+    | {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    GPT2,
+    GPT2 | {"tie_word_embeddings": False, "n_inner": 40, "activation_function": "relu"},
+]
+
+
+def build(config: dict[str, Any]) -> Any:
+    kind = {"llama": "Llama", "gpt2": "GPT2"}[config["model_type"]]
+    cls = transformers.LlamaForCausalLM if kind == "Llama" else transformers.GPT2LMHeadModel
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**config)).eval()
+    for param in model.parameters():  # biases and norms too, or a swap of two would not show
+        torch.nn.init.normal_(param, std=0.3)
+    return model
+
+
+def ours(config: dict[str, Any]) -> TransformerConfig:
+    return TransformerConfig(**FAMILIES[config["model_type"]].config_from_hf(config), vocab_multiple=1)
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_weights_survive_the_way_there_and_back_bit_for_bit(config: dict[str, Any]) -> None:
+    state = build(config).state_dict()
+    mapping = FAMILIES[config["model_type"]].weight_map(ours(config))
+    back = mapping.to_hf(mapping.to_ours(state), repeats=True)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_our_model_has_exactly_these_tensors_and_computes_the_same_logits(config: dict[str, Any]) -> None:
+    reference = build(config)
+    shape = ours(config)
+    tensors = FAMILIES[config["model_type"]].weight_map(shape).to_ours(reference.state_dict())
+    model = GPTModel(shape).eval()
+    assert {name: tuple(x.shape) for name, x in tensors.items()} == {
+        name: spec.global_shape for name, spec in spec_registry(model).items()
+    }
+    load_full(model, tensors, tp_rank=0)
+    tokens = torch.randint(config["vocab_size"], (2, 11), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model(tokens), reference(tokens).logits, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_configurations_survive_the_way_there_and_back(config: dict[str, Any]) -> None:
+    family = family_of(config)
+    shape = ours(config)
+    written = family.config_to_hf(asdict(shape))
+    assert TransformerConfig(**family.config_from_hf(written), vocab_multiple=1) == shape
+    # What transformers itself makes of the file we write is the same model again.
+    read = transformers.AutoConfig.for_model(**written).to_dict()
+    assert TransformerConfig(**family.config_from_hf(read), vocab_multiple=1) == shape
+
+
+def test_old_and_new_spelling_of_rope_scaling_are_one() -> None:
+    rule = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    new = LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **rule}}
+    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **rule}}
+    oldest = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **rule}}
+    assert ours(new) == ours(old) == ours(oldest)
+    assert asdict(ours(new))["rope_scaling"] == rule
+    assert ours(new).rope_theta == 5e5
+    assert ours(LLAMA).rope_scaling is None
+
+
+def test_published_configurations_are_our_presets() -> None:
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 8192
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": rope,
+        "rope_theta": 500000.0,
+        "vocab_size": 128256,
+    }
+    assert TransformerConfig(**FAMILIES["llama"].config_from_hf(llama)) == preset("llama3.1-8b")
+    gpt2 = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
+    found = TransformerConfig(**FAMILIES["gpt2"].config_from_hf(gpt2))
+    assert found.replace(hidden_dropout=0.0, attention_dropout=0.0) == preset("gpt2")
+
+
+def test_the_files_of_the_bare_model_and_old_buffers_are_read() -> None:
+    state = build(GPT2).state_dict()
+    mapping = FAMILIES["gpt2"].weight_map(ours(GPT2))
+    bare = {name.removeprefix("transformer."): x for name, x in state.items() if name != "lm_head.weight"}
+    bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(2)}
+    bare |= {"h.0.attn.masked_bias": torch.tensor(-1e4)}
+    expected = mapping.to_ours(state)
+    found = mapping.to_ours(bare)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    llama = build(LLAMA).state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    assert "head.weight" in FAMILIES["llama"].weight_map(ours(LLAMA)).to_ours(llama)
+
+
+def test_names_that_do_not_fit_are_named() -> None:
+    mapping = FAMILIES["llama"].weight_map(ours(LLAMA))
+    state = dict(build(LLAMA).state_dict())
+    state["model.layers.7.mlp.up_proj.weight"] = state.pop("model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ConfigError) as error:
+        mapping.to_ours(state)
+    mistaken, right = "model.layers.7.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    assert f"Hugging Face tensors='{mistaken}': unknown; nearest valid: {right}" in str(error.value)
+    assert f"Hugging Face tensors='{right}': missing; nearest valid: {mistaken}" in str(error.value)
+    with pytest.raises(ConfigError, match=r"layers\.2\.mlp\.x'?: unknown"):
+        mapping.to_hf(mapping.to_ours(build(LLAMA).state_dict()) | {"layers.2.mlp.x": torch.ones(1)})
+    with pytest.raises(ConfigError, match=r"lm_head\.weight'?: missing"):
+        mapping.to_ours({k: v for k, v in build(LLAMA).state_dict().items() if k != "lm_head.weight"})
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (LLAMA | {"attention_bias": True}, "attention_bias=True: biases go into all linear layers or none"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu': the gated activation is SwiGLU; nearest valid: silu"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type='linear'"),
+        (LLAMA | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.rope_type='yarn'"),
+        (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope_scaling.low_freq_factor=None: missing"),
+        ({"model_type": "llama"}, "num_hidden_layers=None: missing in the Hugging Face configuration"),
+        (GPT2 | {"activation_function": "silu"}, "activation_function='silu': unknown activation"),
+        (GPT2 | {"embd_pdrop": 0.3}, "embd_pdrop=0.3: embeddings and sub-layers share one dropout"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True: attention is scaled"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention=True: the model is a decoder alone"),
+    ],
+)
+def test_what_we_cannot_reproduce_is_refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        family_of(config).config_from_hf(config)
+    assert text in str(error.value)
+
+
+def test_what_they_cannot_reproduce_is_refused() -> None:
+    gpt, llama = asdict(ours(GPT2)), asdict(ours(LLAMA))
+    with pytest.raises(
+        ConfigError, match="norm='layernorm': not what LlamaForCausalLM computes; nearest valid: rmsnorm"
+    ):
+        FAMILIES["llama"].config_to_hf(gpt)
+    with pytest.raises(ConfigError, match="num_query_groups=2: not what GPT2LMHeadModel computes; nearest valid: 4"):
+        FAMILIES["gpt2"].config_to_hf(llama)
+    with pytest.raises(ConfigError, match="model_type='lama': no mapping for it; nearest valid: llama"):
+        family_of({"model_type": "lama"})
+
+
+def test_qkv_rows_lie_group_by_group() -> None:
+    q, k, v = torch.arange(8.0), torch.arange(10.0, 14.0), torch.arange(20.0, 24.0)  # 4 heads, 2 groups, D = 2
+    fused = fuse_qkv(q, k, v, groups=2)
+    assert fused.tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
+    assert all(torch.equal(a, b) for a, b in zip(split_qkv(fused, 4, 2), (q, k, v), strict=True))
+    with pytest.raises(ConfigError, match="num_query_groups=3: queries of 8 rows, keys of 4 and values of 4"):
+        fuse_qkv(q, k, v, groups=3)
