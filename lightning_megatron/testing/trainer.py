@@ -1,0 +1,120 @@
+"""Lightning's Trainer inside the workers of a pool, where processes and their group exist already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import Logger
+
+
+class PoolEnvironment(ClusterEnvironment):
+    """Takes ranks from the process group that is up; without one, there is one rank."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """The pool has made them."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Unused: the group is up."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """Unused: the group is up."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Never chosen by itself."""
+        return False
+
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def set_world_size(self, size: int) -> None:
+        """The group knows."""
+
+    def global_rank(self) -> int:
+        """Rank in the group."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    def set_global_rank(self, rank: int) -> None:
+        """The group knows."""
+
+    def local_rank(self) -> int:
+        """All workers are on one node."""
+        return self.global_rank()
+
+    def node_rank(self) -> int:
+        """All workers are on one node."""
+        return 0
+
+
+class Recorder(Logger):
+    """Keeps what a run logs, as plain numbers, on every rank.
+
+    A logger and not a callback: a foreign callback that looks between steps would turn the overlapped gather off.
+
+    Attributes:
+        rows: one for each call, with the ``step``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    @property
+    def name(self) -> str:
+        """For Lightning."""
+        return "recorder"
+
+    @property
+    def version(self) -> int:
+        """For Lightning."""
+        return 0
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> None:
+        """There is none."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Keep a row."""
+        self.rows.append({"step": float(step or 0), **{name: float(value) for name, value in metrics.items()}})
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing is kept."""
+
+    def series(self, name: str) -> list[float]:
+        """All values logged under a name, in order."""
+        return [row[name] for row in self.rows if name in row]
+
+
+def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
+    """A CPU Trainer on all ranks of the process group that logs every step to ``logger`` and prints nothing.
+
+    Args:
+        strategy: as for ``Trainer``.
+        **options: further Trainer arguments; they win over the quiet ones.
+    """
+    environment = PoolEnvironment()
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": environment.world_size(),
+        "plugins": [environment],
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(strategy=strategy, **quiet | options)
