@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint.locate import locate
 from lightning_megatron.checkpoint.manifest import MANIFEST, FileRecord, Manifest, record
 from lightning_megatron.checkpoint.meta import META, read_meta, refuse_objects, write_meta
 from lightning_megatron.checkpoint.plan import PER_RANK, load_faults
-from lightning_megatron.checkpoint.publish import prepare, publish, recover, saving_path, sync_file
+from lightning_megatron.checkpoint.publish import discard, prepare, publish, recover, saving_path, sync_file
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
 from lightning_megatron.checkpoint.transfer import read, read_metadata, write
@@ -98,10 +98,15 @@ def save(
             _write_manifest(temporary, Manifest(asdict(mesh.layout), files, torch.__version__))
             publish(path)
 
-    together(mesh, doing, begin)
-    write(temporary, whole, mesh, doing)
-    records = gathered(mesh, together(mesh, doing, hash_own_files))
-    together(mesh, doing, finish)
+    try:
+        together(mesh, doing, begin)
+        write(temporary, whole, mesh, doing)
+        records = gathered(mesh, together(mesh, doing, hash_own_files))
+        together(mesh, doing, finish)
+    except CheckpointError:
+        if mesh.rank == 0:
+            discard(path)
+        raise
 
 
 def load(

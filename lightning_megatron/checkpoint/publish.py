@@ -37,6 +37,13 @@ def prepare(path: Path) -> Path:
     return temporary
 
 
+def discard(path: Path) -> None:
+    """Drop what :func:`prepare` made: the save failed."""
+    with suppress(OSError):
+        _delete(saving_path(path))
+    _tidy(path)
+
+
 def publish(path: Path) -> None:
     """Give what :func:`prepare` made its final name, in place of what has it now.
 

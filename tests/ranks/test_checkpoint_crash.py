@@ -66,6 +66,7 @@ def test_an_error_on_one_rank_is_told_by_all_and_leaves_the_old_checkpoint(tmp_p
         assert re.search(words, texts[0])
         assert verify(path) == []
         assert ranks(2, load_toy, path) == [([], 1)] * 2
+        assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"], "nothing half-written is left"
     assert ranks(4, save_toy, path, 3) == [None] * 4
     assert ranks(2, load_toy, path) == [([], 3)] * 2
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
