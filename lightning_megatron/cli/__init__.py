@@ -1,0 +1,1 @@
+"""The command line. Each command is one file, imported when it is called."""

@@ -1,0 +1,49 @@
+"""``lightning-megatron fit | validate | test | predict``: LightningCLI with this package's classes known by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningCLI
+
+import lightning_megatron  # noqa: F401 - registers the strategy, and makes modules known by their short names
+from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.config import ConfigError
+from lightning_megatron.data import DataError
+
+
+def trainer_command(argv: Sequence[str] | None) -> int:
+    """Run LightningCLI; any LightningModule and LightningDataModule may be named.
+
+    Args:
+        argv: the command and its words; ``None`` for those of this process, which is what a job of several processes
+            started by Lightning needs: it starts the others with them.
+
+    Returns:
+        The exit status: 0, or 2 where the configuration or the data is at fault.
+    """
+    try:
+        LightningCLI(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_kwargs={"overwrite": True},
+            args=None if argv is None else list(argv),
+        )
+    except Exception as error:
+        fault = _users_fault(error)
+        if fault is None:
+            raise
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _users_fault(error: BaseException | None) -> Exception | None:
+    """The one of our errors, whose text is all a user needs, that is or has caused this one."""
+    while error is not None and not isinstance(error, ConfigError | DataError | CheckpointError):
+        error = error.__cause__  # the parser wraps what a class raises while it is built
+    return error
