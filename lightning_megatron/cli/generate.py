@@ -1,0 +1,80 @@
+"""``lightning-megatron generate``: continue a text with a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.data import build_tokenizer
+from lightning_megatron.data.tokenizers import TOKENIZER_TYPES
+from lightning_megatron.device import best_available
+from lightning_megatron.lightning.restore import load_module
+from lightning_megatron.models.generate import generate
+
+_DESCRIPTION = """\
+Continue a text with a checkpoint of GPTModule or LlamaModule, saved under any layout. Runs in one process."""
+
+_EXAMPLE = """\
+example:
+  lightning-megatron generate --checkpoint run/last.ckpt --tokenizer-type GPTSentencePieceTokenizer \\
+      --tokenizer-model tokenizer.model --prompt 'def main(' --temperature 0.8 --top-p 0.95 --seed 1"""
+
+
+def generate_parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron generate",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="checkpoint directory, NAME.ckpt")
+    add("--tokenizer-type", required=True, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
+    add("--tokenizer-model", metavar="PATH", help="sentencepiece model, or directory of a Hugging Face tokenizer")
+    add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPE or vocab.txt of BertWordPiece")
+    add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPE")
+    add("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="tokens to add at most (default: 64)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="of sampling; 0 for the likeliest (default: 1)")
+    add("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
+    add("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of joint probability P")
+    add("--seed", type=int, metavar="N", help="of sampling (default: another one each time)")
+    add("--device", metavar="TYPE", help="torch device (default: the best there is)")
+    return parser
+
+
+def generate_command(argv: Sequence[str]) -> int:
+    """Run ``lightning-megatron generate`` with these arguments; returns the exit code (2: the user's error)."""
+    args = generate_parser().parse_args(argv)
+    try:
+        print(_text(args))
+    except (ValueError, OSError, ModuleNotFoundError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _text(args: argparse.Namespace) -> str:
+    """The prompt and what follows it."""
+    tokenizer = build_tokenizer(
+        args.tokenizer_type, args.tokenizer_model, vocab_file=args.vocab_file, merge_file=args.merge_file
+    )
+    device = torch.device(args.device or best_available().type)
+    module = load_module(args.checkpoint).to(device)
+    assert module.model is not None
+    tokens = generate(
+        module.model,
+        torch.tensor([tokenizer.encode(args.prompt)], device=device),
+        args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        stop=tokenizer.eod,
+        seed=torch.seed() if args.seed is None else args.seed,
+    )
+    return tokenizer.decode(tokens[0].tolist())
