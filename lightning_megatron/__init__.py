@@ -4,6 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_megatron.config import ConfigError, ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from lightning_megatron.lightning.callbacks import Throughput
 from lightning_megatron.lightning.datamodule import MegatronDataModule
 from lightning_megatron.lightning.module import GPTModule, LlamaModule, MegatronModule
 from lightning_megatron.lightning.precision import MegatronPrecision
@@ -24,6 +25,7 @@ __all__ = [
     "MegatronStrategy",
     "ParallelLayout",
     "RowParallelLinear",
+    "Throughput",
     "TransformerConfig",
     "VocabParallelEmbedding",
 ]

@@ -1,0 +1,5 @@
+"""Callbacks that know about parallel ranks; none is needed to train."""
+
+from lightning_megatron.lightning.callbacks.throughput import Throughput
+
+__all__ = ["Throughput"]
