@@ -1,0 +1,43 @@
+# Every target sets up what it needs in .venv by itself. On a machine whose python3 already has a torch that sees an
+# accelerator, that torch is used; elsewhere TORCH says which one to install.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/ready
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.PHONY: demo test test-fast lint types clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY)
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .demo
+
+HAS_ACCELERATOR := from runpy import run_path; \
+	raise SystemExit(run_path("lightning_megatron/device.py")["best_available"]().type == "cpu")
+
+$(READY): setup.cfg pyproject.toml
+	@echo "installing into $(VENV)"
+	@rm -rf $(VENV)
+	@if $(PYTHON) -c '$(HAS_ACCELERATOR)' 2>/dev/null; then \
+		$(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+		$(PYTHON) -m venv $(VENV) && $(PIP) install '$(TORCH)'; \
+	fi
+	@$(PIP) install --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,203 @@
+"""The main job from end to end, on text that every machine has; `make demo` runs it.
+
+Python's own standard library becomes JSON lines, a tokenizer and token files; a small LLaMA trains on them with tensor
+parallelism over two processes (one, where there is one accelerator), and continues a line of code. What a run has made
+the next one reuses: training that was interrupted goes on from its last checkpoint, complete training is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import sysconfig
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_megatron import LlamaModule, MegatronDataModule, MegatronHPUStrategy, Throughput
+from lightning_megatron.data import build_tokenizer
+from lightning_megatron.data.preprocess import TokenizerSpec, preprocess
+from lightning_megatron.data.train_tokenizer import train_tokenizer
+from lightning_megatron.device import CPU, best_available
+from lightning_megatron.lightning.restore import load_module
+from lightning_megatron.models.generate import generate
+
+TOKENIZER = "GPTSentencePieceTokenizer"
+SEQ_LENGTH = 128
+BATCH_SIZE = 8
+PROMPTS = ("def __init__(self, ", "import os\n", "    for name in ")
+# Tests, and files that are mostly tables.
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "lib2to3"}
+
+say = rank_zero_only(partial(print, "demo:", flush=True))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path(".demo"), help="where everything goes (default: .demo)")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps (default: 500)")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens of the tokenizer (default: 4096)")
+    parser.add_argument("--files", type=int, help="source files of the corpus (default: all)")
+    options = parser.parse_args(argv)
+
+    home: Path = options.directory
+    corpus = once(home / "corpus.jsonl", partial(write_corpus, limit=options.files))
+    tokenizer = once(
+        home / "tokenizer.model",
+        lambda path: train_tokenizer([corpus], path, vocab_size=options.vocab_size, max_sentences=50_000),
+    )
+    prefix = home / "corpus_text_document"
+    once(
+        prefix.with_suffix(".idx"),
+        lambda _: preprocess([corpus], home / "corpus", TokenizerSpec(TOKENIZER, str(tokenizer)), append_eod=True),
+    )
+    result = home / "run" / "result.json"
+    if result.exists():
+        say(f"training is complete; delete {result.parent} to train again")
+    once(result, lambda path: train(path, prefix, tokenizer, options.steps))
+    report(result, tokenizer)
+
+
+def once(path: Path, make: Callable[[Path], object]) -> Path:
+    """Make a file unless an earlier run has; makers give a file its name when it is complete."""
+    if path.exists():
+        say(f"reusing {path}")
+    else:
+        say(f"making {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make(path)
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all."""
+    part = path.with_name(f"{path.name}.part-{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def write_corpus(path: Path, limit: int | None) -> None:
+    """The source files of Python's standard library, one JSON object a line, in an order that mixes topics."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources = [file for file in sorted(root.rglob("*.py")) if not SKIPPED & {*file.relative_to(root).parts}]
+    random.Random(0).shuffle(sources)
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in sources[:limit])
+    write_whole(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def train(result: Path, prefix: Path, tokenizer: Path, steps: int) -> None:
+    """Train a small LLaMA and write down what came out."""
+    home = result.parent
+    kind = best_available()
+    devices = 2 if kind is CPU else min(2, torch.get_device_module(kind.type).device_count())
+    best = ModelCheckpoint(
+        home / "checkpoints", "step-{step}", "val_loss", save_last=True, auto_insert_metric_name=False
+    )
+    speed = Throughput()
+    L.seed_everything(1234)
+    trainer = L.Trainer(
+        accelerator=kind.type,
+        devices=devices,
+        strategy=MegatronHPUStrategy(tp=devices),
+        precision="32-true" if kind is CPU else "bf16-mixed",  # few CPUs have fast bf16
+        max_steps=steps,
+        limit_train_batches=steps,  # for the progress bar's sake
+        max_epochs=1,
+        val_check_interval=max(1, steps // 5),
+        limit_val_batches=16,
+        gradient_clip_val=1.0,
+        log_every_n_steps=min(10, steps),
+        logger=[TensorBoardLogger(home, "tensorboard"), CSVLogger(home, "csv")],
+        callbacks=[best, speed, LearningRateMonitor("step")],
+        default_root_dir=home,
+    )
+    model = LlamaModule(
+        "llama-tiny",
+        lr=6e-3,
+        warmup_steps=steps // 25,
+        lr_schedule="cosine",
+        num_layers=3,
+        hidden_size=128,
+        ffn_hidden_size=384,
+        num_attention_heads=4,
+        num_query_groups=2,
+        vocab_size=build_tokenizer(TOKENIZER, str(tokenizer)).vocab_size,
+        max_position_embeddings=2 * SEQ_LENGTH,
+    )
+    data = MegatronDataModule(str(prefix), seq_length=SEQ_LENGTH, batch_size=BATCH_SIZE, split="95,5,0")
+
+    before = trainer.validate(model, data, verbose=False)[0]["val_loss"]
+    last = home / "checkpoints" / "last.ckpt"
+    if last.exists():
+        say(f"training goes on from {last}")
+    trainer.fit(model, data, ckpt_path=str(last) if last.exists() else None)
+    if trainer.is_global_zero and trainer.global_step == steps:
+        facts = {
+            "val_loss": [before, float(best.best_model_score or float("nan"))],
+            "tokens_per_second": speed.total.tokens / max(speed.total.seconds, 1e-9),
+            "checkpoint": os.path.relpath(best.best_model_path),
+        }
+        write_whole(result, json.dumps(facts, indent=2) + "\n")
+
+
+@rank_zero_only
+def report(result: Path, tokenizer: Path) -> None:
+    """Draw the losses, let the model write, and end with one line of numbers."""
+    facts = json.loads(result.read_text())
+    draw_losses(result.parent)
+    say("the model continues")
+    for text in continuations(facts["checkpoint"], tokenizer):
+        print(f"--------\n{text}")
+    print("--------")
+    before, after = facts["val_loss"]
+    speed, checkpoint = facts["tokens_per_second"], facts["checkpoint"]
+    print(f"demo: val_loss {before:.3f} -> {after:.3f}, {speed:.0f} tokens/s, checkpoint {checkpoint}")
+
+
+def continuations(checkpoint: str, tokenizer_model: Path) -> list[str]:
+    """What the checkpoint makes of some beginnings."""
+    tokenizer = build_tokenizer(TOKENIZER, str(tokenizer_model))
+    module = load_module(checkpoint)
+    assert module.model is not None
+    texts = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([tokenizer.encode(prompt)])
+        tokens = generate(module.model, tokens, 60, temperature=0.7, top_p=0.9, stop=tokenizer.eod, seed=0)
+        texts.append(tokenizer.decode(tokens[0].tolist()))
+    return texts
+
+
+def draw_losses(run: Path) -> None:
+    """Training and validation loss of all sessions of a run, as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    points: dict[str, list[tuple[int, float]]] = {"train_loss": [], "val_loss": []}
+    for file in sorted(run.glob("csv/*/metrics.csv")):
+        with file.open(newline="") as lines:
+            for row in csv.DictReader(lines):
+                for name in points.keys() & {key for key, value in row.items() if value}:
+                    points[name].append((int(row["step"]), float(row[name])))
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, pairs in points.items():
+        axes.plot(*zip(*sorted(pairs), strict=True), label=name, marker="o" if name == "val_loss" else None)
+    axes.set(xlabel="step", ylabel="loss", title="A small LLaMA learns Python's standard library")
+    axes.legend()
+    figure.savefig(run / "loss.png", dpi=120)
+    plt.close(figure)
+    say(f"loss curve in {run / 'loss.png'}")
+
+
+if __name__ == "__main__":
+    main()
