@@ -115,6 +115,19 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
         module.set_rng_state(state, device)
 
 
+def seeded_rng_state(seed: int, device: torch.device) -> torch.Tensor:
+    """The state that a generator of ``device`` has right after seeding; no generator in use is touched."""
+    if device.type in ("cpu", "cuda"):
+        return torch.Generator(device).manual_seed(seed).get_state()
+    # Gaudi has no generator objects, and torch.manual_seed would reseed the host as well.
+    module: Any = torch.get_device_module(device)
+    before = module.get_rng_state(device)
+    module.manual_seed(seed)
+    state: torch.Tensor = module.get_rng_state(device)
+    module.set_rng_state(before, device)
+    return state
+
+
 def peak_flops(device: torch.device) -> float | None:
     """bf16 matmul FLOP/s of one device as its maker states it, ``None`` where unknown."""
     kind = kind_of(device)

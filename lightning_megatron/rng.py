@@ -32,10 +32,8 @@ class RNGStreams:
 
     def seed(self, seed: int, *, tp_rank: int, pp_rank: int = 0) -> None:
         """Start the tensor-parallel stream; the default stream is left to whoever seeded it."""
-        before = devices.rng_state(self.device)
-        torch.manual_seed(seed + _TENSOR_OFFSET + tp_rank + _STAGE_STRIDE * pp_rank)
-        self._tensor_state = devices.rng_state(self.device)
-        devices.set_rng_state(before, self.device)
+        seed += _TENSOR_OFFSET + tp_rank + _STAGE_STRIDE * pp_rank
+        self._tensor_state = devices.seeded_rng_state(seed, self.device)
 
     def tensor_parallel(self) -> AbstractContextManager[None]:
         """Draw from the stream that differs between tensor-parallel ranks (the default one if never seeded)."""

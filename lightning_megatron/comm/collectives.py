@@ -18,6 +18,10 @@ from torch import Tensor
 
 from lightning_megatron.mesh import Axis
 
+# torch 2.13 renamed these two, and warns of the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Pending:
     """A collective under way: :meth:`wait` gives its result."""
@@ -47,7 +51,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(x)
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    return Pending(out, dist.all_gather_into_tensor(out, x.contiguous(), group=axis.group, async_op=True))
+    return Pending(out, _all_gather_single(out, x.contiguous(), group=axis.group, async_op=True))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -57,7 +61,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     if x.shape[0] % axis.size:
         raise ValueError(f"reduce-scatter over {axis.name}: {x.shape[0]} rows do not split over {axis.size} ranks")
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    return Pending(out, dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group, async_op=True))
+    return Pending(out, _reduce_scatter_single(out, x.contiguous(), group=axis.group, async_op=True))
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -103,7 +107,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad, ctx.axis), None
 
 
@@ -113,7 +117,7 @@ class _Reduce(torch.autograd.Function):
         return all_reduce(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -124,7 +128,7 @@ class _GatherSequence(torch.autograd.Function):
         return all_gather(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return reduce_scatter(grad, ctx.axis), None
 
 
@@ -135,7 +139,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return reduce_scatter(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather(grad, ctx.axis), None
 
 
@@ -146,7 +150,7 @@ class _SplitSequence(torch.autograd.Function):
         return own_slice(x, axis).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather(grad, ctx.axis), None
 
 
@@ -158,7 +162,7 @@ class _GatherFeatures(torch.autograd.Function):
         return torch.cat(pieces.unbind(0), dim=-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return own_slice(grad, ctx.axis, dim=-1).contiguous(), None
 
 
@@ -169,7 +173,7 @@ class _SplitFeatures(torch.autograd.Function):
         return own_slice(x, axis, dim=-1).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return torch.cat(all_gather(grad.unsqueeze(0), ctx.axis).unbind(0), dim=-1), None
 
 

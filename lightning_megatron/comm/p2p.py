@@ -20,9 +20,7 @@ def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
     return Pending(x, dist.isend(x, axis.ranks[peer], group=axis.group))
 
 
-def start_receive(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: Axis, peer: int
-) -> Pending:
+def start_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: Axis, peer: int) -> Pending:
     """Begin to receive a tensor from position ``peer`` of the axis."""
     out = torch.empty(shape, dtype=dtype, device=device)
     return Pending(out, dist.irecv(out, axis.ranks[peer], group=axis.group))

@@ -29,6 +29,11 @@ class KVCache:
         self._values = v if self._values is None else torch.cat((self._values, v))
         return self._keys, self._values
 
+    def truncate(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens (what was appended may have ended in padding)."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys[:length], self._values[:length]
+
 
 class SelfAttention(nn.Module):
     """Grouped-query attention.

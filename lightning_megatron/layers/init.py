@@ -57,7 +57,8 @@ def normal_(param: Tensor, spec: ParamSpec, tp_rank: int, std: float) -> None:
 def seeded(base: int, number: int) -> Iterator[None]:
     """Build a part under a seed of its own, so that a rank that builds only some parts draws the same weights."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed((base + 7919 * number) % _SEEDS)
+        # Not torch.manual_seed, which would also reseed accelerators, and differently where other parts are built.
+        torch.default_generator.manual_seed((base + 7919 * number) % _SEEDS)
         yield
 
 

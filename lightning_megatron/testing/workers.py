@@ -41,7 +41,7 @@ class WorkerError(AssertionError):
         super().__init__(f"rank {rank} raised:\n{text}")
 
 
-class WorkerTimeout(TimeoutError):
+class WorkerTimeoutError(TimeoutError):
     """Workers did not answer in time; the text has the stack of every worker."""
 
 
@@ -62,7 +62,9 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
     stack_file = open(stacks, "w")  # noqa: SIM115 - faulthandler keeps it for the life of the process
     faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
     while (task := tasks.recv()) is not None:
-        store = dist.FileStore(task.store, task.world_size)
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            task.store, task.world_size
+        )
         try:
             dist.init_process_group(
                 "gloo",
@@ -114,7 +116,7 @@ class WorkerPool:
 
         Raises:
             WorkerError: the first failing rank's exception, with its traceback.
-            WorkerTimeout: if a rank has not answered after ``timeout`` seconds.
+            WorkerTimeoutError: if a rank has not answered after ``timeout`` seconds.
         """
         if world_size > self.size:
             raise ValueError(f"world_size={world_size}, but the pool has {self.size} workers")
@@ -144,7 +146,8 @@ class WorkerPool:
             if not ready:
                 stacks = self._stacks(waiting.values())
                 self.close()
-                raise WorkerTimeout(f"ranks {sorted(waiting.values())} did not answer in {self.timeout} s\n{stacks}")
+                late = sorted(waiting.values())
+                raise WorkerTimeoutError(f"ranks {late} did not answer in {self.timeout} s\n{stacks}")
             for tasks in ready:
                 assert isinstance(tasks, Connection)
                 rank = waiting[tasks]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.testing.workers import WorkerError, WorkerPool, WorkerTimeout
+from lightning_megatron.testing.workers import WorkerError, WorkerPool, WorkerTimeoutError
 
 
 def sum_of_ranks() -> tuple[int, int, float]:
@@ -58,7 +58,7 @@ def test_a_hang_ends_with_the_stack_of_the_rank_that_hangs():
     with WorkerPool(2, timeout=20.0) as pool:
         pool.run(2, sum_of_ranks)
         pool.timeout = 1.5
-        with pytest.raises(WorkerTimeout, match=r"ranks \[1\]") as caught:
+        with pytest.raises(WorkerTimeoutError, match=r"ranks \[1\]") as caught:
             pool.run(2, hang_on, 1)
         assert "hang_on" in str(caught.value)
         pool.timeout = 30.0
