@@ -1,0 +1,110 @@
+"""Whole tensors from what ranks hold, and the other way round: to compare any layout with the size-1 model.
+
+All functions read :class:`~lightning_megatron.params.ParamSpec` and know no layer. Those that take an axis are
+collective: all its ranks call them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm.collectives import all_gather, all_reduce
+from lightning_megatron.mesh import Axis
+from lightning_megatron.params import ParamSpec, named_specs
+
+
+def whole(local: Tensor, spec: ParamSpec, tp: Axis) -> Tensor:
+    """The tensor of ``spec.global_shape`` of which every rank holds ``local``; padding is cut.
+
+    Raises:
+        AssertionError: if a tensor that all ranks should hold whole differs between them.
+    """
+    pieces = all_gather(local.detach().unsqueeze(0), tp)
+    if spec.tp_dim is None:
+        for rank, piece in enumerate(pieces):
+            assert torch.equal(piece, pieces[0]), f"tp rank {rank} holds another value than tp rank 0: {spec}"
+        return pieces[0].clone()
+    joined = torch.cat(pieces.unbind(0), dim=spec.tp_dim)
+    return joined.narrow(spec.tp_dim, 0, spec.global_shape[spec.tp_dim]).clone()
+
+
+def local_slice(full: Tensor, spec: ParamSpec, local_shape: tuple[int, ...], tp_rank: int) -> Tensor:
+    """What ``tp_rank`` holds of a whole tensor; padding is zero."""
+    box = spec.local_box(local_shape, tp_rank)
+    out = full.new_zeros(local_shape)
+    source = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
+    out[tuple(slice(size) for size in box.sizes)] = full.detach()[source]
+    return out
+
+
+def whole_parameters(model: nn.Module, tp: Axis) -> dict[str, Tensor]:
+    """Every parameter of the whole model, by global name."""
+    return {name: whole(param, spec, tp) for name, param, spec in named_specs(model)}
+
+
+def whole_gradients(model: nn.Module, tp: Axis, *, sum_over_tp: bool = True) -> dict[str, Tensor]:
+    """Every gradient of the whole model, by global name; those that need it are summed over tp first.
+
+    Args:
+        model: after ``backward``; a parameter without gradient counts as one with a zero gradient.
+        tp: the tensor-parallel axis of its mesh.
+        sum_over_tp: whether to add up what ranks saw of different parts of the sequence
+            (``ParamSpec.grad_sum_over_tp``), as the optimizer does. Without it, rank 0's part is returned.
+
+    Raises:
+        AssertionError: if a gradient that needs no sum differs between ranks.
+    """
+    found = {}
+    for name, param, spec in named_specs(model):
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        if not spec.grad_sum_over_tp:
+            found[name] = whole(grad, spec, tp)
+        elif sum_over_tp:
+            found[name] = all_reduce(grad, tp)
+        else:
+            found[name] = all_gather(grad.unsqueeze(0), tp)[0]
+    return found
+
+
+@torch.no_grad()
+def load_whole(model: nn.Module, tensors: Mapping[str, Tensor], tp: Axis) -> None:
+    """Give every parameter of ``model`` its slice of a whole tensor (of the size-1 model, say)."""
+    for name, param, spec in named_specs(model):
+        param.copy_(local_slice(tensors[name], spec, tuple(param.shape), tp.rank))
+
+
+def differences(
+    ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-6
+) -> dict[str, str]:
+    """Tensors of two models that are not close, by name, with what is wrong with each; empty if there are none.
+
+    Args:
+        ours: tensors by name.
+        reference: the same of the model that is right.
+        rtol: largest difference allowed, relative to the *largest* element of the reference: a sum of many terms is
+            exact to the size of its terms, not of its result.
+        atol: largest difference allowed in any case.
+    """
+    wrong = {name: "missing" for name in reference.keys() - ours.keys()}
+    wrong |= {name: "not in the reference" for name in ours.keys() - reference.keys()}
+    for name in ours.keys() & reference.keys():
+        a, b = ours[name].double(), reference[name].double()
+        if a.shape != b.shape:
+            wrong[name] = f"shape {tuple(a.shape)} is not {tuple(b.shape)}"
+        elif a.numel():
+            largest = (a - b).abs().max().item()
+            allowed = atol + rtol * b.abs().max().item()
+            if not largest <= allowed:  # NaN is wrong too
+                wrong[name] = f"off by {largest:.3g}, allowed {allowed:.3g}"
+    return dict(sorted(wrong.items()))
+
+
+def assert_same(
+    ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    """Raise an AssertionError that names every tensor of :func:`differences`."""
+    wrong = differences(ours, reference, rtol=rtol, atol=atol)
+    assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
