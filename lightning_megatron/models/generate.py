@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_megatron.config import Problem, raise_if_any
 from lightning_megatron.layers.attention import KVCache
+from lightning_megatron.layers.init import draw_seed
 from lightning_megatron.models.gpt import GPTModel
 
 
@@ -36,7 +37,7 @@ def generate(
         top_p: sample among the likeliest tokens that together have this probability
             (https://arxiv.org/abs/1904.09751).
         stop: a token that ends a sequence; it is kept, and repeated where others of the batch go on.
-        seed: of the sampling; ``None`` draws one.
+        seed: of the sampling; ``None`` draws one from torch's default generator, which is alike on all tp ranks.
 
     Returns:
         ``[B, S + n]``, ``n <= max_new_tokens``.
@@ -47,7 +48,7 @@ def generate(
     longest = model.config.max_position_embeddings
     raise_if_any(_problems(tokens.shape[1], max_new_tokens, temperature, top_k, top_p, longest))
     generator = torch.Generator(device=tokens.device)
-    generator.manual_seed(torch.initial_seed() if seed is None else seed)
+    generator.manual_seed(draw_seed() if seed is None else seed)
     was_training = model.training
     model.eval()
     caches = [KVCache() for _ in model.layers]

@@ -100,14 +100,15 @@ class GPTModel(nn.Module):
             positions = position_ids.t()
         else:
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+            positions[length:] = 0  # padding, which could lie beyond the learned positions
         hidden = self.decode(self.embedding(tokens.t(), positions), position_ids, first, tokens.shape[1], caches)
+        for cache in caches or ():
+            cache.truncate(first + length)
         if self.head is None:
             return hidden
         if labels is None:
-            if caches:
-                hidden = hidden[length - 1 : length]
-            logits: Tensor = self.head(hidden, self.tied_weight)
-            return logits.transpose(0, 1)[:, :length]
+            logits: Tensor = self.head(hidden, self.tied_weight, keep=slice(length - 1 if caches else 0, length))
+            return logits.transpose(0, 1)
         return self.loss(hidden, labels, loss_mask)
 
     def decode(

@@ -148,9 +148,15 @@ class Head(nn.Module):
         hidden = self.norm(hidden)
         return (gather_sequence if self.sequence_parallel else copy_to_region)(hidden, self.axis)
 
-    def forward(self, hidden: Tensor, tied: Tensor | None = None) -> Tensor:
-        """``[S, B, H] -> [S, B, V]``, padding stripped, equal on all tensor-parallel ranks."""
-        logits = F.linear(self._enter(hidden), self._weight(tied))
+    def forward(self, hidden: Tensor, tied: Tensor | None = None, *, keep: slice = slice(None)) -> Tensor:
+        """``[S, B, H] -> [S, B, V]``, padding stripped, equal on all tensor-parallel ranks.
+
+        Args:
+            hidden: the residual stream, or this rank's shard of it.
+            tied: the embedding's weight where the model shares it.
+            keep: positions of the whole sequence to make logits of.
+        """
+        logits = F.linear(self._enter(hidden)[keep], self._weight(tied))
         return gather_features(logits, self.axis)[..., : self.vocab_size]
 
     def loss(self, hidden: Tensor, labels: Tensor, token_weights: Tensor, tied: Tensor | None = None) -> Tensor:
