@@ -43,8 +43,8 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     "sequence parallel without tp": (
         lambda: ParallelLayout(sequence_parallel=True),
         [
-            "sequence_parallel=True: sequence parallelism shards over tensor-parallel ranks and tp=1 has none: raise tp, "
-            "or leave it out; nearest valid: False, None"
+            "sequence_parallel=True: sequence parallelism shards over tensor-parallel ranks and tp=1 has none: "
+            "raise tp, or leave it out; nearest valid: False, None"
         ],
     ),
     "chunks without a pipeline": (
