@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout
+from lightning_megatron.deferred import DeferredGradients
 from lightning_megatron.rng import RNGStreams
 
 
@@ -55,6 +56,13 @@ def rank_groups(grid: Mapping[str, int], axes: Sequence[str]) -> list[tuple[int,
     fixed = [i for i in range(len(names)) if i not in moving]
     table = ranks.transpose(*fixed, *moving).reshape(-1, math.prod(grid[name] for name in axes))
     return [tuple(row) for row in table.tolist()]
+
+
+def pipeline_ends(layout: ParallelLayout) -> tuple[tuple[int, ...], ...]:
+    """First and last rank of every pipeline; nothing where there is none."""
+    if layout.pp == 1:
+        return ()
+    return tuple((ranks[0], ranks[-1]) for ranks in rank_groups(dense_grid(layout), ["pp"]))
 
 
 def coordinate(grid: Mapping[str, int], rank: int) -> dict[str, int]:
@@ -100,8 +108,12 @@ class ParallelMesh:
         tp, cp, dp, pp: axes of dense layers.
         etp, ep, edp: axes of experts.
         dp_cp: data and context parallel together: who shares gradients and optimizer state of dense layers.
+        dp_pp: data and pipeline parallel together: who together has seen every sample once.
+        ends: first and last stage of this rank's pipeline, which share tied embeddings; for a rank that is neither, it
+            alone.
         world: all ranks.
         rng: the random streams of this rank.
+        deferred: where its layers put off weight gradients.
 
     Args:
         layout: how many ranks each axis has; ``dp`` must be resolved.
@@ -121,6 +133,7 @@ class ParallelMesh:
         self.layout = layout
         self.rank = rank
         self.rng = RNGStreams(device)
+        self.deferred = DeferredGradients()
         self.host_group: dist.ProcessGroup | None = groups.get("host")
 
         def axis(name: str, grid: Mapping[str, int], axes: Sequence[str]) -> Axis:
@@ -133,6 +146,9 @@ class ParallelMesh:
         self.dp = axis("dp", dense, ["dp"])
         self.pp = axis("pp", dense, ["pp"])
         self.dp_cp = axis("dp_cp", dense, ["cp", "dp"])
+        self.dp_pp = axis("dp_pp", dense, ["dp", "pp"])
+        ends = next((g for g in pipeline_ends(layout) if rank in g), (rank,))
+        self.ends = Axis("ends", len(ends), ends.index(rank), ends, groups.get("ends"))
         self.etp = axis("etp", expert, ["etp"])
         self.ep = axis("ep", expert, ["ep"])
         self.edp = axis("edp", expert, ["edp"])
@@ -160,10 +176,12 @@ class ParallelMesh:
         built: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 
         def group_of(grid: Mapping[str, int], axes: Sequence[str]) -> dist.ProcessGroup | None:
-            members = tuple(rank_groups(grid, axes))
-            if len(members[0]) == 1:
+            return group_among(tuple(rank_groups(grid, axes)))
+
+        def group_among(members: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+            if not members or len(members[0]) == 1:
                 return None
-            if len(members) == 1:
+            if len(members[0]) == world:
                 return dist.group.WORLD
             if members not in built:
                 mine = None
@@ -176,6 +194,8 @@ class ParallelMesh:
         dense, expert = dense_grid(layout), expert_grid(layout)
         wanted = {name: group_of(dense, [name]) for name in dense}
         wanted["dp_cp"] = group_of(dense, ["cp", "dp"])
+        wanted["dp_pp"] = group_of(dense, ["dp", "pp"])
+        wanted["ends"] = group_among(pipeline_ends(layout))
         wanted["world"] = group_of(dense, list(dense))
         wanted |= {name: group_of(expert, [name]) for name in ("etp", "ep", "edp")}
         # Objects and checkpoint plans travel over gloo whatever the device: accelerators' backends move only tensors.

@@ -7,7 +7,7 @@ conversion read them and so never need to know a layer or a model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -32,6 +32,10 @@ class Box:
         return any(size == 0 for size in self.sizes)
 
 
+SAME_NAME = "(the same name)"
+"""As ``ParamSpec.tied_with``: the other stage has the parameter under the same global name."""
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter in the coordinates of the whole model.
@@ -45,7 +49,7 @@ class ParamSpec:
             gradient must be summed over tp (norms and row biases under sequence parallelism).
         decay: whether weight decay applies by default (not to norms and biases).
         tied_with: global name of the parameter this one repeats on another pipeline stage; a repeated parameter is
-            left out of gradient norms and checkpoints.
+            left out of gradient norms and checkpoints. A layer, which does not know global names, says ``SAME_NAME``.
     """
 
     global_shape: tuple[int, ...]
@@ -107,8 +111,8 @@ def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamSpec
                 if name in own:
                     declared.setdefault(id(own[name]), spec)
     for name, param in model.named_parameters():
-        known = declared.get(id(param))
-        yield name, param, known or ParamSpec(tuple(param.shape), decay=param.ndim > 1)
+        known = declared.get(id(param)) or ParamSpec(tuple(param.shape), decay=param.ndim > 1)
+        yield name, param, replace(known, tied_with=name) if known.tied_with == SAME_NAME else known
 
 
 def spec_registry(model: nn.Module) -> dict[str, ParamSpec]:

@@ -37,6 +37,10 @@ class Pending:
             self._work = None
         return self._result
 
+    def is_done(self) -> bool:
+        """Whether the result is there already."""
+        return self._work is None or self._work.is_completed()
+
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Begin the sum of ``x`` over the axis."""

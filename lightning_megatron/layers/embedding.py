@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_megatron.comm.collectives import reduce_from_region, reduce_scatter_sequence
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import ParamSpec
+from lightning_megatron.params import SAME_NAME, ParamSpec
 
 
 def padded_vocab_size(vocab_size: int, tp: int = 1, multiple: int = 128) -> int:
@@ -33,6 +33,7 @@ class VocabParallelEmbedding(nn.Module):
         multiple: the vocabulary is padded to a multiple of ``multiple x tp``.
         sequence_parallel: return a sequence shard ``[S/tp, B, H]``.
         init_std: standard deviation of the initial weight.
+        tied_copy: the weight repeats that of another pipeline stage, under the same name.
         dtype: of the weight.
         device: of the weight.
     """
@@ -46,6 +47,7 @@ class VocabParallelEmbedding(nn.Module):
         multiple: int = 128,
         sequence_parallel: bool = False,
         init_std: float = 0.02,
+        tied_copy: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -53,6 +55,7 @@ class VocabParallelEmbedding(nn.Module):
         mesh = mesh or ParallelMesh.single()
         self.axis = mesh.tp
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self._tied_with = SAME_NAME if tied_copy else None
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         local = padded_vocab_size(num_embeddings, self.axis.size, multiple) // self.axis.size
         self.first_row = self.axis.rank * local
@@ -61,7 +64,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
         """Cut along the vocabulary; the global shape is without padding."""
-        return {"weight": ParamSpec((self.num_embeddings, self.embedding_dim), tp_dim=0)}
+        shape = (self.num_embeddings, self.embedding_dim)
+        return {"weight": ParamSpec(shape, tp_dim=0, tied_with=self._tied_with)}
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``[S, B] -> [S, B, H]`` (``[S/tp, B, H]`` under sequence parallelism)."""

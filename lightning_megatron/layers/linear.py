@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import (
+    Pending,
     all_gather,
     gather_features,
     reduce_from_region,
@@ -32,41 +33,82 @@ from lightning_megatron.comm.collectives import (
     start_reduce_scatter,
 )
 from lightning_megatron.config import Problem, divisors, multiples_around, nearest_to, raise_if_any
+from lightning_megatron.deferred import DeferredGradients
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.params import ParamSpec
 
 
-class _ColumnLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     """``x W^T`` with the collectives of the backward pass hidden behind its matrix products.
 
     Before: dx = dy W, all-reduce dx, dW = dy^T x. Now: dx = dy W, begin all-reduce, dW = dy^T x, wait. Under sequence
     parallelism only the shard of ``x`` is kept; it is gathered again while ``dx`` is computed
     (https://arxiv.org/abs/2205.05198, section 4.2.2).
+
+    ``axis`` is who the gradient of ``x`` is summed over; one rank where ``x`` is a shard of features (row). With
+    ``deferred`` the parameters come in ``leaves``, out of autograd's sight, and their gradients go through the open
+    collection: autograd takes a ``None`` for a gradient that has arrived.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis,
+        sequence_parallel: bool,
+        deferred: DeferredGradients | None,
+        leaves: tuple[Tensor | None, ...],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.sequence_parallel, ctx.has_bias = axis, sequence_parallel, bias is not None
-        return F.linear(all_gather(x, axis) if sequence_parallel else x, weight, bias)
+        ctx.save_for_backward(x, weight, bias)
+        ctx.axis, ctx.sequence_parallel, ctx.deferred, ctx.leaves = axis, sequence_parallel, deferred, leaves
+        whole = all_gather(x, axis) if sequence_parallel else x
+        return F.linear(whole, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+        x, weight, bias = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        whole_x = start_all_gather(x, ctx.axis) if ctx.sequence_parallel and needs_dw else None
+        if ctx.deferred is not None:
+            needs_dw, needs_db = (leaf is not None and leaf.requires_grad for leaf in ctx.leaves)
+        whole_x = start_all_gather(x, ctx.axis) if ctx.sequence_parallel and needs_dw else Pending(x)
         start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
-        pending_dx = start(dy.matmul(weight), ctx.axis) if needs_dx else None
+        pending_dx = start(dy.matmul(weight.flatten(0, -2)), ctx.axis) if needs_dx else None
+
+        def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
+            flat = dy.flatten(0, -2)
+            dw = flat.t().matmul(whole_x.wait().flatten(0, -2)).view_as(weight) if needs_dw else None
+            db = flat.sum(0).view_as(bias) if bias is not None and needs_db else None
+            return dw, db
+
         dw = db = None
-        if needs_dw:
-            inputs = whole_x.wait() if whole_x is not None else x
-            dw = dy.flatten(0, -2).t().matmul(inputs.flatten(0, -2))
-        if ctx.has_bias and needs_db:
-            db = dy.flatten(0, -2).sum(0)
-        return pending_dx.wait() if pending_dx is not None else None, dw, db, None, None
+        if ctx.deferred is None:
+            dw, db = weight_gradients()
+        else:
+            ctx.deferred.hand_in(weight_gradients, *ctx.leaves)
+        return pending_dx.wait() if pending_dx is not None else None, dw, db, None, None, None, None
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: Axis,
+    sequence_parallel: bool,
+    deferred: DeferredGradients,
+) -> Tensor:
+    """The function above, with its parameters seen by autograd or not."""
+    if not (deferred.enabled and x.requires_grad):
+        out: Tensor = _Linear.apply(x, weight, bias, axis, sequence_parallel, None, ())
+    else:
+        hidden_bias = None if bias is None else bias.detach()
+        out = _Linear.apply(x, weight.detach(), hidden_bias, axis, sequence_parallel, deferred, (weight, bias))
+    return out
+
+
+_ALONE = Axis("alone")
 
 
 def _split(argument: str, features: int, axis: Axis, blocks: int = 1) -> int:
@@ -117,7 +159,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         mesh = mesh or ParallelMesh.single()
-        self.axis = mesh.tp
+        self.axis, self.deferred = mesh.tp, mesh.deferred
         self.in_features, self.out_features, self.blocks = in_features, out_features, blocks
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
@@ -140,11 +182,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[S, B, in]`` (``[S/tp, B, in]`` under sequence parallelism) to ``[S, B, out/tp]``; blocks side by side."""
-        weight = self.weight.flatten(0, -2)
-        bias = None if self.bias is None else self.bias.flatten()
-        if self.axis.size == 1:
-            return F.linear(x, weight, bias)
-        out: Tensor = _ColumnLinear.apply(x, weight, bias, self.axis, self.sequence_parallel)
+        if self.axis.size == 1 and not self.deferred.enabled:
+            return F.linear(x, self.weight.flatten(0, -2), None if self.bias is None else self.bias.flatten())
+        out = _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.deferred)
         if not self.gather_output:
             return out
         # Block by block, so that the result is the blocks side by side and not the ranks.
@@ -188,7 +228,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         mesh = mesh or ParallelMesh.single()
-        self.axis = mesh.tp
+        self.axis, self.deferred = mesh.tp, mesh.deferred
         self.in_features, self.out_features = in_features, out_features
         self.split_input = split_input
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
@@ -209,9 +249,13 @@ class RowParallelLinear(nn.Module):
         """``[S, B, in/tp]`` to ``[S, B, out]`` (``[S/tp, B, out]`` under sequence parallelism)."""
         if self.split_input:
             x = split_features(x, self.axis)
+        added = self.bias if self.axis.size == 1 else None  # elsewhere once, after the sum
+        if self.deferred.enabled:
+            partial = _linear(x, self.weight, added, _ALONE, False, self.deferred)
+        else:
+            partial = F.linear(x, self.weight, added)
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        partial = F.linear(x, self.weight)
+            return partial
         out = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_region)(partial, self.axis)
         return out if self.bias is None else out + self.bias
 

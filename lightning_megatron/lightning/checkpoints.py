@@ -89,7 +89,11 @@ def load_trainer_checkpoint(
         optimizer.init_state()
         state |= _optimizer_part(index, optimizer, mesh, sharded)
     loaded = load(
-        Path(path), state, mesh, strict=module.strict_loading, weights_only=True if weights_only is None else weights_only
+        Path(path),
+        state,
+        mesh,
+        strict=module.strict_loading,
+        weights_only=True if weights_only is None else weights_only,
     )
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")

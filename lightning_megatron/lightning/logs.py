@@ -1,20 +1,24 @@
-"""What a user logs inside a step that runs once per micro-batch.
+"""What a user logs inside a step that runs once per micro-batch, and on one pipeline stage only.
 
-Lightning expects one ``self.log`` of a name per batch. While micro-batches run, calls are collected; afterwards each
-name is logged once, with the value that the whole batch would have given.
+Lightning expects one ``self.log`` of a name per batch, on every rank. While micro-batches run, calls are collected;
+afterwards the last stage tells the others what it collected, and each name is logged once, with the value that the
+whole batch would have given. So callbacks and loggers that decide by a metric decide alike on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
+
+from lightning_megatron.mesh import Axis
 
 
 @dataclass
@@ -26,12 +30,12 @@ class _Entry:
     weights: list[float] = field(default_factory=list)
     batch_size: int = 0
 
-    def combined(self) -> Any:
-        """The value of the whole batch."""
+    def combined(self, device: torch.device) -> Any:
+        """The value of the whole batch: a scalar, or the metric object, which has seen every micro-batch itself."""
         if isinstance(self.values[0], Metric):
-            return self.values[-1]  # an object that has seen every micro-batch itself
-        values = [v.detach().float() if isinstance(v, Tensor) else torch.tensor(float(v)) for v in self.values]
-        stacked = torch.stack([v.reshape(()) for v in values])
+            return self.values[-1]
+        values = [v.detach() if isinstance(v, Tensor) else torch.tensor(float(v)) for v in self.values]
+        stacked = torch.stack([v.to(device, torch.float32).reshape(()) for v in values])
         how = self.options.get("reduce_fx", "mean")
         name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
         if name == "sum":
@@ -42,6 +46,21 @@ class _Entry:
             return stacked.min()
         weights = stacked.new_tensor(self.weights)
         return (stacked * weights).sum() / weights.sum()
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One name to log, without its value: the same on all ranks of a pipeline from one step to the next.
+
+    Attributes:
+        name: logged under.
+        options: keyword arguments of ``log``.
+        metric: path of a torchmetrics object in the module, which stands for its value.
+    """
+
+    name: str
+    options: dict[str, Any]
+    metric: str | None
 
 
 class LogCapture:
@@ -57,12 +76,14 @@ class LogCapture:
         self._weight = 1.0
 
     @contextmanager
-    def micro_batch(self, weight: float) -> Iterator[None]:
-        """Collect what is logged inside, as of a micro-batch that is ``weight`` of the batch."""
+    def micro_batch(self, weight: float, *, keep: bool = True) -> Iterator[None]:
+        """Collect what is logged inside, as of a micro-batch that is ``weight`` of the batch; or let it go unheard.
+
+        An attribute of this one object hides its class's method for the time of the ``with``; nothing is patched.
+        """
         self._weight = weight
-        # An attribute of this one object hides the class's method for the time of the `with`; nothing is patched.
         previous: Callable[..., None] | None = self._module.__dict__.get("log")
-        object.__setattr__(self._module, "log", self._collect)
+        object.__setattr__(self._module, "log", self._collect if keep else _ignore)
         try:
             yield
         finally:
@@ -80,9 +101,78 @@ class LogCapture:
         entry.weights.append(self._weight)
         entry.batch_size += size or 0
 
-    def replay(self) -> None:
-        """Log every name once."""
+    def lines(self) -> list[_Line]:
+        """What was collected, without values."""
+        paths = {id(m): path for path, m in self._module.named_modules() if isinstance(m, Metric)}
+        lines = []
         for name, entry in self._entries.items():
+            value = entry.values[-1]
             size = {"batch_size": entry.batch_size} if entry.batch_size else {}
-            self._module.log(name, entry.combined(), **entry.options, **size)
-        self._entries.clear()
+            lines.append(_Line(name, entry.options | size, paths.get(id(value)) if isinstance(value, Metric) else None))
+        return lines
+
+    def values(self, device: torch.device) -> list[Any]:
+        """The values of :meth:`lines`, combined."""
+        return [entry.combined(device) for entry in self._entries.values()]
+
+    def replay(self, lines: Sequence[_Line], values: Sequence[Any]) -> None:
+        """Log every line once."""
+        for line, value in zip(lines, values, strict=True):
+            shown: Any = value if line.metric is None else self._module.get_submodule(line.metric)
+            self._module.log(line.name, shown, **line.options)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """A ``log`` on a stage whose word does not count."""
+
+
+class LogSharing:
+    """Brings what the last stage collected to the other stages of a pipeline.
+
+    What is logged is the same step after step, so that only values travel: one tensor of fixed length, with a number in
+    front that says whether the names have changed since; only then the names follow.
+
+    Args:
+        axis: the ranks of the pipeline.
+        device: of the tensor that travels.
+    """
+
+    _ROOM = 62
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self._axis, self._device = axis, device
+        self._known: dict[str, tuple[list[_Line], bool]] = {}
+
+    def finish(self, step: str, capture: LogCapture, loss: Tensor | None) -> Tensor | None:
+        """Log, on every stage, what the last one collected, and give every stage its loss.
+
+        Args:
+            step: name of the step method, whose names are remembered.
+            capture: what this rank collected.
+            loss: of the batch, on the last stage.
+        """
+        if self._axis.size == 1:
+            capture.replay(capture.lines(), capture.values(self._device))
+            return loss
+        speaks = self._axis.rank == self._axis.size - 1
+        lines, has_loss = (capture.lines(), loss is not None) if speaks else ([], False)
+        values = capture.values(self._device) if speaks else []
+        plain = [0.0 if isinstance(v, Metric) else v for v in values]
+        changed = speaks and ((lines, has_loss) != self._known.get(step) or len(plain) > self._ROOM)
+        packed = torch.zeros(self._ROOM + 2, device=self._device)
+        if speaks:
+            head = [torch.tensor(float(changed)), torch.tensor(0.0) if loss is None else loss.float()]
+            row = [torch.as_tensor(v).to(self._device, torch.float32) for v in [*head, *plain[: self._ROOM]]]
+            packed[: len(row)] = torch.stack(row)
+        source = self._axis.ranks[-1]
+        dist.broadcast(packed, source, group=self._axis.group)
+        rest: list[float] = []
+        if bool(packed[0]):
+            box = [(lines, has_loss, [float(v) for v in plain[self._ROOM :]])]
+            dist.broadcast_object_list(box, source, group=self._axis.group, device=self._device)
+            lines, has_loss, rest = box[0]
+            self._known[step] = lines, has_loss
+        lines, has_loss = self._known[step]
+        numbers = [*packed[2 : 2 + min(len(lines), self._ROOM)].clone(), *rest]
+        capture.replay(lines, numbers)
+        return packed[1].clone() if has_loss else None

@@ -51,6 +51,10 @@ class MegatronModule(LightningModule):
         """What layouts are checked against; ``None`` leaves it to the layers."""
         return None
 
+    def hidden_shape(self, batch: Any) -> tuple[int, ...]:
+        """Shape of the activations that pipeline stages hand on for a micro-batch; asked for only with ``pp > 1``."""
+        raise NotImplementedError(f"{type(self).__name__} must say hidden_shape(batch) to be cut into pipeline stages")
+
     def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Parameters in two groups: matrices, which decay, and norms and biases, which do not."""
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -130,7 +134,13 @@ class GPTModule(MegatronModule):
     def configure_model(self) -> None:
         """Build this rank's part of the model."""
         if self.model is None:
-            self.model = GPTModel(self.config, self.mesh)
+            strategy = self.megatron_strategy
+            parts = None if strategy is None else strategy.stages(self.config.num_layers)
+            self.model = GPTModel(self.config, self.mesh, parts, None if strategy is None else strategy.boundary)
+
+    def hidden_shape(self, batch: Any) -> tuple[int, ...]:
+        """``[S, B, H]``, or this rank's shard of it."""
+        return self._built().hidden_shape(batch["tokens"] if isinstance(batch, Mapping) else batch)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Logits ``[B, S, V]`` of tokens ``[B, S]``, vocabulary padding stripped."""
@@ -176,10 +186,16 @@ class GPTModule(MegatronModule):
         """Log the learning rate that this step uses."""
         self.log("lr", float(optimizer.param_groups[0]["lr"]))
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the norm of the gradient before clipping, where a step was taken."""
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip as the Trainer says, and log the norm that the gradient had before."""
+        super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
         strategy = self.megatron_strategy
-        if strategy is not None and strategy.has_stepped:
+        if strategy is not None:
             self.log("grad_norm", strategy.grad_norm())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -209,4 +225,3 @@ def _resolve(config: ConfigLike) -> TransformerConfig:
     if isinstance(config, TransformerConfig):
         return config
     return preset(config) if isinstance(config, str) else TransformerConfig(**config)
-

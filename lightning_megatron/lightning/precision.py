@@ -131,9 +131,7 @@ class MegatronPrecision(Precision):
         """Cast floating-point inputs to the parameters' dtype; ids and masks of other types stay."""
         if self.mode.params == torch.float32:
             return data
-        return apply_to_collection(
-            data, Tensor, lambda t: t.to(self.mode.params) if torch.is_floating_point(t) else t
-        )
+        return apply_to_collection(data, Tensor, lambda t: t.to(self.mode.params) if torch.is_floating_point(t) else t)
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Nothing: parameters have their dtype, and no operation is cast."""
@@ -185,6 +183,7 @@ class MegatronPrecision(Precision):
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp every element."""
+        self.grad_norm()  # of the gradient as it was
         self._sharded(optimizer).clip_by_value(float(clip_val))
 
     def grad_norm(self) -> Tensor:

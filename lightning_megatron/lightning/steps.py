@@ -1,4 +1,4 @@
-"""What the schedule runs for Lightning: a user's own step methods, once per micro-batch."""
+"""What the schedule runs for Lightning: a user's own step methods, once per micro-batch and stage."""
 
 from __future__ import annotations
 
@@ -13,17 +13,72 @@ from torch import Tensor
 from lightning_megatron.lightning.logs import LogCapture
 from lightning_megatron.lightning.micro_batches import join_outputs
 from lightning_megatron.optim.zero import ShardedOptimizer
+from lightning_megatron.pipeline.boundary import StageBoundary, StageReached
 
 MicroBatches = Sequence[tuple[Any, float]]
 
 
-class TrainingWork:
-    """``training_step`` on every micro-batch; implements ``pipeline.runtime.StageWork``.
+class _Work:
+    """A step method on every micro-batch; implements ``pipeline.runtime.StageWork``.
+
+    Args:
+        module: the user's.
+        step: its step method.
+        micro_batches: pieces of the batch with their weights.
+        rest: what Lightning passes after the batch.
+        boundary: of the pipeline.
+
+    Attributes:
+        logs: what the last stage logged.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        step: Callable[..., Any],
+        micro_batches: MicroBatches,
+        rest: tuple[Any, ...],
+        boundary: StageBoundary,
+    ) -> None:
+        self._module, self._step = module, step
+        self._micro_batches, self._rest, self._boundary = micro_batches, rest, boundary
+        self.logs = LogCapture(module)
+
+    def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
+        """The activation for the next stage; on the last one, what :meth:`on_last_stage` makes of the step's output."""
+        batch, weight = self._micro_batches[microbatch]
+        is_last = stage == self._boundary.num_stages - 1
+        with self._boundary.at(stage, hidden), self.logs.micro_batch(weight, keep=is_last):
+            try:
+                output = self._step(batch, *self._rest)
+            except StageReached as reached:
+                reached.__traceback__ = None  # it holds every frame of the step, and so its tensors
+                return reached.hidden
+        if not is_last:
+            raise RuntimeError(
+                f"{self._step.__name__} returned on pipeline stage {stage} without calling the model: with pp > 1 every"
+                " stage must reach the model's call"
+            )
+        return self.on_last_stage(output, weight)
+
+    def on_last_stage(self, output: Any, weight: float) -> Tensor | None:
+        """What is differentiated, of a step's output on a micro-batch."""
+        raise NotImplementedError
+
+    def hidden_shape(self, microbatch: int) -> tuple[int, ...]:
+        """Asked of the module, for the micro-batch in question."""
+        shape: tuple[int, ...] = self._module.hidden_shape(self._micro_batches[microbatch][0])  # type: ignore[operator]
+        return shape
+
+
+class TrainingWork(_Work):
+    """``training_step`` on every micro-batch.
 
     Args:
         module: the user's.
         micro_batches: pieces of the batch with their weights.
         rest: what Lightning passes after the batch.
+        boundary: of the pipeline.
         scale: what a loss is multiplied with, besides its weight, before backward.
         optimizers: told when gradients are complete; empty while batches are accumulated.
     """
@@ -33,20 +88,17 @@ class TrainingWork:
         module: LightningModule,
         micro_batches: MicroBatches,
         rest: tuple[Any, ...],
+        boundary: StageBoundary,
         scale: float,
         optimizers: Sequence[ShardedOptimizer],
     ) -> None:
-        self._module, self._micro_batches, self._rest = module, micro_batches, rest
+        super().__init__(module, module.training_step, micro_batches, rest, boundary)
         self._scale, self._optimizers = scale, optimizers
-        self._logs = LogCapture(module)
         self._losses: list[Tensor] = []
         self._extras: list[Mapping[str, Any]] = []
 
-    def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
+    def on_last_stage(self, output: Any, weight: float) -> Tensor | None:
         """The scaled loss of one micro-batch; ``None`` if the user returned none."""
-        batch, weight = self._micro_batches[microbatch]
-        with self._logs.micro_batch(weight):
-            output = self._module.training_step(batch, *self._rest)
         if output is None:
             return None
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -56,10 +108,6 @@ class TrainingWork:
             self._extras.append({key: value for key, value in output.items() if key != "loss"})
         self._losses.append(loss.detach() * weight)
         return loss * (weight * self._scale)
-
-    def hidden_shape(self, microbatch: int) -> tuple[int, ...]:
-        """Nothing is handed on where there is one stage."""
-        raise NotImplementedError("one stage hands on no activation")
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -72,30 +120,42 @@ class TrainingWork:
             for optimizer in self._optimizers:
                 optimizer.sync = False
 
+    @property
+    def loss(self) -> Tensor | None:
+        """Mean loss of the batch, without its graph; ``None`` if there was none, or on a stage that is not the last."""
+        return torch.stack(self._losses).sum() if self._losses else None
+
+    def output(self, loss: Tensor | None) -> Any:
+        """What one ``training_step`` on the whole batch would have returned, without its graph.
+
+        Besides the loss, other entries of a dict exist on the last stage only.
+        """
+        return loss if loss is None or not self._extras else {"loss": loss, **join_outputs(self._extras)}
+
+
+class EvaluationWork(_Work):
+    """An evaluation step on every micro-batch."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        step: Callable[..., Any],
+        micro_batches: MicroBatches,
+        rest: tuple[Any, ...],
+        boundary: StageBoundary,
+    ) -> None:
+        super().__init__(module, step, micro_batches, rest, boundary)
+        self._outputs: list[Any] = []
+
+    def on_last_stage(self, output: Any, weight: float) -> None:
+        """Keep the output."""
+        self._outputs.append(output)
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """There is none."""
+        yield
+
     def output(self) -> Any:
-        """What one ``training_step`` on the whole batch would have returned, without its graph; logs are replayed."""
-        self._logs.replay()
-        if not self._losses:
-            return None
-        loss = torch.stack(self._losses).sum()
-        return {"loss": loss, **join_outputs(self._extras)} if self._extras else loss
-
-
-def evaluate(
-    module: LightningModule, step: Callable[..., Any], micro_batches: MicroBatches, rest: tuple[Any, ...]
-) -> Any:
-    """Run an evaluation step on every micro-batch, log each name once, and join the outputs.
-
-    Args:
-        module: the user's.
-        step: its ``validation_step``, ``test_step`` or ``predict_step``.
-        micro_batches: pieces of the batch with their weights.
-        rest: what Lightning passes after the batch.
-    """
-    logs = LogCapture(module)
-    outputs = []
-    for batch, weight in micro_batches:
-        with logs.micro_batch(weight):
-            outputs.append(step(batch, *rest))
-    logs.replay()
-    return join_outputs(outputs)
+        """Outputs of all micro-batches, joined; ``None`` on a stage that is not the last."""
+        return join_outputs(self._outputs) if self._outputs else None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -24,8 +24,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
+from lightning_megatron.comm.objects import broadcast_object
 from lightning_megatron.config import (
     BatchShape,
+    ConfigError,
     HasBatchShape,
     HasModelShape,
     ParallelLayout,
@@ -40,17 +42,23 @@ from lightning_megatron.lightning.checkpoints import (
     save_trainer_checkpoint,
 )
 from lightning_megatron.lightning.launcher import CheckedLauncher
+from lightning_megatron.lightning.logs import LogSharing
 from lightning_megatron.lightning.micro_batches import split_batch
 from lightning_megatron.lightning.precision import MegatronPrecision
-from lightning_megatron.lightning.steps import TrainingWork, evaluate
+from lightning_megatron.lightning.steps import EvaluationWork, TrainingWork
 from lightning_megatron.lightning.watchers import watches_parameters
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.scaler import grad_reduce_dtype_rule
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
-from lightning_megatron.pipeline.runtime import PipelineRuntime, training_plan
+from lightning_megatron.pipeline.boundary import StageBoundary
+from lightning_megatron.pipeline.partition import StageLayers, partition
+from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan, training_plan
+from lightning_megatron.pipeline.schedule import schedule_problems
+from lightning_megatron.pipeline.tied import sum_tied_gradients
 
 GradReduceDtype = Literal["fp32", "bf16"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 _REDUCE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -70,6 +78,14 @@ class MegatronStrategy(ParallelStrategy):
         vpp: model chunks of a pipeline rank.
         sequence_parallel: shard norms and dropout over the sequence inside tp; ``None`` means where ``tp > 1``.
         micro_batch_size: samples of one forward; ``None`` means the whole batch.
+        pipeline_schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"`` or ``"zero-bubble"``; ``None`` means 1F1B,
+            interleaved where ``vpp > 1``.
+        first_stage_layers: layers of the first stage; ``None`` for an even share.
+        last_stage_layers: layers of the last stage; ``None`` for an even share.
+        count_embedding: let the embedding take the place of one layer when layers are shared out.
+        count_loss: the same for the output layer and the loss.
+        pipeline_layout: every stage spelled out in Megatron's letters, e.g. ``"Et*3|t*4|t*4L"``.
+        broadcast_predictions: give ``predict_step``'s output to all pipeline stages; else only the last one has it.
         distributed_optimizer: shard main parameters and optimizer state over data-parallel ranks (ZeRO stage 1).
         overlap_grad_reduce: send gradients while backward is running.
         overlap_param_gather: gather parameters while the next forward is running; off by itself where a callback or
@@ -87,8 +103,8 @@ class MegatronStrategy(ParallelStrategy):
 
     Attributes:
         micro_batch_size: as given.
+        boundary: where model calls begin and end on this rank's pipeline stages; ``None`` without a pipeline.
         num_nodes: set by the Trainer.
-        has_stepped: whether the current batch has ended in an optimizer step.
 
     Raises:
         ConfigError: for sizes that cannot work; what depends on the number of devices, the model or the data is checked
@@ -107,6 +123,13 @@ class MegatronStrategy(ParallelStrategy):
         vpp: int = 1,
         sequence_parallel: bool | None = None,
         micro_batch_size: int | None = None,
+        pipeline_schedule: PipelineSchedule | None = None,
+        first_stage_layers: int | None = None,
+        last_stage_layers: int | None = None,
+        count_embedding: bool = False,
+        count_loss: bool = False,
+        pipeline_layout: str | None = None,
+        broadcast_predictions: bool = True,
         distributed_optimizer: bool = True,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
@@ -125,6 +148,16 @@ class MegatronStrategy(ParallelStrategy):
         self._wished_layout = ParallelLayout(tp, pp, cp, ep, etp, vpp=vpp, sequence_parallel=sequence_parallel)
         self.micro_batch_size = micro_batch_size
         self.num_nodes = 1
+        self.boundary = StageBoundary(pp * vpp) if pp > 1 else None
+        self._schedule = pipeline_schedule
+        self._split = {
+            "first_stage_layers": first_stage_layers,
+            "last_stage_layers": last_stage_layers,
+            "count_embedding": count_embedding,
+            "count_loss": count_loss,
+            "layout": pipeline_layout,
+        }
+        self._broadcast_predictions = broadcast_predictions
         self._distributed_optimizer = distributed_optimizer
         self._overlap_grad_reduce = overlap_grad_reduce
         self._overlap_param_gather = overlap_param_gather
@@ -133,20 +166,22 @@ class MegatronStrategy(ParallelStrategy):
         self._backend = process_group_backend
         self._timeout = timeout
         self._mesh: ParallelMesh | None = None
+        self._logs: LogSharing | None = None
+        self._tied: tuple[str, ...] = ()
         self._sharded: list[ShardedOptimizer] = []
         self._open_windows: set[ShardedOptimizer] = set()
         self._accumulating = False
         self._backward_is_done = False
-        self.has_stepped = False
         self._saved_randomness: dict[str, Any] | None = None
         raise_if_any(self._argument_problems(checkpoint_io))
 
     def _argument_problems(self, checkpoint_io: CheckpointIO | None) -> list[Problem]:
         found = []
         layout = self._wished_layout
-        for name, size in {"pp": layout.pp, "cp": layout.cp, "ep": layout.ep}.items():
+        for name, size in {"cp": layout.cp, "ep": layout.ep}.items():
             if size > 1:
                 found.append(Problem(name, size, "not in this release", (1,)))
+        found += schedule_problems(self._schedule, layout.pp, layout.vpp, 1)
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             found.append(Problem("micro_batch_size", self.micro_batch_size, "holds at least one sample", (1, None)))
         if self._bucket_size is not None and self._bucket_size < 1:
@@ -255,8 +290,27 @@ class MegatronStrategy(ParallelStrategy):
             batch = BatchShape(next((size for size in sizes if isinstance(size, int)), None))
         batch = replace(batch, micro_batch_size=self.micro_batch_size)
         found = self._environment_problems()
-        found += self._wished_layout.problems(None if found else world_size, model, batch)
+        layout = self._wished_layout if found else self._wished_layout.resolve(world_size)
+        # Whether layers can be shared out is the partition's to say where the user wants it uneven.
+        evenly = not any(self._split.values())
+        found += [p for p in layout.problems(model=model, batch=batch) if evenly or p.argument != "pp"]
+        if model is not None and not evenly:
+            try:
+                self.all_stages(model.num_layers)
+            except ConfigError as error:
+                found += error.problems
         raise_if_any(found)
+
+    def all_stages(self, num_layers: int) -> tuple[StageLayers, ...]:
+        """What every stage of the pipeline builds of a model of ``num_layers`` layers."""
+        layout = self._wished_layout
+        return partition(num_layers, layout.pp, layout.vpp, **self._split)  # type: ignore[arg-type]
+
+    def stages(self, num_layers: int) -> list[StageLayers] | None:
+        """What this rank's stages build; ``None`` without a pipeline."""
+        if self.boundary is None:
+            return None
+        return [stage for stage in self.all_stages(num_layers) if stage.rank == self.mesh.pp.rank]
 
     def setup_environment(self) -> None:
         """Start the process groups; from here on :attr:`mesh` exists."""
@@ -266,6 +320,8 @@ class MegatronStrategy(ParallelStrategy):
         self.check(self.lightning_module, getattr(trainer, "datamodule", None))
         if self._mesh is None:
             self._mesh = self._create_mesh()
+            self._mesh.deferred.enabled = self._schedule == "zero-bubble" and self.boundary is not None
+            self._logs = LogSharing(self._mesh.pp, self.root_device)
             self._agree_on_seed()
 
     def _create_mesh(self) -> ParallelMesh:
@@ -314,6 +370,7 @@ class MegatronStrategy(ParallelStrategy):
         """Let the user configure optimizers, then put flat main parameters into their groups."""
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
+        self._tied = self._tied_names()
         mode = self.precision_plugin.mode
         overlap_gather = self._overlap_param_gather and not watches_parameters(trainer)
         for optimizer in self.optimizers:
@@ -328,10 +385,21 @@ class MegatronStrategy(ParallelStrategy):
                 overlap_grad_reduce=self._overlap_grad_reduce,
                 overlap_param_gather=overlap_gather,
                 bucket_size=self._bucket_size,
+                hold=self._tied,
             )
             sharded.install_gather_hooks(self.lightning_module)
             self._sharded.append(sharded)
         self.precision_plugin.manage(self._sharded)
+
+    def _tied_names(self) -> tuple[str, ...]:
+        """Parameters that first and last stage both hold; every rank hears of them."""
+        assert self.lightning_module is not None
+        own = sorted(spec.tied_with for _, _, spec in named_specs(self.lightning_module) if spec.tied_with)
+        if self.boundary is None:
+            return tuple(own)
+        told: list[list[str]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(told, own, group=self.mesh.host_group)
+        return tuple(sorted({name for names in told for name in names}))
 
     def _reduce_dtype(self, trainer: Trainer) -> torch.dtype | None:
         if self._grad_reduce_dtype is not None:
@@ -356,22 +424,34 @@ class MegatronStrategy(ParallelStrategy):
         With one micro-batch this is stock Lightning: the loss keeps its graph and :meth:`backward` differentiates it.
         """
         assert self.lightning_module is not None
-        self.has_stepped = False
         self._open_window()
         batch, *rest = [*args, *kwargs.values()]
         micro_batches = split_batch(batch, self.micro_batch_size)
-        if len(micro_batches) == 1 or not self.lightning_module.automatic_optimization:
+        module = self.lightning_module
+        if self.boundary is None and (len(micro_batches) == 1 or not module.automatic_optimization):
             with self.precision_plugin.train_step_context():
-                return self.lightning_module.training_step(*args, **kwargs)
-        trainer = self.lightning_module.trainer
-        scale = self.precision_plugin.scale_of_loss() / trainer.accumulate_grad_batches
+                return module.training_step(*args, **kwargs)
+        scale = self.precision_plugin.scale_of_loss() / module.trainer.accumulate_grad_batches
         finishing = [] if self._accumulating else self._sharded
-        work = TrainingWork(self.lightning_module, micro_batches, tuple(rest), scale, finishing)
-        runtime = PipelineRuntime(self.mesh.pp, 1, self.root_device, self.precision_plugin.mode.params)
+        work = TrainingWork(module, micro_batches, tuple(rest), self._at(), scale, finishing)
+        layout, axis = self.layout, self.mesh.pp
+        plan = training_plan(self._schedule, layout.pp, layout.vpp, len(micro_batches), axis.rank)
         with self.precision_plugin.train_step_context():
-            runtime.run(training_plan(None, 1, 1, len(micro_batches), self.mesh.pp.rank), work)
+            self._runtime().run(plan, work)
+        for sharded in finishing:
+            gradients = [(name, sharded.main_grad(name)) for names in sharded.group_names() for name in names]
+            sum_tied_gradients(gradients, self._tied, self.mesh.ends)
         self._backward_is_done = True
-        return work.output()
+        assert self._logs is not None
+        return work.output(self._logs.finish("training_step", work.logs, work.loss))
+
+    def _at(self) -> StageBoundary:
+        """The pipeline's boundary; for a model in one piece, one that is never met."""
+        return self.boundary or StageBoundary(1)
+
+    def _runtime(self) -> PipelineRuntime:
+        mesh, dtype = self.mesh, self.precision_plugin.mode.params
+        return PipelineRuntime(mesh.pp, self._at().num_stages, self.root_device, dtype, mesh.deferred)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Differentiate, unless the schedule has done so; the hooks fire either way."""
@@ -423,7 +503,6 @@ class MegatronStrategy(ParallelStrategy):
         """One step of the user's optimizer; ends the window of accumulation."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._open_windows -= {sharded for sharded in self._sharded if sharded.optimizer is optimizer}
-        self.has_stepped = True
         return result
 
     def grad_norm(self) -> Tensor:
@@ -451,8 +530,19 @@ class MegatronStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         batch, *rest = [*args, *kwargs.values()]
         micro_batches = split_batch(batch, self.micro_batch_size)
+        step = getattr(self.lightning_module, name)
+        if self.boundary is None and len(micro_batches) == 1:
+            with self.precision_plugin.forward_context():
+                return step(*args, **kwargs)
+        work = EvaluationWork(self.lightning_module, step, micro_batches, tuple(rest), self._at())
+        layout, axis = self.layout, self.mesh.pp
         with self.precision_plugin.forward_context():
-            return evaluate(self.lightning_module, getattr(self.lightning_module, name), micro_batches, tuple(rest))
+            self._runtime().run(evaluation_plan(layout.pp, layout.vpp, len(micro_batches), axis.rank), work)
+        assert self._logs is not None
+        self._logs.finish(name, work.logs, None)
+        if name == "predict_step" and self._broadcast_predictions:
+            return broadcast_object(work.output(), axis, axis.size - 1, self.root_device)
+        return work.output()
 
     def on_train_end(self) -> None:
         """Leave whole parameters behind."""

@@ -7,6 +7,8 @@ queries, no biases. The residual stream is ``[S, B, H]``; callers see ``[B, S]``
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,44 +24,79 @@ from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Block, Embedding, Head
 
 
+class ModelPart(Protocol):
+    """What one pipeline stage builds; ``pipeline.partition.StageLayers`` is one."""
+
+    # ruff: noqa: D102
+    @property
+    def stage(self) -> int: ...
+    @property
+    def layers(self) -> Sequence[int]: ...
+    @property
+    def has_embedding(self) -> bool: ...
+    @property
+    def has_loss(self) -> bool: ...
+
+
+class Boundary(Protocol):
+    """Where a call begins and ends on this stage; ``pipeline.boundary.StageBoundary`` is one."""
+
+    stage: int | None
+    hidden: Tensor | None
+
+    def leave(self, hidden: Tensor) -> NoReturn: ...
+
+
+@dataclass(frozen=True)
+class _Whole:
+    layers: range
+    stage: int = 0
+    has_embedding: bool = True
+    has_loss: bool = True
+
+
 class GPTModel(nn.Module):
     """Embedding, blocks, head; on a mesh of one rank the reference for all layouts.
 
-    Layers carry their global number, so that a parameter has one name on every layout.
+    Layers carry their global number, so that a parameter has one name on every layout. Of a pipeline, this builds the
+    parts of the stages on this rank, and a call runs the stage that the boundary names.
 
     Args:
         config: the model's shape.
         mesh: the ranks; ``None`` for one process.
-        layers: global numbers of the blocks to build; ``None`` for all.
-        has_embedding: whether this part of the model begins with the embedding.
-        has_head: whether it ends with the head.
+        parts: the stages on this rank; ``None`` for a model in one piece.
+        boundary: of the pipeline; needed with parts.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         mesh: ParallelMesh | None = None,
-        *,
-        layers: Sequence[int] | None = None,
-        has_embedding: bool = True,
-        has_head: bool = True,
+        parts: Sequence[ModelPart] | None = None,
+        boundary: Boundary | None = None,
     ) -> None:
         super().__init__()
         mesh = mesh or ParallelMesh.single()
         self.config, self.axis = config, mesh.tp
         self.sequence_parallel = mesh.layout.uses_sequence_parallel
+        self._boundary = boundary
+        whole = (_Whole(range(config.num_layers)),)
+        self._parts: dict[int, ModelPart] = {part.stage: part for part in parts or whole}
+        embeds = any(part.has_embedding for part in self._parts.values())
+        predicts = any(part.has_loss for part in self._parts.values())
         base = draw_seed()
-        numbers = range(config.num_layers) if layers is None else layers
         self.embedding: Embedding | None = None
-        if has_embedding or (has_head and config.tie_embeddings):
+        if embeds or (predicts and config.tie_embeddings):
             with seeded(base, 0):
-                self.embedding = Embedding(config, mesh, sequence_parallel=self.sequence_parallel)
+                self.embedding = Embedding(
+                    config, mesh, sequence_parallel=self.sequence_parallel, only_for_head=not embeds
+                )
         self.layers = nn.ModuleDict()
-        for number in numbers:
+        for number in (number for part in self._parts.values() for number in part.layers):
             with seeded(base, number + 1):
                 self.layers[str(number)] = Block(config, mesh, sequence_parallel=self.sequence_parallel)
         self.head: Head | None = None
-        if has_head:
+        if predicts:
             with seeded(base, config.num_layers + 1):
                 self.head = Head(config, mesh, sequence_parallel=self.sequence_parallel)
         self.rotary: RotaryEmbedding | None = None
@@ -74,7 +111,7 @@ class GPTModel(nn.Module):
         position_ids: Tensor | None = None,
         caches: Sequence[KVCache] | None = None,
     ) -> Tensor:
-        """Logits, or the loss where labels are given.
+        """Logits, or the loss where labels are given; on a stage that is not the last, the end of the step.
 
         Args:
             tokens: ``[B, S]``.
@@ -88,11 +125,12 @@ class GPTModel(nn.Module):
 
         Raises:
             ConfigError: for a sequence longer than the learned positions.
+            RuntimeError: if the model is cut into stages and no schedule is running.
         """
-        assert self.embedding is not None
+        part = self._part()
         length = tokens.shape[1]
         first = caches[0].length if caches else 0
-        if self.embedding.position is not None and first + length > self.config.max_position_embeddings:
+        if self.config.position_embedding == "learned" and first + length > self.config.max_position_embeddings:
             reason = f"longer than max_position_embeddings={self.config.max_position_embeddings}"
             raise ConfigError([Problem("seq_length", first + length, reason)])
         tokens, labels, loss_mask, position_ids = self._padded(tokens, labels, loss_mask, position_ids)
@@ -101,29 +139,44 @@ class GPTModel(nn.Module):
         else:
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
             positions[length:] = 0  # padding, which could lie beyond the learned positions
-        hidden = self.decode(self.embedding(tokens.t(), positions), position_ids, first, tokens.shape[1], caches)
+        hidden = self._begin(part, tokens, positions)
+        rotary = self._angles(hidden, position_ids, first, tokens.shape[1])
+        for i, number in enumerate(part.layers):
+            hidden = self.layers[str(number)](hidden, rotary, caches[i] if caches else None)
         for cache in caches or ():
             cache.truncate(first + length)
-        if self.head is None:
-            return hidden
+        if not part.has_loss:
+            assert self._boundary is not None
+            self._boundary.leave(hidden)
+        assert self.head is not None
         if labels is None:
             logits: Tensor = self.head(hidden, self.tied_weight, keep=slice(length - 1 if caches else 0, length))
             return logits.transpose(0, 1)
         return self.loss(hidden, labels, loss_mask)
 
-    def decode(
-        self,
-        hidden: Tensor,
-        position_ids: Tensor | None,
-        first: int,
-        length: int,
-        caches: Sequence[KVCache] | None = None,
-    ) -> Tensor:
-        """Run this part's blocks on ``hidden`` ``[S, B, H]`` (a shard under sequence parallelism)."""
-        rotary = self._angles(hidden, position_ids, first, length)
-        for i, block in enumerate(self.layers.values()):
-            hidden = block(hidden, rotary, caches[i] if caches else None)
-        return hidden
+    def hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
+        """Shape of the activations between stages for ``tokens`` ``[B, S]``: ``[S, B, H]``, or a sequence shard."""
+        batch, length = tokens.shape
+        ranks = self.axis.size if self.sequence_parallel else 1
+        return -(-length // ranks), batch, self.config.hidden_size
+
+    def _part(self) -> ModelPart:
+        if self._boundary is None:
+            return next(iter(self._parts.values()))
+        if self._boundary.stage is None:
+            raise RuntimeError(
+                "the model is cut into pipeline stages and can only be called inside a step of a Trainer"
+            )
+        return self._parts[self._boundary.stage]
+
+    def _begin(self, part: ModelPart, tokens: Tensor, positions: Tensor) -> Tensor:
+        if part.has_embedding:
+            assert self.embedding is not None
+            embedded: Tensor = self.embedding(tokens.t(), positions)
+            return embedded
+        assert self._boundary is not None
+        assert self._boundary.hidden is not None
+        return self._boundary.hidden
 
     def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
         """Mean loss of ``hidden`` ``[S, B, H]`` against labels ``[B, S]``, weighted by the mask."""

@@ -75,9 +75,13 @@ class Embedding(nn.Module):
         config: the model's shape.
         mesh: the ranks.
         sequence_parallel: return a sequence shard.
+        only_for_head: this is the last stage's copy of the tokens' embedding, whose original is on the first; nothing
+            is embedded here.
     """
 
-    def __init__(self, config: TransformerConfig, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self, config: TransformerConfig, mesh: ParallelMesh, *, sequence_parallel: bool, only_for_head: bool = False
+    ) -> None:
         super().__init__()
         self.axis, self.sequence_parallel = mesh.tp, sequence_parallel and mesh.tp.size > 1
         self.word = VocabParallelEmbedding(
@@ -87,9 +91,10 @@ class Embedding(nn.Module):
             multiple=config.vocab_multiple,
             sequence_parallel=sequence_parallel,
             init_std=config.init_std,
+            tied_copy=only_for_head,
         )
         self.position: nn.Parameter | None = None
-        if config.position_embedding == "learned":
+        if config.position_embedding == "learned" and not only_for_head:
             self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
             normal_(self.position, self.param_specs()["position"], 0, config.init_std)
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.comm.p2p import start_receive, start_send
+from lightning_megatron.deferred import Collection, DeferredGradients
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline.action import Action, Message, message_in
 from lightning_megatron.pipeline.schedule import build_schedule, forward_only
@@ -44,14 +47,12 @@ class StageWork(Protocol):
         ...
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """Brackets the last backward of each stage in a step: gradients are complete when it ends."""
+        """Brackets the last backwards of each stage in a step: gradients they reach are complete when they end."""
         ...
 
 
 @lru_cache(maxsize=64)
-def training_plan(
-    name: str | None, pp: int, vpp: int, num_microbatches: int, rank: int
-) -> tuple[Step, ...]:
+def training_plan(name: str | None, pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[Step, ...]:
     """This rank's actions and transfers of one training step."""
     return tuple(add_transfers(build_schedule(name, pp, vpp, num_microbatches))[rank])
 
@@ -70,44 +71,76 @@ class PipelineRuntime:
         num_stages: stages of the whole pipeline.
         device: where activations live.
         dtype: of activations on the wire.
+        deferred: where layers put off weight gradients, for schedules that split a backward.
     """
 
-    def __init__(self, axis: Axis, num_stages: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, axis: Axis, num_stages: int, device: torch.device, dtype: torch.dtype, deferred: DeferredGradients
+    ) -> None:
         self._axis, self._num_stages = axis, num_stages
         self._device, self._dtype = device, dtype
+        self._deferred = deferred
 
     def run(self, plan: Sequence[Step], work: StageWork) -> None:
-        """Execute a plan; returns when everything has been computed and sent."""
-        run = _Run(self._axis, self._num_stages, self._device, self._dtype, work)
-        final = {step.stage: i for i, step in enumerate(plan) if isinstance(step, Action) and step.kind == "B"}
-        for i, step in enumerate(plan):
-            if isinstance(step, Transfer):
-                run.post(step)
-            elif step.kind == "F":
-                run.forward(step, keep=bool(final))
-            elif final[step.stage] == i:
-                with work.last_backward():
-                    run.backward(step)
-            else:
-                run.backward(step)
+        """Execute a plan; returns when everything has been computed and sent.
+
+        Whatever an action raises is noted with the pipeline rank and the action.
+        """
+        actions = [step for step in plan if isinstance(step, Action)]
+        trains = any(action.kind != "F" for action in actions)
+        # The last action of each kind on each stage: weight gradients may come from B, or part from I and part from W.
+        final = {(action.stage, action.kind): action for action in actions}
+        run = _Run(self._axis, self._num_stages, self._device, self._dtype, self._deferred, work)
+        execute = {"B": run.backward, "I": run.input_backward, "W": run.weight_backward}
+        for step in plan:
+            try:
+                if isinstance(step, Transfer):
+                    run.post(step)
+                elif step.kind == "F":
+                    run.forward(step, keep=trains)
+                elif final[step.stage, step.kind] == step:
+                    with work.last_backward():
+                        execute[step.kind](step)
+                else:
+                    execute[step.kind](step)
+            except Exception as error:
+                _note(error, f"on pipeline rank {self._axis.rank} of {self._axis.size}, at {step}")
+                raise
         run.finish()
+
+
+def _note(error: Exception, text: str) -> None:
+    """Say where an error happened without changing its type (``add_note`` exists from Python 3.11 on)."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        error.args = (*error.args, text)
 
 
 class _Run:
     """State of one step: what has arrived, what waits for its backward, what is still being sent."""
 
     def __init__(
-        self, axis: Axis, num_stages: int, device: torch.device, dtype: torch.dtype, work: StageWork
+        self,
+        axis: Axis,
+        num_stages: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        deferred: DeferredGradients,
+        work: StageWork,
     ) -> None:
         self._axis, self._num_stages, self._device, self._dtype = axis, num_stages, device, dtype
-        self._work = work
+        self._deferred, self._work = deferred, work
         self._arriving: dict[Message, Pending] = {}
         self._ready: dict[Message, Tensor] = {}
         self._sending: list[Pending] = []
-        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = {}
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._weights: dict[tuple[int, int], Collection] = {}
 
     def post(self, transfer: Transfer) -> None:
+        """Begin a transfer."""
         message = transfer.message
+        self._sending = [sent for sent in self._sending if not sent.is_done()]  # and so let go of what they hold
         if transfer.sends:
             self._sending.append(start_send(self._ready.pop(message), self._axis, transfer.peer))
         else:
@@ -116,13 +149,10 @@ class _Run:
 
     def _take(self, action: Action) -> Tensor | None:
         message = message_in(action, self._num_stages)
-        if message is None:
-            return None
-        if message in self._ready:  # a neighbouring stage on this very rank made it
-            return self._ready.pop(message)
-        return self._arriving.pop(message).wait()
+        return None if message is None else self._arriving.pop(message).wait()
 
     def forward(self, action: Action, keep: bool) -> None:
+        """Run a stage; ``keep`` what its backward will need."""
         hidden = self._take(action)
         if hidden is not None and keep:
             hidden.requires_grad_()
@@ -131,17 +161,62 @@ class _Run:
             assert out is not None
             self._ready[Message(action.stage, action.stage + 1, action.microbatch)] = out.detach()
         if keep:
-            self._kept[action.stage, action.microbatch] = hidden, out
+            sent = action.stage < self._num_stages - 1
+            self._kept[action.stage, action.microbatch] = _Kept.of(hidden, out, sent)
 
     def backward(self, action: Action) -> None:
+        """Gradients of input and weights together."""
         gradient = self._take(action)
-        hidden, out = self._kept.pop((action.stage, action.microbatch))
-        if out is not None and out.requires_grad:
-            torch.autograd.backward([out], None if gradient is None else [gradient])
-        if hidden is not None:
-            grad = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
+        kept = self._kept.pop((action.stage, action.microbatch))
+        kept.backward(gradient)
+        if kept.hidden is not None:
+            grad = kept.hidden.grad if kept.hidden.grad is not None else torch.zeros_like(kept.hidden)
             self._ready[Message(action.stage, action.stage - 1, action.microbatch)] = grad
 
+    def input_backward(self, action: Action) -> None:
+        """The gradient of the input now, those of the weights put off."""
+        with self._deferred.collecting() as weights:
+            self.backward(action)
+        self._weights[action.stage, action.microbatch] = weights
+
+    def weight_backward(self, action: Action) -> None:
+        """The weight gradients that :meth:`input_backward` put off."""
+        self._weights.pop((action.stage, action.microbatch)).play()
+
     def finish(self) -> None:
+        """Wait until everything is sent."""
         for sent in self._sending:
             sent.wait()
+
+
+@dataclass
+class _Kept:
+    """What a micro-batch leaves on a stage for its backward.
+
+    Of the output only the way into its graph is kept where torch can start there: the activation itself is free as soon
+    as it is sent.
+    """
+
+    hidden: Tensor | None
+    end: Any
+
+    @classmethod
+    def of(cls, hidden: Tensor | None, out: Tensor | None, sent: bool) -> _Kept:
+        if out is None or not out.requires_grad:
+            return cls(hidden, None)
+        return cls(hidden, get_gradient_edge(out) if sent and _starts_at_edges() else out)
+
+    def backward(self, gradient: Tensor | None) -> None:
+        if self.end is not None:
+            torch.autograd.backward([self.end], None if gradient is None else [gradient])
+
+
+@lru_cache(maxsize=1)
+def _starts_at_edges() -> bool:
+    """Whether ``torch.autograd.backward`` takes a place in the graph instead of a tensor (newer torch only)."""
+    leaf = torch.ones((), requires_grad=True)
+    try:
+        torch.autograd.backward([get_gradient_edge(leaf * 2)], [torch.ones(())])
+    except (TypeError, AttributeError, RuntimeError):
+        return False
+    return True

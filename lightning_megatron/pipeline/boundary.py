@@ -1,0 +1,58 @@
+"""Where a model call begins and ends on one stage of a pipeline.
+
+A user's step calls the model as if it were whole. On a stage that is not the first the model begins with the activation
+that has arrived; on one that is not the last it ends the step then and there, by raising :class:`StageReached` with the
+activation for the next stage. Code before the call runs on every stage, code after it on the last one only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from torch import Tensor
+
+
+class StageReached(BaseException):
+    """The part of the model on this stage is done. No error: a ``BaseException``, so that no user's handler stops it.
+
+    Attributes:
+        hidden: activation for the next stage.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the model's part on this pipeline stage is done")
+        self.hidden = hidden
+
+
+class StageBoundary:
+    """What a model cut into stages asks: which stage runs now, and on what.
+
+    Attributes:
+        num_stages: stages of the whole pipeline.
+        stage: the stage that runs now; ``None`` outside a schedule.
+        hidden: its input activation; ``None`` on the first stage.
+
+    Args:
+        num_stages: stages of the whole pipeline.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self.stage: int | None = None
+        self.hidden: Tensor | None = None
+
+    @contextmanager
+    def at(self, stage: int, hidden: Tensor | None) -> Iterator[None]:
+        """Let the model's next call be that of ``stage``."""
+        before = self.stage, self.hidden
+        self.stage, self.hidden = stage, hidden
+        try:
+            yield
+        finally:
+            self.stage, self.hidden = before
+
+    def leave(self, hidden: Tensor) -> NoReturn:
+        """End the step here, with the activation for the next stage."""
+        raise StageReached(hidden)
