@@ -93,7 +93,7 @@ def load_trainer_checkpoint(
         state,
         mesh,
         strict=module.strict_loading,
-        weights_only=True if weights_only is None else weights_only,
+        weights_only=weights_only is None or weights_only,
     )
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")

@@ -14,12 +14,12 @@ from lightning_megatron.rng import RNGStreams
 def random_state(streams: RNGStreams) -> dict[str, Any]:
     """Python's, NumPy's and torch's generators, and the rank's own streams."""
     version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [
             kind,
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            torch.from_numpy(keys.astype(np.int64)),
             int(position),
             int(has_gauss),
             float(cached),

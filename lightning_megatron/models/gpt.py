@@ -164,9 +164,7 @@ class GPTModel(nn.Module):
         if self._boundary is None:
             return next(iter(self._parts.values()))
         if self._boundary.stage is None:
-            raise RuntimeError(
-                "the model is cut into pipeline stages and can only be called inside a step of a Trainer"
-            )
+            raise RuntimeError("the model is cut into pipeline stages: call it inside a step of a Trainer")
         return self._parts[self._boundary.stage]
 
     def _begin(self, part: ModelPart, tokens: Tensor, positions: Tensor) -> Tensor:
