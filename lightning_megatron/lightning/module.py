@@ -205,7 +205,7 @@ class GPTModule(MegatronModule):
         optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
         if self.lr_schedule == "constant" and not self.warmup_steps:
             return optimizer
-        decay = None
+        decay = 0
         if self.lr_schedule != "constant":
             decay = self.decay_steps or int(self.trainer.estimated_stepping_batches)
         schedule = LRSchedule(self.lr, self.min_lr, warmup=self.warmup_steps, decay=decay, style=self.lr_schedule)

@@ -19,7 +19,7 @@ def random_state(streams: RNGStreams) -> dict[str, Any]:
         "python": [version, list(numbers), gauss],
         "numpy": [
             kind,
-            torch.from_numpy(keys.astype(np.int64)),
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
             int(position),
             int(has_gauss),
             float(cached),
