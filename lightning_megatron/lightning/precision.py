@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -51,8 +51,8 @@ class MegatronPrecision(Precision):
     """Megatron's meaning of Lightning's precision names.
 
     ``bf16-mixed`` holds parameters in bf16 and fp32 main copies of them in the (sharded) optimizer, and accumulates
-    gradients in fp32; Lightning's own ``bf16-mixed`` holds fp32 parameters and casts in every operation. ``16-mixed``
-    is the same with fp16 and a dynamic loss scale. ``bf16-true`` has no fp32 copy: small updates are lost.
+    gradients in fp32; Lightning's own ``bf16-mixed`` holds fp32 parameters and casts in every operation. ``16-mixed`` is
+    the same with fp16 and a dynamic loss scale. ``bf16-true`` has no fp32 copy: small updates are lost.
 
     Args:
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` or ``"16-mixed"``.
@@ -131,7 +131,9 @@ class MegatronPrecision(Precision):
         """Cast floating-point inputs to the parameters' dtype; ids and masks of other types stay."""
         if self.mode.params == torch.float32:
             return data
-        return apply_to_collection(data, Tensor, lambda t: t.to(self.mode.params) if torch.is_floating_point(t) else t)
+        return apply_to_collection(
+            data, Tensor, lambda t: t.to(self.mode.params) if torch.is_floating_point(t) else t
+        )
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Nothing: parameters have their dtype, and no operation is cast."""
@@ -183,7 +185,6 @@ class MegatronPrecision(Precision):
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp every element."""
-        self.grad_norm()  # of the gradient as it was
         self._sharded(optimizer).clip_by_value(float(clip_val))
 
     def grad_norm(self) -> Tensor:
