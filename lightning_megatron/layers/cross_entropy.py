@@ -52,25 +52,26 @@ class VocabSlice:
 class _Chunk:
     """What the forward of some tokens leaves for their gradient. ``V`` is the slice, ``T`` the tokens."""
 
-    logits: Tensor  # [T, V] fp32
+    exps: Tensor  # [T, V] fp32, exp(logits - peak), in the place of the logits
+    peak: Tensor  # [T], this slice's largest logit
     log_sum_exp: Tensor  # [T]
     loss: Tensor  # [T]
     local_target: Tensor  # [T], 0 where the target is elsewhere
     is_here: Tensor  # [T]
 
 
-def _losses(logits: Tensor, labels: Tensor, part: VocabSlice, smoothing: float) -> _Chunk:
-    """Per-token losses from this rank's logits ``[T, V]`` and labels ``[T]`` that are all real token ids."""
+def _losses_(logits: Tensor, labels: Tensor, part: VocabSlice, smoothing: float) -> _Chunk:
+    """Per-token losses of fp32 logits ``[T, V]``, which are overwritten, and labels ``[T]``, all real token ids."""
     local = labels - part.first
     here = (local >= 0) & (local < part.size)
     local = local.masked_fill(~here, 0)
     if part.size:
-        peak = logits.amax(-1)
-        total = (logits - peak.unsqueeze(-1)).exp_().sum(-1)
+        own_peak = peak = logits.amax(-1)
         target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
         mass = logits.sum(-1) if smoothing else torch.zeros_like(peak)
+        total = logits.sub_(peak.unsqueeze(-1)).exp_().sum(-1)
     else:
-        peak = torch.full(labels.shape, float("-inf"), device=logits.device)
+        own_peak = peak = torch.full(labels.shape, float("-inf"), device=logits.device)
         total = target = mass = torch.zeros(labels.shape, device=logits.device)
     if part.axis.size > 1:
         peaks, totals, targets, masses = all_gather(torch.stack((peak, total, target, mass))[None], part.axis).unbind(1)
@@ -82,34 +83,36 @@ def _losses(logits: Tensor, labels: Tensor, part: VocabSlice, smoothing: float) 
     if smoothing:
         # torch's definition: the target is (1 - s) one-hot + s / V, over the true vocabulary and not a rank's slice.
         loss = (1 - smoothing) * loss + smoothing * (log_sum_exp - mass / part.total)
-    return _Chunk(logits, log_sum_exp, loss, local, here)
+    return _Chunk(logits, own_peak, log_sum_exp, loss, local, here)
 
 
 def _gradient_(chunk: _Chunk, scale: Tensor, part: VocabSlice, smoothing: float) -> Tensor:
-    """Overwrite the logits ``[T, V]`` with ``scale x d loss / d logits``."""
-    grad = chunk.logits.sub_(chunk.log_sum_exp.unsqueeze(-1)).exp_()
+    """``scale x d loss / d logits``, ``[T, V]``, in the place of the exponentials: one pass over them makes it."""
+    to_probability = (chunk.peak - chunk.log_sum_exp).exp_()
+    grad = chunk.exps.mul_((to_probability * scale).unsqueeze(-1))
     if smoothing:
-        grad.sub_(smoothing / part.total)
+        grad.sub_((scale * (smoothing / part.total)).unsqueeze(-1))
     if part.size:
-        hit = chunk.is_here.to(grad.dtype).mul_(smoothing - 1)
+        hit = chunk.is_here * scale * (smoothing - 1)
         grad.scatter_add_(-1, chunk.local_target.unsqueeze(-1), hit.unsqueeze(-1))
-    return grad.mul_(scale.unsqueeze(-1))
+    return grad
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, part: VocabSlice, smoothing: float, ignore: int) -> Tensor:
-        flat, targets = logits.flatten(0, -2)[:, : part.size].float(), labels.flatten()
+        own = logits.flatten(0, -2)[:, : part.size].to(torch.float32, copy=True)
+        targets = labels.flatten()
         kept = targets != ignore
-        chunk = _losses(flat.clone() if flat.data_ptr() == logits.data_ptr() else flat, targets * kept, part, smoothing)
-        ctx.save_for_backward(chunk.logits, chunk.log_sum_exp, chunk.local_target, chunk.is_here, kept)
+        chunk = _losses_(own, targets * kept, part, smoothing)
+        ctx.save_for_backward(chunk.exps, chunk.peak, chunk.log_sum_exp, chunk.local_target, chunk.is_here, kept)
         ctx.part, ctx.smoothing, ctx.shape, ctx.dtype = part, smoothing, logits.shape, logits.dtype
         return (chunk.loss * kept).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, log_sum_exp, target, here, kept = ctx.saved_tensors
-        chunk = _Chunk(logits.clone(), log_sum_exp, log_sum_exp, target, here)
+        exps, peak, log_sum_exp, target, here, kept = ctx.saved_tensors
+        chunk = _Chunk(exps.clone(), peak, log_sum_exp, log_sum_exp, target, here)
         real = _gradient_(chunk, grad.flatten() * kept, ctx.part, ctx.smoothing)
         out = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
         out.flatten(0, -2)[:, : ctx.part.size] = real
@@ -171,14 +174,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = weight[: part.size]
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if wants_dx else None
-        d_weight = torch.zeros_like(weight) if wants_dw else None
+        d_weight = torch.empty_like(weight) if wants_dw else None
+        if d_weight is not None:
+            d_weight[part.size if hidden.shape[0] else 0 :].zero_()
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         scales, ctx.unit, ctx.headroom = _gradient_scales(weights, hidden.dtype)
         step = _chunk_length(hidden.shape[0], weight.dtype, weight.shape[0], chunk_bytes)
         for start in range(0, hidden.shape[0], step):
             some = slice(start, start + step)
             x = hidden[some]
-            chunk = _losses(x.matmul(rows.t()).float(), labels[some], part, smoothing)
+            chunk = _losses_(x.matmul(rows.t()).float(), labels[some], part, smoothing)
             loss += chunk.loss.dot(weights[some])
             if d_hidden is None and d_weight is None:
                 continue
@@ -186,7 +191,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_hidden is not None:
                 torch.matmul(grad, rows, out=d_hidden[some])
             if d_weight is not None:
-                d_weight[: part.size].addmm_(grad.t(), x, alpha=1 / ctx.headroom)
+                # beta 0 on the first chunk: what has not been written is not read.
+                d_weight[: part.size].addmm_(grad.t(), x, beta=1 if start else 0, alpha=1 / ctx.headroom)
         ctx.save_for_backward(d_hidden, d_weight)
         return loss
 
