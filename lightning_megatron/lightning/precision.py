@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -51,8 +51,8 @@ class MegatronPrecision(Precision):
     """Megatron's meaning of Lightning's precision names.
 
     ``bf16-mixed`` holds parameters in bf16 and fp32 main copies of them in the (sharded) optimizer, and accumulates
-    gradients in fp32; Lightning's own ``bf16-mixed`` holds fp32 parameters and casts in every operation. ``16-mixed`` is
-    the same with fp16 and a dynamic loss scale. ``bf16-true`` has no fp32 copy: small updates are lost.
+    gradients in fp32; Lightning's own ``bf16-mixed`` holds fp32 parameters and casts in every operation. ``16-mixed``
+    is the same with fp16 and a dynamic loss scale. ``bf16-true`` has no fp32 copy: small updates are lost.
 
     Args:
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` or ``"16-mixed"``.
@@ -75,6 +75,7 @@ class MegatronPrecision(Precision):
         self.mode = MODES[precision]
         self.loss_scale = (loss_scale or DynamicLossScale()) if self.mode.loss_scaled else None
         self._managed: dict[Optimizer, ShardedOptimizer] = {}
+        self._overflow: dict[ShardedOptimizer, bool] = {}
         self.last_grad_norm: Tensor | None = None
 
     @classmethod
@@ -131,9 +132,7 @@ class MegatronPrecision(Precision):
         """Cast floating-point inputs to the parameters' dtype; ids and masks of other types stay."""
         if self.mode.params == torch.float32:
             return data
-        return apply_to_collection(
-            data, Tensor, lambda t: t.to(self.mode.params) if torch.is_floating_point(t) else t
-        )
+        return apply_to_collection(data, Tensor, lambda t: t.to(self.mode.params) if torch.is_floating_point(t) else t)
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Nothing: parameters have their dtype, and no operation is cast."""
@@ -160,14 +159,11 @@ class MegatronPrecision(Precision):
         """
         sharded = self._managed[optimizer]
         result = closure()
-        sharded.finish_grad_sync()
-        self.last_grad_norm = None
+        self._complete(sharded)
         skip = False
         if self.loss_scale is not None:
-            overflow = sharded.found_inf()
-            sharded.scale_grads(1.0 / self.loss_scale.scale)
-            self.loss_scale.update(overflow)
-            skip = overflow
+            skip = self._overflow.pop(sharded, False)
+            self.loss_scale.update(skip)
             if skip:
                 rank_zero_warn(f"gradient overflow: step skipped, loss scale now {self.loss_scale.scale:g}")
         self._after_closure(model, optimizer)
@@ -176,16 +172,30 @@ class MegatronPrecision(Precision):
             sharded.start_param_gather()
         return result
 
+    def _complete(self, sharded: ShardedOptimizer) -> None:
+        """Make the gradients of the step final, once: under manual optimization clipping comes before the step."""
+        if sharded.grads_are_complete:
+            return
+        self.last_grad_norm = None
+        sharded.finish_grad_sync()
+        if self.loss_scale is not None:
+            self._overflow[sharded] = sharded.found_inf()
+            sharded.scale_grads(self.loss_scale.inverse)
+
     def _sharded(self, optimizer: Optimizer | LightningOptimizer) -> ShardedOptimizer:
         return self._managed[optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer]
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over the whole model, on whatever ranks it lies."""
-        self.last_grad_norm = self._sharded(optimizer).clip_by_norm(float(clip_val))
+        sharded = self._sharded(optimizer)
+        self._complete(sharded)
+        self.last_grad_norm = sharded.clip_by_norm(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp every element."""
-        self._sharded(optimizer).clip_by_value(float(clip_val))
+        sharded = self._sharded(optimizer)
+        self._complete(sharded)
+        sharded.clip_by_value(float(clip_val))
 
     def grad_norm(self) -> Tensor:
         """L2 norm of the last step's gradient before clipping, a scalar equal on all ranks."""

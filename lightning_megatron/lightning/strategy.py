@@ -143,7 +143,6 @@ class MegatronStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._precision: MegatronPrecision | None = None
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self._wished_layout = ParallelLayout(tp, pp, cp, ep, etp, vpp=vpp, sequence_parallel=sequence_parallel)
         self.micro_batch_size = micro_batch_size
@@ -246,11 +245,12 @@ class MegatronStrategy(ParallelStrategy):
     @property
     def precision_plugin(self) -> MegatronPrecision:
         """Always a :class:`MegatronPrecision`: whatever Lightning assigns is translated."""
-        return self._precision or MegatronPrecision()
+        # Lightning's own attribute: its connector looks there for a plugin that came with the strategy.
+        return MegatronPrecision.of(self._precision_plugin)
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision = None if precision_plugin is None else MegatronPrecision.of(precision_plugin)
+        self._precision_plugin = None if precision_plugin is None else MegatronPrecision.of(precision_plugin)
 
     # Starting
 

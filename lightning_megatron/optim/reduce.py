@@ -24,6 +24,7 @@ class GradReducer:
 
     Attributes:
         sync: whether the backward that runs now is the last of the step for the parameters it reaches.
+        reached: whether any gradient has arrived in this step.
 
     Args:
         buckets: all buckets, in the order in which backward completes them.
@@ -34,6 +35,7 @@ class GradReducer:
 
     def __init__(self, buckets: Sequence[Bucket], tp: Axis, *, dtype: torch.dtype | None, overlap: bool) -> None:
         self.sync = False
+        self.reached = False
         self._tp = tp
         self._dtype = dtype
         self._overlap = overlap
@@ -59,6 +61,7 @@ class GradReducer:
                 "the last one (sync=True), or switch overlap_grad_reduce off."
             )
         slot.collect()
+        self.reached = True
         if self.sync and self._overlap and not (bucket.key.grad_sum_over_tp or bucket.key.held):
             self._missing[id(bucket)].discard(slot.owned.name)
             self._start_ready()
@@ -93,7 +96,7 @@ class GradReducer:
     def _end(self) -> None:
         for bucket in self._queue + self._late:
             bucket.finish_reduce()
-        self.sync = False
+        self.sync = self.reached = False
         self._next = 0
         self._missing = self._all_missing()
 

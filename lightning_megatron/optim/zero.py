@@ -42,11 +42,13 @@ class ShardedOptimizer:
         zero.start_param_gather()             # waited for by the modules of the next forward
 
     A parameter that no backward of the step reached has a zero gradient, not ``None``: it is decayed and its moments
-    fade, where plain torch would leave it alone. It must be so: another rank may have reached it.
+    fade, where plain torch would leave it alone. It must be so: another rank may have reached it. Only where there is
+    no other rank and no backward has run at all (a user skipped the batch), gradients stay ``None``.
 
     Attributes:
         optimizer: the user's. ``param_groups[i]["params"]`` are main parameters; all else in the groups is untouched.
         buffers: flat parameters and gradients by kind.
+        grads_are_complete: whether :meth:`finish_grad_sync` has run in this window of accumulation.
 
     Args:
         optimizer: an element-wise torch optimizer without state, over parameters of the model.
@@ -89,6 +91,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self._mesh = mesh
         self._device = mesh.rng.device
+        self.grads_are_complete = False
         self._user_params: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         owned = assign(optimizer, named_params, mesh, hold)
         self.buffers = [
@@ -157,6 +160,7 @@ class ShardedOptimizer:
     def zero_grads(self) -> None:
         """Begin a window of accumulation: all gradients zero, ``param.grad`` the buffers'."""
         self._reducer.reset()
+        self.grads_are_complete = False
         for buffer in self.buffers:
             buffer.grads.zero_()
         for bucket, main in self._mains.items():
@@ -176,6 +180,9 @@ class ShardedOptimizer:
 
     def finish_grad_sync(self) -> None:
         """Complete the reduction; the mean gradient of each main parameter becomes its ``.grad``."""
+        self.grads_are_complete = True
+        if not self._reducer.reached and self._mesh.dp_cp.size == 1:
+            return
         self._reducer.finish()
         for bucket, main in self._mains.items():
             main.grad = bucket.own_grads.to(main.dtype)  # the buffer itself where dtypes agree
