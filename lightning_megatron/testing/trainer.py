@@ -103,13 +103,14 @@ def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
 
     Args:
         strategy: as for ``Trainer``.
-        **options: further Trainer arguments; they win over the quiet ones.
+        **options: further Trainer arguments; they win over the quiet ones, and ``plugins`` come on top.
     """
     environment = PoolEnvironment()
+    plugins = [environment, *options.pop("plugins", ())]
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": environment.world_size(),
-        "plugins": [environment],
+        "plugins": plugins,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

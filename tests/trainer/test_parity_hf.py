@@ -1,9 +1,9 @@
 """Every layout against Hugging Face: loss and gradient norm over ten steps.
 
 fp32 sums run in another order on every layout, and AdamW amplifies what that changes. How far rounding alone gets is
-what the fp32 reference is away from the same loop in fp64: 1e-7 (llama) to 6e-7 (gpt2, untied) at this learning rate, and
-five times that at 5e-3. A wrong scale of one gradient, a norm that counts a parameter twice or a mean over the wrong
-number shows as 1e-3 and more.
+what the fp32 reference is away from the same loop in fp64: 1e-7 (llama) to 6e-7 (gpt2, untied) at this learning rate,
+and five times that at 5e-3. A wrong scale of one gradient, a norm that counts a parameter twice or a mean over the
+wrong number shows as 1e-3 and more.
 """
 
 from __future__ import annotations
