@@ -371,6 +371,7 @@ class MegatronStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         self._tied = self._tied_names()
+        held = self._tied and {name for name, _, _ in named_specs(self.lightning_module)}.intersection(self._tied)
         mode = self.precision_plugin.mode
         overlap_gather = self._overlap_param_gather and not watches_parameters(trainer)
         for optimizer in self.optimizers:
@@ -385,7 +386,7 @@ class MegatronStrategy(ParallelStrategy):
                 overlap_grad_reduce=self._overlap_grad_reduce,
                 overlap_param_gather=overlap_gather,
                 bucket_size=self._bucket_size,
-                hold=self._tied,
+                hold=held,
             )
             sharded.install_gather_hooks(self.lightning_module)
             self._sharded.append(sharded)
