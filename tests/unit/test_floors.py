@@ -1,0 +1,214 @@
+"""The house: who may import whom, who may name a device, how long a file may be, what an import may cost."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import lightning_megatron
+
+HOUSE = Path(lightning_megatron.__file__).parent
+FILES = sorted(HOUSE.rglob("*.py"))
+NAMES = [str(path.relative_to(HOUSE)) for path in FILES]
+
+FLOORS = {
+    "config": 0, "params": 0, "deferred": 0, "_compat": 0,
+    "device": 1,
+    "rng": 2,
+    "mesh": 3,
+    "comm": 4, "ops": 4,
+    "context": 5, "layers": 5, "moe": 5, "recompute": 5,
+    "models": 6,
+    "pipeline": 6, "optim": 6, "checkpoint": 6, "data": 6,
+    "parallelize": 7,
+    "lightning": 8,
+    "cli": 9,
+    "testing": 10,
+    "": 10,  # the package's own __init__: the public names
+}  # fmt: skip
+# Rooms that see less than everything below them: the highest floor they see.
+SIGHT = {"ops": 1, "pipeline": 4, "optim": 4, "checkpoint": 4, "data": 4}
+# On one floor, `layers` call `context` for attention over several ranks, and `moe` is made of layers.
+NEIGHBOURS = {("layers", "context"), ("moe", "layers")}
+LIGHTNING_ROOMS = {"lightning", "cli", "testing", ""}
+DEVICE_ROOMS = {"device", "ops", "testing"}
+DEVICE_WORDS = {"cuda", "hpu", "nccl", "hccl", "gloo"}
+
+
+def room_of(module: str) -> str:
+    """``lightning_megatron.layers.mlp`` -> ``layers``."""
+    return ([*module.split("."), ""])[1]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(HOUSE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Every imported module with its line, those inside functions and under ``TYPE_CHECKING`` too."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            assert node.module is not None
+            yield node.module, node.lineno
+            # `from lightning_megatron import device` names a module where others name a class.
+            yield from ((f"{node.module}.{a.name}", node.lineno) for a in node.names if is_module(node.module, a.name))
+
+
+def imports_when_it_runs(path: Path) -> set[str]:
+    """Without those that only a type checker follows."""
+    for_types = [
+        node
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    lines = {line for node in for_types for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return {module for module, line in imports_of(path) if line not in lines}
+
+
+def is_module(package: str, name: str) -> bool:
+    folder = HOUSE.parent.joinpath(*package.split("."))
+    return (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
+
+
+def may_import(room: str, other: str) -> bool:
+    if room == other or (room, other) in NEIGHBOURS:
+        return True
+    seen = SIGHT.get(room, FLOORS[room] - 1)
+    return FLOORS[other] <= seen and FLOORS[other] < FLOORS[room]
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_a_file_imports_only_from_floors_below(path):
+    room = room_of(module_of(path))
+    assert room in FLOORS, f"{path}: a room that is on no floor of DESIGN.md"
+    for module, line in imports_of(path):
+        if module == "lightning_megatron":  # its modules are looked at one by one; its names are for users
+            continue
+        if module.split(".")[0] == "lightning_megatron":
+            assert may_import(room, room_of(module)), f"{path.name}:{line}: {room or 'the package'} imports {module}"
+        if module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric"):
+            assert room in LIGHTNING_ROOMS, f"{path.name}:{line}: {room} imports {module}"
+
+
+def test_the_rules_themselves():
+    assert may_import("mesh", "device")
+    assert may_import("moe", "layers")
+    assert not may_import("layers", "moe")
+    assert not may_import("ops", "mesh")
+    assert not may_import("ops", "comm")
+    assert not may_import("comm", "ops")
+    assert not may_import("optim", "layers")
+    assert not may_import("optim", "checkpoint")
+    assert not may_import("models", "lightning")
+    assert may_import("data", "mesh")
+    assert {room_of(module_of(path)) for path in FILES} <= FLOORS.keys()
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {module_of(path): imports_when_it_runs(path) for path in FILES}
+    edges = {name: sorted(others & graph.keys() - {name, "lightning_megatron"}) for name, others in graph.items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for other in edges[name]:
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+def docstrings(tree: ast.Module) -> set[int]:
+    """Ids of the string nodes that are documentation."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, owners)]
+    return {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(module_of(p)) not in DEVICE_ROOMS], ids=str)
+def test_only_the_device_room_and_ops_name_a_device(path):
+    prose = docstrings(tree_of(path))
+    for node in ast.walk(tree_of(path)):
+        place = f"{path.name}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            assert not DEVICE_WORDS & set(re.findall(r"\w+", node.value)), f"{place}: {node.value!r}"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            assert node.attr not in DEVICE_WORDS, f"{place}: torch.{node.attr}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_no_file_is_longer_than_450_lines(path):
+    length = len(path.read_text().splitlines())
+    assert length <= 450
+
+
+SPY = """
+import json, os, resource, subprocess, sys
+runs = []
+class Spy(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        runs.append(str(args[0] if args else kwargs.get("args")))
+        super().__init__(*args, **kwargs)
+subprocess.Popen = Spy
+system = os.system
+os.system = lambda command: runs.append(command) or system(command)
+def seconds():
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+times = [seconds()]
+import torch
+times.append(seconds())
+import lightning.pytorch
+times.append(seconds())
+import lightning_megatron
+times.append(seconds())
+spent = dict(zip(("torch", "lightning", "ours"), (b - a for a, b in zip(times, times[1:]))))
+print(json.dumps({"seconds": spent, "runs": runs, "modules": sorted(sys.modules)}))
+"""
+QUIET_MACHINE = 1.1  # CPU seconds that torch takes to import on the machine that the limit of 5 s was set on
+
+
+def test_the_package_imports_in_under_5_seconds_without_a_compiler_and_without_the_bridge():
+    done = subprocess.run([sys.executable, "-c", SPY], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    seconds = found["seconds"]
+    slowness = max(1.0, seconds["torch"] / QUIET_MACHINE)
+    assert sum(seconds.values()) < 5.0 * slowness, seconds
+    assert seconds["ours"] < 1.0 * slowness, seconds
+    compilers = [run for run in found["runs"] if re.search(r"\b(gcc|g\+\+|cc|c\+\+|clang|nvcc|ninja|make)\b", run)]
+    assert not compilers
+    assert not [name for name in found["modules"] if name.startswith("habana")]
+
+
+def test_rooms_below_lightning_need_no_lightning():
+    """Only the package's own door imports it; behind a bare package object the rooms stand alone."""
+    code = (
+        "import sys, types\n"
+        "sys.modules['lightning'] = None\n"
+        f"house = types.ModuleType('lightning_megatron'); house.__path__ = [{str(HOUSE)!r}]\n"
+        "sys.modules['lightning_megatron'] = house\n"
+        "import lightning_megatron.models.gpt, lightning_megatron.pipeline.runtime, lightning_megatron.optim.zero\n"
+        "import lightning_megatron.checkpoint, lightning_megatron.data\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
