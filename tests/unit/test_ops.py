@@ -1,0 +1,173 @@
+"""Each op against its reference and against others' implementations, forward and backward.
+
+Tolerances, relative to the largest element: fp32 1e-5 (order of sums). bf16: inputs are the same bf16 numbers and the
+truth is computed in fp32; an op may round a few times, so 2^-6 = 4 units of bf16's last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from lightning_megatron.layers.rotary import RopeScaling, RotaryEmbedding
+from lightning_megatron.ops.activation import gelu_tanh, swiglu, swiglu_reference
+from lightning_megatron.ops.attention import attention, attention_reference
+from lightning_megatron.ops.norm import layer_norm, rms_norm, rms_norm_reference
+from lightning_megatron.ops.rope import rope, rope_reference
+from lightning_megatron.testing.parity import assert_same
+
+S, B, N, G, D, H = 9, 2, 6, 3, 8, 16
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
+Op = Callable[..., Tensor]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def run(op: Op, inputs: list[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients of ``op`` on bf16-representable inputs in ``dtype``."""
+    leaves = [x.bfloat16().to(dtype).requires_grad_() for x in inputs]
+    out = op(*leaves)
+    assert out.dtype == dtype
+    out.backward(random(*out.shape, seed=1).bfloat16().to(dtype))
+    grads = {f"gradient {i}": x.grad for i, x in enumerate(leaves) if x.grad is not None}
+    assert len(grads) == len(leaves)
+    return {"output": out.detach(), **grads}
+
+
+def causal(op: Op) -> Op:
+    return lambda q, k, v: op(q, k, v, causal=True)
+
+
+def not_causal(op: Op) -> Op:
+    return lambda q, k, v: op(q, k, v, causal=False)
+
+
+def at_positions(op: Op) -> Op:
+    return lambda x: op(x, *RotaryEmbedding(D).first(S, x.device, x.dtype))
+
+
+GROUPED, FULL = [(S, B, N, D), (S, B, G, D), (S, B, G, D)], [(S, B, N, D)] * 3
+OPS: dict[str, tuple[Op, Op, list[tuple[int, ...]]]] = {
+    "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: rms_norm_reference(x, w, 1e-5), [(S, B, H), (H,)]),
+    "layer_norm": (
+        lambda x, w, b: layer_norm(x, w, b, 1e-5),
+        lambda x, w, b: (x - x.mean(-1, True)) * (x.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt() * w + b,
+        [(S, B, H), (H,), (H,)],
+    ),
+    "swiglu": (swiglu, swiglu_reference, [(S, B, 2 * H)]),
+    "gelu_tanh": (gelu_tanh, lambda x: F.gelu(x, approximate="tanh"), [(S, B, H)]),
+    "rope": (at_positions(rope), at_positions(rope_reference), [(S, B, N, D)]),
+    "causal attention": (causal(attention), causal(attention_reference), FULL),
+    "causal attention, grouped": (causal(attention), causal(attention_reference), GROUPED),
+    "attention": (not_causal(attention), not_causal(attention_reference), GROUPED),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_ops_equal_their_fp32_reference_forward_and_backward(name, dtype):
+    op, reference, shapes = OPS[name]
+    inputs = [random(*shape, seed=i) for i, shape in enumerate(shapes)]
+    assert_same(run(op, inputs, dtype), run(reference, inputs, torch.float32), rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "rope", "causal attention, grouped"])
+def test_references_hold_in_bf16_too(name):
+    _, reference, shapes = OPS[name]
+    inputs = [random(*shape, seed=i) for i, shape in enumerate(shapes)]
+    ours = run(reference, inputs, torch.bfloat16)
+    assert_same(ours, run(reference, inputs, torch.float32), rtol=TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5])
+def test_queries_that_begin_later_see_what_they_would_have_seen_in_the_whole(queries):
+    q, k, v = random(S, B, N, D), random(S, B, G, D, seed=1), random(S, B, G, D, seed=2)
+    whole = attention(q, k, v, causal=True)
+    for op in (attention, attention_reference):
+        last = op(q[-queries:], k, v, causal=True, first_query=S - queries)
+        assert_same({"out": last}, {"out": whole[-queries:]})
+
+
+def test_attention_dropout_keeps_the_mean_and_drops_something():
+    q, k, v = (random(S, B, N, D, seed=i) for i in range(3))
+    torch.manual_seed(0)
+    dropped = torch.stack([attention(q, k, v, causal=True, dropout=0.2) for _ in range(200)])
+    assert not torch.equal(dropped[0], dropped[1])
+    assert dropped.mean(0).sub(attention(q, k, v, causal=True)).abs().mean().item() < 0.05
+
+
+ROPE_KINDS = {
+    "plain": (RotaryEmbedding(D, 10000.0), {"rope_type": "default", "rope_theta": 10000.0}),
+    "llama 3.1": (
+        RotaryEmbedding(64, 500000.0, RopeScaling()),
+        {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+        | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    ),
+    "llama 3.2": (
+        RotaryEmbedding(64, 500000.0, RopeScaling(factor=32.0)),
+        {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+        | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROPE_KINDS)
+def test_rotary_embedding_equals_transformers(kind):
+    ours, parameters = ROPE_KINDS[kind]
+    config = LlamaConfig(
+        hidden_size=ours.head_dim * N,
+        num_attention_heads=N,
+        max_position_embeddings=131072,
+        rope_theta=parameters["rope_theta"],
+        rope_scaling=parameters,
+    )
+    theirs = LlamaRotaryEmbedding(config)
+    positions = torch.tensor([[0, 1, 5, 1000, 8191, 20000]])
+    cos, sin = theirs(torch.zeros(1), positions)
+    our_cos, our_sin = ours(positions[0], torch.float32)
+    # An angle of 20,000 radians has an error of 2^-24 x 20,000 = 0.001 in fp32 already.
+    assert_same({"cos": our_cos[:, 0, 0], "sin": our_sin[:, 0, 0]}, {"cos": cos[0], "sin": sin[0]}, atol=2e-3)
+    near = slice(0, 4)
+    assert_same({"cos": our_cos[near, 0, 0]}, {"cos": cos[0, near]}, atol=1e-4)
+    q, k = random(6, B, N, ours.head_dim), random(6, B, N, ours.head_dim, seed=1)
+    angles = our_cos[None, :, 0, 0], our_sin[None, :, 0, 0]
+    their_q, their_k = apply_rotary_pos_emb(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), *angles)
+    assert_same(
+        {"q": rope(q, our_cos, our_sin), "k": rope(k, our_cos, our_sin)},
+        {"q": their_q.permute(2, 0, 1, 3), "k": their_k.permute(2, 0, 1, 3)},
+    )
+
+
+def test_rotary_tables_are_kept_and_serve_training_after_inference():
+    rotary = RotaryEmbedding(D)
+    with torch.inference_mode():
+        kept = rotary.first(S, torch.device("cpu"), torch.float32)
+    assert rotary.first(S, torch.device("cpu"), torch.float32) is kept
+    x = random(S, B, N, D).requires_grad_()
+    rope(x, *kept).sum().backward()
+    assert rotary.first(S + 1, torch.device("cpu"), torch.float32)[0].shape == (S + 1, 1, 1, D)
+    assert not list(rotary.parameters())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rms_norm_equals_transformers(dtype):
+    theirs = LlamaRMSNorm(H, eps=1e-6)
+    x = random(S, B, H).to(dtype)
+    assert_same(
+        {"out": rms_norm(x, theirs.weight.to(dtype), 1e-6)}, {"out": theirs.to(dtype)(x)}, rtol=TOLERANCE[dtype]
+    )
+
+
+def test_gradients_of_own_functions_by_finite_differences():
+    x = random(3, 2, 2, 4).double().requires_grad_()
+    cos, sin = (t.double() for t in RotaryEmbedding(4).first(3, x.device, torch.float64))
+    assert torch.autograd.gradcheck(swiglu, (x,))
+    assert torch.autograd.gradcheck(lambda x: rope(x, cos, sin), (x,))
