@@ -19,6 +19,7 @@ from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.models.transformer import Block
+from lightning_megatron.pipeline.partition import partition
 from lightning_megatron.recompute import recomputed
 from lightning_megatron.testing.parity import whole_parameters
 
@@ -68,12 +69,8 @@ def test_one_seed_gives_the_same_whole_weights_on_every_layout(ranks, tp):
 
 
 def weights_of_parts(tp: int) -> list[tuple[Any, float]]:
-    parts: list[dict[str, Any]] = [
-        {"layers": [1], "has_embedding": False, "has_head": False},
-        {"layers": [2], "has_embedding": False},
-        {"layers": [], "has_head": False},
-    ]
-    return [initial_weights(tp, LLAMA, torch.float32, **part) for part in parts]
+    """Each stage of a pipeline of three, built alone."""
+    return [initial_weights(tp, LLAMA, torch.float32, parts=[stage]) for stage in partition(3, 3)]
 
 
 def test_a_rank_that_builds_some_layers_gives_them_the_same_weights(ranks):
@@ -85,8 +82,8 @@ def test_a_rank_that_builds_some_layers_gives_them_the_same_weights(ranks):
             assert torch.equal(weight, reference[name]), name
         assert following == expected
         seen |= ours.keys()
-    assert {name.split(".")[1] for name in seen if name.startswith("layers")} == {"1", "2"}
-    assert {"embedding.word.weight", "head.weight"} <= seen
+    assert {name.split(".")[1] for name in seen if name.startswith("layers")} == {"0", "1", "2"}
+    assert seen == reference.keys()
 
 
 def large_weights(tp: int) -> dict[str, Tensor]:
