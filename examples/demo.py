@@ -19,7 +19,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -60,11 +60,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         prefix.with_suffix(".idx"),
         lambda _: preprocess([corpus], home / "corpus", TokenizerSpec(TOKENIZER, str(tokenizer)), append_eod=True),
     )
-    result = home / "run" / "result.json"
-    if result.exists():
-        say(f"training is complete; delete {result.parent} to train again")
-    once(result, lambda path: train(path, prefix, tokenizer, options.steps))
-    report(result, tokenizer)
+    run = home / "run"
+    if (run / "result.json").exists():
+        say(f"reusing {run}, where training is complete; delete it to train again")
+    else:
+        train(run, prefix, tokenizer, options.steps)
+    report(run, tokenizer)
 
 
 def once(path: Path, make: Callable[[Path], object]) -> Path:
@@ -94,14 +95,11 @@ def write_corpus(path: Path, limit: int | None) -> None:
     write_whole(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def train(result: Path, prefix: Path, tokenizer: Path, steps: int) -> None:
+def train(run: Path, prefix: Path, tokenizer: Path, steps: int) -> None:
     """Train a small LLaMA and write down what came out."""
-    home = result.parent
     kind = best_available()
     devices = 2 if kind is CPU else min(2, torch.get_device_module(kind.type).device_count())
-    best = ModelCheckpoint(
-        home / "checkpoints", "step-{step}", "val_loss", save_last=True, auto_insert_metric_name=False
-    )
+    best = ModelCheckpoint(run / "checkpoints", monitor="val_loss", save_last=True)
     speed = Throughput()
     L.seed_everything(1234)
     trainer = L.Trainer(
@@ -116,9 +114,9 @@ def train(result: Path, prefix: Path, tokenizer: Path, steps: int) -> None:
         limit_val_batches=16,
         gradient_clip_val=1.0,
         log_every_n_steps=min(10, steps),
-        logger=[TensorBoardLogger(home, "tensorboard"), CSVLogger(home, "csv")],
-        callbacks=[best, speed, LearningRateMonitor("step")],
-        default_root_dir=home,
+        logger=[TensorBoardLogger(run, "tensorboard"), CSVLogger(run, "csv")],
+        callbacks=[best, speed],
+        default_root_dir=run,
     )
     model = LlamaModule(
         "llama-tiny",
@@ -136,7 +134,7 @@ def train(result: Path, prefix: Path, tokenizer: Path, steps: int) -> None:
     data = MegatronDataModule(str(prefix), seq_length=SEQ_LENGTH, batch_size=BATCH_SIZE, split="95,5,0")
 
     before = trainer.validate(model, data, verbose=False)[0]["val_loss"]
-    last = home / "checkpoints" / "last.ckpt"
+    last = run / "checkpoints" / "last.ckpt"
     if last.exists():
         say(f"training goes on from {last}")
     trainer.fit(model, data, ckpt_path=str(last) if last.exists() else None)
@@ -146,21 +144,17 @@ def train(result: Path, prefix: Path, tokenizer: Path, steps: int) -> None:
             "tokens_per_second": speed.total.tokens / max(speed.total.seconds, 1e-9),
             "checkpoint": os.path.relpath(best.best_model_path),
         }
-        write_whole(result, json.dumps(facts, indent=2) + "\n")
+        write_whole(run / "result.json", json.dumps(facts, indent=2) + "\n")
 
 
 @rank_zero_only
-def report(result: Path, tokenizer: Path) -> None:
+def report(run: Path, tokenizer: Path) -> None:
     """Draw the losses, let the model write, and end with one line of numbers."""
-    facts = json.loads(result.read_text())
-    draw_losses(result.parent)
-    say("the model continues")
-    for text in continuations(facts["checkpoint"], tokenizer):
-        print(f"--------\n{text}")
-    print("--------")
-    before, after = facts["val_loss"]
-    speed, checkpoint = facts["tokens_per_second"], facts["checkpoint"]
-    print(f"demo: val_loss {before:.3f} -> {after:.3f}, {speed:.0f} tokens/s, checkpoint {checkpoint}")
+    facts = json.loads((run / "result.json").read_text())
+    draw_losses(run)
+    say("the model continues", *continuations(facts["checkpoint"], tokenizer), sep="\n--------\n", end="\n--------\n")
+    losses = " -> ".join(f"{loss:.3f}" for loss in facts["val_loss"])
+    print(f"demo: val_loss {losses}, {facts['tokens_per_second']:.0f} tokens/s, checkpoint {facts['checkpoint']}")
 
 
 def continuations(checkpoint: str, tokenizer_model: Path) -> list[str]:

@@ -1,0 +1,190 @@
+"""The command line, from text to a trained model and back to text, and what it says to a user's mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from lightning_megatron import LlamaModule
+from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.cli import main as command_line
+from lightning_megatron.lightning.restore import load_module
+
+QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.logger=false"]
+MODEL = ["--model=LlamaModule", "--model.config=llama-tiny", "--model.dict_kwargs.num_layers=2"]
+MODEL += [f"--model.dict_kwargs.{field}={value}" for field, value in {"hidden_size": 32, "vocab_size": 300}.items()]
+TRAINER = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=4", *QUIET]
+
+
+def main(words: list[str]) -> int:
+    """Run the command line in this process, and leave the environment as it was."""
+    with patch.dict(os.environ):
+        return command_line.main(words)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and token files, made by the commands."""
+    home = tmp_path_factory.mktemp("cli")
+    lines = [json.dumps({"text": f"the {n} cats of number {n} sat on {n * n} mats\n" * 5}) for n in range(60)]
+    (home / "corpus.jsonl").write_text("\n".join(lines))
+    text, model = str(home / "corpus.jsonl"), str(home / "tokenizer.model")
+    assert main(["train-tokenizer", "--input", text, "--output", model, "--vocab-size", "300"]) == 0
+    tokenizer = ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", model]
+    assert main(["preprocess", "--input", text, "--output-prefix", str(home / "data"), "--append-eod", *tokenizer]) == 0
+    return home
+
+
+def data(work: Path) -> list[str]:
+    return [
+        "--data=MegatronDataModule",
+        f"--data.data_path={work / 'data_text_document'}",
+        "--data.seq_length=16",
+        "--data.batch_size=4",
+        "--data.split=90,10,0",
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(work: Path) -> Path:
+    """A checkpoint that `fit` wrote, everything named in short."""
+    words = ["fit", "--seed_everything=1", "--trainer.strategy=megatron", *TRAINER, *MODEL, *data(work)]
+    saves = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.save_last=true"]
+    saves += [f"--trainer.callbacks.dirpath={work / 'run'}", "--trainer.callbacks+=lightning_megatron.Throughput"]
+    assert main([*words, *saves]) == 0
+    return work / "run" / "last.ckpt"
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("fit", "validate", "test", "predict", "train-tokenizer", "preprocess", "generate", "schedule"):
+        assert f"\n  {name} " in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("lightning-megatron 0.")
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "commands:" in capsys.readouterr().err
+
+
+def test_mistyped_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preproces"]) == 2
+    assert capsys.readouterr().err == "error: 'preproces' is not a command; nearest: preprocess\n"
+
+
+def test_a_small_command_leaves_lightning_cli_alone() -> None:
+    check = "assert main(['schedule', '--pp=2', '--micro-batches=4']) == 0; assert 'lightning.pytorch.cli' not in mods"
+    code = f"import sys; mods = sys.modules; from lightning_megatron.cli.main import main; {check}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_unknown_preset_is_told_without_a_traceback(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["fit", "--trainer.strategy=megatron", *TRAINER, "--model=LlamaModule", "--model.config=llama-tyni"]
+    assert main([*words, *data(work)]) == 2
+    error = capsys.readouterr().err
+    assert "config='llama-tyni': unknown preset; nearest valid: llama-tiny" in error
+    assert "Traceback" not in error
+
+
+def test_impossible_layout_is_told_without_a_traceback(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = ["--trainer.strategy=lightning_megatron.MegatronHPUStrategy", "--trainer.strategy.tp=3"]
+    assert main(["fit", *strategy, *TRAINER, *MODEL, *data(work)]) == 2
+    error = capsys.readouterr().err
+    assert "tp=3" in error
+    assert "nearest valid: 1" in error
+    assert "Traceback" not in error
+
+
+def test_missing_data_is_told_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--trainer.strategy=megatron", *TRAINER, *MODEL, *data(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "data_text_document.idx" in error
+    assert "Traceback" not in error
+
+
+def test_validate_reads_what_fit_wrote(trained: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["validate", "--trainer.strategy=megatron", *TRAINER, *MODEL, *data(work), f"--ckpt_path={trained}"]
+    assert main(words) == 0
+    assert "val_loss" in capsys.readouterr().out
+
+
+def test_generate_continues_a_prompt(trained: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "--checkpoint", str(trained), "--prompt", "the 7 cats", "--max-new-tokens", "8", "--seed", "1"]
+    words += ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(work / "tokenizer.model")]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("the 7 cats")
+    assert main(words) == 0
+    assert capsys.readouterr().out == text, "one seed, one text"
+
+
+def test_generate_without_a_checkpoint(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "generate",
+        "--checkpoint",
+        str(work / "none.ckpt"),
+        "--prompt",
+        "the",
+        "--tokenizer-type",
+        "NullTokenizer",
+    ]
+    assert main(words) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_load_module_of_the_class_asked_for(trained: Path) -> None:
+    module = load_module(trained, LlamaModule)
+    assert type(module) is LlamaModule
+    assert module.config.num_layers == 2
+    assert not module.training
+    logits = module(torch.arange(6).reshape(1, 6))
+    assert logits.shape == (1, 6, 300)
+    torch.testing.assert_close(load_module(trained)(torch.arange(6).reshape(1, 6)), logits)
+
+
+def test_load_module_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none\.ckpt"):
+        load_module(tmp_path / "none.ckpt")
+
+
+@pytest.mark.slow
+def test_the_console_script_starts_the_other_ranks(work: Path) -> None:
+    """LightningCLI in two processes, from a YAML recipe: children run the same words again."""
+    config = work / "recipe.yaml"
+    run = work / "two"
+    config.write_text(
+        f"""
+        trainer:
+          accelerator: cpu
+          devices: 2
+          max_steps: 2
+          limit_val_batches: 1
+          strategy:
+            class_path: lightning_megatron.MegatronHPUStrategy
+            init_args: {{tp: 2, micro_batch_size: 2}}
+          callbacks:
+            - class_path: ModelCheckpoint
+              init_args: {{dirpath: {run}, save_last: true}}
+        data:
+          class_path: MegatronDataModule
+          init_args: {{data_path: {work / "data_text_document"}, seq_length: 16, batch_size: 4}}
+        """
+    )
+    script = Path(sys.executable).with_name("lightning-megatron")
+    words = ["fit", "--config", str(config), *MODEL, *QUIET]
+    result = subprocess.run([script, *words], cwd=work, timeout=300, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert {file.name for file in (run / "last.ckpt").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    assert load_module(run / "last.ckpt").config.hidden_size == 32
