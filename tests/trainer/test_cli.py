@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -40,6 +41,15 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", model]
     assert main(["preprocess", "--input", text, "--output-prefix", str(home / "data"), "--append-eod", *tokenizer]) == 0
     return home
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _inside(work: Path) -> Iterator[None]:
+    """Recipes and checkpoints that nobody gave a place go to the working directory."""
+    before = Path.cwd()
+    os.chdir(work)
+    yield
+    os.chdir(before)
 
 
 def data(work: Path) -> list[str]:
