@@ -33,5 +33,5 @@ class CheckedLauncher(SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Check, spawn, run ``function``."""
-        self._check(*args, *kwargs.values())
+        self._check(*args, *kwargs.values(), trainer=trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)

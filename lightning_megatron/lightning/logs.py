@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_megatron.lightning.metrics import last_value, show_step, step_reduction
 from lightning_megatron.mesh import Axis
 
 
@@ -26,18 +28,22 @@ class _Entry:
     """Everything logged under one name: values with the weights of their micro-batches, and how to log them."""
 
     options: dict[str, Any]
+    metric: Metric | None
     values: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     batch_size: int = 0
 
-    def combined(self, device: torch.device) -> Any:
-        """The value of the whole batch: a scalar, or the metric object, which has seen every micro-batch itself."""
-        if isinstance(self.values[0], Metric):
-            return self.values[-1]
+    def combined(self, device: torch.device) -> Tensor | None:
+        """The value of the whole batch; of a metric object, what it shows for this step, or ``None``."""
+        if any(value is None for value in self.values):
+            return None
         values = [v.detach() if isinstance(v, Tensor) else torch.tensor(float(v)) for v in self.values]
         stacked = torch.stack([v.to(device, torch.float32).reshape(()) for v in values])
-        how = self.options.get("reduce_fx", "mean")
-        name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
+        if self.metric is not None:
+            name = step_reduction(self.metric)
+        else:
+            how = self.options.get("reduce_fx", "mean")
+            name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
         if name == "sum":
             return stacked.sum()
         if name in ("max", "amax"):
@@ -55,12 +61,14 @@ class _Line:
     Attributes:
         name: logged under.
         options: keyword arguments of ``log``.
-        metric: path of a torchmetrics object in the module, which stands for its value.
+        metric: path of a torchmetrics object in the module, which is logged in place of the value.
+        has_value: whether there is a value: a metric that was only updated shows none for the step.
     """
 
     name: str
     options: dict[str, Any]
     metric: str | None
+    has_value: bool
 
 
 class LogCapture:
@@ -96,8 +104,9 @@ class LogCapture:
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
         options |= dict(zip(names, args, strict=False))
         size = options.pop("batch_size", None)
-        entry = self._entries.setdefault(name, _Entry(options))
-        entry.values.append(value)
+        metric = value if isinstance(value, Metric) else None
+        entry = self._entries.setdefault(name, _Entry(options, metric))
+        entry.values.append(value if metric is None else last_value(metric))
         entry.weights.append(self._weight)
         entry.batch_size += size or 0
 
@@ -106,19 +115,28 @@ class LogCapture:
         paths = {id(m): path for path, m in self._module.named_modules() if isinstance(m, Metric)}
         lines = []
         for name, entry in self._entries.items():
-            value = entry.values[-1]
+            path = None if entry.metric is None else paths.get(id(entry.metric))
+            if entry.metric is not None and path is None:
+                raise MisconfigurationException(
+                    f"self.log({name!r}, ...) was given a {type(entry.metric).__name__} that is no attribute of the"
+                    " module: assign it in __init__ or configure_model"
+                )
             size = {"batch_size": entry.batch_size} if entry.batch_size else {}
-            lines.append(_Line(name, entry.options | size, paths.get(id(value)) if isinstance(value, Metric) else None))
+            has_value = all(value is not None for value in entry.values)
+            lines.append(_Line(name, entry.options | size, path, has_value))
         return lines
 
-    def values(self, device: torch.device) -> list[Any]:
+    def values(self, device: torch.device) -> list[Tensor | None]:
         """The values of :meth:`lines`, combined."""
         return [entry.combined(device) for entry in self._entries.values()]
 
-    def replay(self, lines: Sequence[_Line], values: Sequence[Any]) -> None:
-        """Log every line once."""
+    def replay(self, lines: Sequence[_Line], values: Sequence[Any], *, heard: bool = False) -> None:
+        """Log every line once; ``heard`` where it was collected by another rank."""
         for line, value in zip(lines, values, strict=True):
-            shown: Any = value if line.metric is None else self._module.get_submodule(line.metric)
+            shown: Any = value
+            if line.metric is not None:
+                shown = self._module.get_submodule(line.metric)
+                show_step(shown, value if line.has_value else None, updated_elsewhere=heard)
             self._module.log(line.name, shown, **line.options)
 
 
@@ -157,7 +175,7 @@ class LogSharing:
         speaks = self._axis.rank == self._axis.size - 1
         lines, has_loss = (capture.lines(), loss is not None) if speaks else ([], False)
         values = capture.values(self._device) if speaks else []
-        plain = [0.0 if isinstance(v, Metric) else v for v in values]
+        plain = [0.0 if v is None else v for v in values]
         changed = speaks and ((lines, has_loss) != self._known.get(step) or len(plain) > self._ROOM)
         packed = torch.zeros(self._ROOM + 2, device=self._device)
         if speaks:
@@ -174,5 +192,5 @@ class LogSharing:
             self._known[step] = lines, has_loss
         lines, has_loss = self._known[step]
         numbers = [*packed[2 : 2 + min(len(lines), self._ROOM)].clone(), *rest]
-        capture.replay(lines, numbers)
+        capture.replay(lines, numbers, heard=not speaks)
         return packed[1].clone() if has_loss else None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -42,9 +42,12 @@ from lightning_megatron.lightning.checkpoints import (
     save_trainer_checkpoint,
 )
 from lightning_megatron.lightning.launcher import CheckedLauncher
+from lightning_megatron.lightning.loaders import share_randomness
 from lightning_megatron.lightning.logs import LogSharing
+from lightning_megatron.lightning.metrics import MetricSharing
 from lightning_megatron.lightning.micro_batches import split_batch
 from lightning_megatron.lightning.precision import MegatronPrecision
+from lightning_megatron.lightning.refusals import callback_problems, module_problems, plugin_problems
 from lightning_megatron.lightning.steps import EvaluationWork, TrainingWork
 from lightning_megatron.lightning.watchers import watches_parameters
 from lightning_megatron.mesh import ParallelMesh
@@ -165,6 +168,7 @@ class MegatronStrategy(ParallelStrategy):
         self._backend = process_group_backend
         self._timeout = timeout
         self._mesh: ParallelMesh | None = None
+        self._seed = 0
         self._logs: LogSharing | None = None
         self._tied: tuple[str, ...] = ()
         self._sharded: list[ShardedOptimizer] = []
@@ -271,13 +275,15 @@ class MegatronStrategy(ParallelStrategy):
         world_size = self.num_nodes * self.num_processes
         assert self.parallel_devices is not None
         found = self._wished_layout.problems(world_size=world_size)
+        found += plugin_problems(self.checkpoint_io, self._layer_sync is not None)
         return found + self.precision_plugin.problems(devices.kind_of(self.parallel_devices[0]))
 
-    def check(self, *objects: object) -> None:
+    def check(self, *objects: object, trainer: Trainer | None = None) -> None:
         """Check everything that is known before training against the layout.
 
         Args:
             *objects: what the user hands to the Trainer: module, loaders, data module.
+            trainer: the Trainer, whose callbacks are looked at.
 
         Raises:
             ConfigError: with every fault found.
@@ -290,6 +296,10 @@ class MegatronStrategy(ParallelStrategy):
             batch = BatchShape(next((size for size in sizes if isinstance(size, int)), None))
         batch = replace(batch, micro_batch_size=self.micro_batch_size)
         found = self._environment_problems()
+        if trainer is not None:
+            found += callback_problems(trainer.callbacks)  # type: ignore[attr-defined]
+        for module in (item for item in objects if isinstance(item, LightningModule)):
+            found += module_problems(module, self._wished_layout.pp, trainer)
         layout = self._wished_layout if found else self._wished_layout.resolve(world_size)
         # Whether layers can be shared out is the partition's to say where the user wants it uneven.
         evenly = not any(self._split.values())
@@ -317,7 +327,7 @@ class MegatronStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        self.check(self.lightning_module, getattr(trainer, "datamodule", None))
+        self.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
         if self._mesh is None:
             self._mesh = self._create_mesh()
             self._mesh.deferred.enabled = self._schedule == "zero-bubble" and self.boundary is not None
@@ -344,7 +354,7 @@ class MegatronStrategy(ParallelStrategy):
 
     def _agree_on_seed(self) -> None:
         """Ranks that build shards of one model must draw the same numbers, also if the user has not seeded anything."""
-        seed = self.broadcast(torch.initial_seed())
+        seed = self._seed = self.broadcast(torch.initial_seed())
         if seed != torch.initial_seed():
             torch.manual_seed(seed)
         self.mesh.rng.seed(seed % (1 << 62), tp_rank=self.mesh.tp.rank, pp_rank=self.mesh.pp.rank)
@@ -360,6 +370,11 @@ class MegatronStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        MetricSharing(self.mesh, self.root_device).install(self.lightning_module)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let ranks that read the same samples draw the same random numbers in workers."""
+        return share_randomness(dataloader, self.mesh, self._seed)
 
     def model_to_device(self) -> None:
         """Move the model to this process's device."""

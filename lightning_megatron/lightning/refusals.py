@@ -1,0 +1,54 @@
+"""What of Lightning does not go together with this strategy, each with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_megatron.config import Problem
+
+# By name of a class anywhere in the callback's ancestry: not every supported Lightning has all of them.
+_CALLBACKS: Mapping[str, str] = {
+    "StochasticWeightAveraging": "its averages do not reach the optimizer's main parameters: leave it out",
+    "BatchSizeFinder": "each trial would need a new split into micro-batches: set batch_size and micro_batch_size",
+    "ModelPruning": "masked parameters do not fit the optimizer's flat buffers: prune the trained model in one process",
+    "BaseFinetuning": "the optimizer's flat buffers are laid out once: set requires_grad in configure_model instead",
+}
+
+
+def callback_problems(callbacks: Iterable[Callback]) -> list[Problem]:
+    """Callbacks that cannot work."""
+    found = []
+    for callback in callbacks:
+        ancestry = {base.__name__ for base in type(callback).__mro__}
+        found += [
+            Problem("callbacks", type(callback).__name__, advice)
+            for name, advice in _CALLBACKS.items()
+            if name in ancestry
+        ]
+    return found
+
+
+def plugin_problems(checkpoint_io: CheckpointIO, syncs_batchnorm: bool) -> list[Problem]:
+    """Plugins and flags that Lightning has handed to the strategy and that it cannot honour."""
+    found = []
+    if type(checkpoint_io) is not TorchCheckpointIO:  # Lightning's default, which nobody asks to write anything
+        reason = "checkpoints are sharded directories that all ranks write together: leave it out"
+        found.append(Problem("plugins", type(checkpoint_io).__name__, reason))
+    if syncs_batchnorm:
+        reason = "ranks of a model do not hold the same batch norms: use a norm over features (LayerNorm, RMSNorm)"
+        found.append(Problem("sync_batchnorm", True, reason, (False,)))
+    return found
+
+
+def module_problems(module: LightningModule, pp: int, trainer: Trainer | None) -> list[Problem]:
+    """What a module does that cannot work; a module compiled whole is refused by Lightning itself."""
+    fits = trainer is None or trainer.state.fn == TrainerFn.FITTING
+    if pp == 1 or not fits or module.automatic_optimization:
+        return []
+    reason = "a pipeline runs forward and backward of all micro-batches itself: leave it True, or use pp=1"
+    return [Problem("automatic_optimization", False, reason, (True,))]
