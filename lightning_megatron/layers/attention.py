@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.config import ConfigError, Problem, divisors, nearest_to
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.attention import attention
@@ -40,7 +41,7 @@ class SelfAttention(nn.Module):
 
     Queries, keys and values come from one matrix, fused per group: ``[G, N/G + 2, D]`` rows, i.e. the queries of a
     group, its key, its value. A tensor-parallel rank holds whole groups, so its shard is a plain slice. Fewer groups
-    than ranks is refused by ``ParallelLayout``: a replicated key would need its own gradient sum.
+    than ranks is refused: a replicated key would need its own gradient sum.
 
     Args:
         hidden_size: features ``H``.
@@ -56,6 +57,9 @@ class SelfAttention(nn.Module):
         output_init_std: the same for the output projection.
         dtype: of the parameters.
         device: of the parameters.
+
+    Raises:
+        ConfigError: if the groups do not split over the ranks.
     """
 
     def __init__(
@@ -76,6 +80,10 @@ class SelfAttention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if num_groups % mesh.tp.size:
+            reason = f"{num_groups} query groups (key/value heads) do not split over {mesh.tp.size} ranks"
+            near = nearest_to(mesh.tp.size, divisors(num_groups))
+            raise ConfigError([Problem("tp", mesh.tp.size, reason, near)])
         self.head_dim, self.heads_per_group = head_dim, num_heads // num_groups
         self.causal, self.dropout, self.rng = causal, dropout, mesh.rng
         self.qkv = ColumnParallelLinear(

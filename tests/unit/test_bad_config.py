@@ -11,6 +11,7 @@ from lightning_megatron.config import BatchShape, ConfigError, ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 
 LLAMA_8B = preset("llama3.1-8b")  # 32 layers and heads, 8 groups, ffn 14336, 131072 positions, vocabulary 128256
@@ -226,6 +227,10 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     "output does not split into blocks": (
         on_tp(1, ColumnParallelLinear, 8, 13, blocks=2),
         ["out_features=13: does not split into blocks=2 matrices; nearest valid: 12, 14"],
+    ),
+    "query groups do not split, built by hand": (
+        lambda: GPTModel(tiny(num_query_groups=2)(), ParallelMesh(TP4.resolve(4))),
+        ["tp=4: 2 query groups (key/value heads) do not split over 4 ranks; nearest valid: 2, 1"],
     ),
     "input features do not split": (
         on_tp(4, RowParallelLinear, 6, 8),
