@@ -23,7 +23,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 
 types: $(READY)
-	$(BIN)/mypy
+	$(BIN)/mypy $(wildcard lightning_megatron examples benchmarks)
 
 clean:
 	rm -rf $(VENV) .demo
