@@ -117,6 +117,10 @@ def _note(error: Exception, text: str) -> None:
         error.args = (*error.args, text)
 
 
+_MOST_SENDING = 4
+"""Sends that a rank leaves unfinished: two each way."""
+
+
 class _Run:
     """State of one step: what has arrived, what waits for its backward, what is still being sent."""
 
@@ -140,12 +144,22 @@ class _Run:
     def post(self, transfer: Transfer) -> None:
         """Begin a transfer."""
         message = transfer.message
-        self._sending = [sent for sent in self._sending if not sent.is_done()]  # and so let go of what they hold
         if transfer.sends:
+            self._let_go()
             self._sending.append(start_send(self._ready.pop(message), self._axis, transfer.peer))
         else:
             shape = self._work.hidden_shape(message.microbatch)
             self._arriving[message] = start_receive(shape, self._dtype, self._device, self._axis, transfer.peer)
+
+    def _let_go(self) -> None:
+        """Drop what has been sent.
+
+        A backend may say so only to those who wait (gloo). Waiting for the oldest is safe, since a plan also runs if
+        every send blocks, and costs nothing unless the receiver lags behind by as many messages.
+        """
+        self._sending = [sent for sent in self._sending if not sent.is_done()]
+        while len(self._sending) >= _MOST_SENDING:
+            self._sending.pop(0).wait()
 
     def _take(self, action: Action) -> Tensor | None:
         message = message_in(action, self._num_stages)
