@@ -21,7 +21,7 @@ def demo(where: Path) -> str:
     result = subprocess.run(
         [sys.executable, DEMO, *words],
         cwd=where,
-        # What tests before this one may have left behind would look like a launcher's variables.
+        # What Trainers of other tests have left behind would look like a launcher's variables.
         env={name: value for name, value in os.environ.items() if "RANK" not in name and "MASTER" not in name},
         timeout=600,
         capture_output=True,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -74,6 +76,13 @@ class Records(Logger):
         self.rows.setdefault(step or 0, {}).update(metrics)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Lightning's launcher leaves ranks in it, and the next process would believe them."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture
