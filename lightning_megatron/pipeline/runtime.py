@@ -6,8 +6,8 @@ in as a :class:`StageWork`; with one stage and several micro-batches it is plain
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.comm.p2p import start_receive, start_send
 from lightning_megatron.deferred import Collection, DeferredGradients
 from lightning_megatron.mesh import Axis
-from lightning_megatron.pipeline.action import Action, Message, message_in
+from lightning_megatron.pipeline.action import Action, Message, message_in, rank_of
 from lightning_megatron.pipeline.schedule import build_schedule, forward_only
 from lightning_megatron.pipeline.transfer import Step, Transfer, add_transfers
 
@@ -109,6 +109,21 @@ class PipelineRuntime:
         run.finish()
 
 
+class PeerLostError(RuntimeError):
+    """The other end of a message has failed, is gone or has fallen behind; ``__cause__`` is what the backend says."""
+
+
+@contextmanager
+def _waiting_for(message: Message, axis: Axis, peer: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"waited for the {message}: pipeline rank {peer} (rank {axis.ranks[peer]} of the job) at the other end has"
+            " failed, ended or fallen behind; what it printed itself says why"
+        ) from error
+
+
 def _note(error: Exception, text: str) -> None:
     """Say where an error happened without changing its type (``add_note`` exists from Python 3.11 on)."""
     if hasattr(error, "add_note"):
@@ -137,7 +152,7 @@ class _Run:
         self._deferred, self._work = deferred, work
         self._arriving: dict[Message, Pending] = {}
         self._ready: dict[Message, Tensor] = {}
-        self._sending: list[Pending] = []
+        self._sending: list[tuple[Transfer, Pending]] = []
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._weights: dict[tuple[int, int], Collection] = {}
 
@@ -145,25 +160,32 @@ class _Run:
         """Begin a transfer."""
         message = transfer.message
         if transfer.sends:
-            self._let_go()
-            self._sending.append(start_send(self._ready.pop(message), self._axis, transfer.peer))
+            self._let_go(_MOST_SENDING - 1)
+            with _waiting_for(message, self._axis, transfer.peer):
+                self._sending.append((transfer, start_send(self._ready.pop(message), self._axis, transfer.peer)))
         else:
             shape = self._work.hidden_shape(message.microbatch)
-            self._arriving[message] = start_receive(shape, self._dtype, self._device, self._axis, transfer.peer)
+            with _waiting_for(message, self._axis, transfer.peer):
+                self._arriving[message] = start_receive(shape, self._dtype, self._device, self._axis, transfer.peer)
 
-    def _let_go(self) -> None:
-        """Drop what has been sent.
+    def _let_go(self, keep: int) -> None:
+        """Drop what has been sent, and see to it that no more than ``keep`` sends are unfinished.
 
         A backend may say so only to those who wait (gloo). Waiting for the oldest is safe, since a plan also runs if
         every send blocks, and costs nothing unless the receiver lags behind by as many messages.
         """
-        self._sending = [sent for sent in self._sending if not sent.is_done()]
-        while len(self._sending) >= _MOST_SENDING:
-            self._sending.pop(0).wait()
+        self._sending = [(transfer, sent) for transfer, sent in self._sending if not sent.is_done()]
+        while len(self._sending) > keep:
+            transfer, sent = self._sending.pop(0)
+            with _waiting_for(transfer.message, self._axis, transfer.peer):
+                sent.wait()
 
     def _take(self, action: Action) -> Tensor | None:
         message = message_in(action, self._num_stages)
-        return None if message is None else self._arriving.pop(message).wait()
+        if message is None:
+            return None
+        with _waiting_for(message, self._axis, rank_of(message.source, self._axis.size)):
+            return self._arriving.pop(message).wait()
 
     def forward(self, action: Action, keep: bool) -> None:
         """Run a stage; ``keep`` what its backward will need."""
@@ -199,8 +221,7 @@ class _Run:
 
     def finish(self) -> None:
         """Wait until everything is sent."""
-        for sent in self._sending:
-            sent.wait()
+        self._let_go(0)
 
 
 @dataclass
