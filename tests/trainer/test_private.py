@@ -1,0 +1,70 @@
+"""Names that are not promised: where Lightning or torchmetrics change one, this fails and says which."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
+from torchmetrics import MeanMetric
+
+from lightning_megatron.lightning._private import SubprocessScriptLauncher
+
+
+def test_the_launcher_is_made_and_called_as_we_do() -> None:
+    made = list(inspect.signature(SubprocessScriptLauncher.__init__).parameters)
+    assert made == ["self", "cluster_environment", "num_processes", "num_nodes"]
+    called = inspect.signature(SubprocessScriptLauncher.launch).parameters
+    assert list(called) == ["self", "function", "args", "trainer", "kwargs"]
+    assert called["trainer"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+class Strategy(ParallelStrategy):
+    root_device = None  # type: ignore[assignment]
+
+    def _configure_launcher(self) -> None: ...
+    def barrier(self, name: str | None = None) -> None: ...
+    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
+    def model_to_device(self) -> None: ...
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Strategy.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["_layer_sync", "_launcher", "_precision_plugin", "_configure_launcher"])
+def test_a_strategy_has(name: str) -> None:
+    assert hasattr(Strategy(), name)
+
+
+@pytest.mark.parametrize("name", ["_fabric", "_trainer"])
+def test_a_module_has(name: str) -> None:
+    assert getattr(LightningModule(), name) is None
+
+
+def test_a_metric_shows_what_it_last_returned_and_forgets_what_it_computed() -> None:
+    metric = MeanMetric()
+    assert metric._forward_cache is None
+    metric(2.0)
+    assert float(metric._forward_cache) == 2.0
+    assert metric._update_count == 1
+    metric.compute()
+    assert metric._computed is not None
+    assert metric.process_group is metric.dist_sync_fn is None
+    asked: list[str] = []
+
+    def available() -> bool:
+        asked.append("available")
+        return True
+
+    def gather(state: Any, group: Any = None) -> list[Any]:
+        asked.append("gather")
+        return [state, state]
+
+    metric.distributed_available_fn, metric.dist_sync_fn = available, gather
+    metric(4.0)
+    asked.clear()
+    assert float(metric.compute()) == 3.0
+    assert asked == ["available", "gather", "gather"]
