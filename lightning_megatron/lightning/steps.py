@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_megatron.lightning.logs import LogCapture
 from lightning_megatron.lightning.micro_batches import join_outputs
-from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.pipeline.boundary import StageBoundary, StageReached
 
 MicroBatches = Sequence[tuple[Any, float]]
@@ -80,7 +79,7 @@ class TrainingWork(_Work):
         rest: what Lightning passes after the batch.
         boundary: of the pipeline.
         scale: what a loss is multiplied with, besides its weight, before backward.
-        optimizers: told when gradients are complete; empty while batches are accumulated.
+        last_backward: brackets the last backward of each stage.
     """
 
     def __init__(
@@ -90,10 +89,10 @@ class TrainingWork(_Work):
         rest: tuple[Any, ...],
         boundary: StageBoundary,
         scale: float,
-        optimizers: Sequence[ShardedOptimizer],
+        last_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(module, module.training_step, micro_batches, rest, boundary)
-        self._scale, self._optimizers = scale, optimizers
+        self._scale, self._last_backward = scale, last_backward
         self._losses: list[Tensor] = []
         self._extras: list[Mapping[str, Any]] = []
 
@@ -109,16 +108,9 @@ class TrainingWork(_Work):
         self._losses.append(loss.detach() * weight)
         return loss * (weight * self._scale)
 
-    @contextmanager
-    def last_backward(self) -> Iterator[None]:
-        """Gradients of this backward may be sent as they become ready."""
-        for optimizer in self._optimizers:
-            optimizer.sync = True
-        try:
-            yield
-        finally:
-            for optimizer in self._optimizers:
-                optimizer.sync = False
+    def last_backward(self) -> AbstractContextManager[None]:
+        """As its owner says."""
+        return self._last_backward()
 
     @property
     def loss(self) -> Tensor | None:
@@ -151,10 +143,9 @@ class EvaluationWork(_Work):
         """Keep the output."""
         self._outputs.append(output)
 
-    @contextmanager
-    def last_backward(self) -> Iterator[None]:
+    def last_backward(self) -> AbstractContextManager[None]:
         """There is none."""
-        yield
+        return nullcontext()
 
     def output(self) -> Any:
         """Outputs of all micro-batches, joined; ``None`` on a stage that is not the last."""

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities import rank_zero_only as pl_rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
-from lightning_megatron.comm.objects import broadcast_object
 from lightning_megatron.config import (
-    BatchShape,
-    ConfigError,
-    HasBatchShape,
-    HasModelShape,
     ParallelLayout,
     Problem,
-    nearest_names,
     raise_if_any,
 )
 from lightning_megatron.lightning.checkpoints import (
@@ -41,31 +28,25 @@ from lightning_megatron.lightning.checkpoints import (
     remove_checkpoint,
     save_trainer_checkpoint,
 )
+from lightning_megatron.lightning.checks import REDUCE_DTYPES, GradReduceDtype, argument_problems, job_problems
+from lightning_megatron.lightning.engine import StepEngine
 from lightning_megatron.lightning.launcher import CheckedLauncher
-from lightning_megatron.lightning.loaders import share_randomness
-from lightning_megatron.lightning.logs import LogSharing
+from lightning_megatron.lightning.mesh_strategy import MeshStrategy
 from lightning_megatron.lightning.metrics import MetricSharing
-from lightning_megatron.lightning.micro_batches import split_batch
+from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.precision import MegatronPrecision
-from lightning_megatron.lightning.refusals import callback_problems, module_problems, plugin_problems
-from lightning_megatron.lightning.steps import EvaluationWork, TrainingWork
+from lightning_megatron.lightning.refusals import plugin_problems
 from lightning_megatron.lightning.watchers import watches_parameters
-from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.scaler import grad_reduce_dtype_rule
 from lightning_megatron.optim.zero import ShardedOptimizer
-from lightning_megatron.params import named_specs
 from lightning_megatron.pipeline.boundary import StageBoundary
-from lightning_megatron.pipeline.partition import StageLayers, partition
-from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan, training_plan
+from lightning_megatron.pipeline.partition import LayerSplit, StageLayers
 from lightning_megatron.pipeline.schedule import schedule_problems
-from lightning_megatron.pipeline.tied import sum_tied_gradients
 
-GradReduceDtype = Literal["fp32", "bf16"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-_REDUCE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class MegatronStrategy(ParallelStrategy):
+class MegatronStrategy(MeshStrategy):
     """Megatron's parallelism for ``Trainer(strategy=MegatronStrategy(tp=8))``.
 
     One batch of the DataLoader is what one data-parallel replica trains on in one step; it is cut into micro-batches of
@@ -146,105 +127,34 @@ class MegatronStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
-        self._wished_layout = ParallelLayout(tp, pp, cp, ep, etp, vpp=vpp, sequence_parallel=sequence_parallel)
+        layout = ParallelLayout(tp, pp, cp, ep, etp, vpp=vpp, sequence_parallel=sequence_parallel)
+        super().__init__(
+            layout,
+            process_group_backend,
+            timeout,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            precision_plugin,
+        )
         self.micro_batch_size = micro_batch_size
-        self.num_nodes = 1
         self.boundary = StageBoundary(pp * vpp) if pp > 1 else None
         self._schedule = pipeline_schedule
-        self._split = {
-            "first_stage_layers": first_stage_layers,
-            "last_stage_layers": last_stage_layers,
-            "count_embedding": count_embedding,
-            "count_loss": count_loss,
-            "layout": pipeline_layout,
-        }
+        self._split = LayerSplit(first_stage_layers, last_stage_layers, count_embedding, count_loss, pipeline_layout)
         self._broadcast_predictions = broadcast_predictions
         self._distributed_optimizer = distributed_optimizer
         self._overlap_grad_reduce = overlap_grad_reduce
         self._overlap_param_gather = overlap_param_gather
         self._grad_reduce_dtype = grad_reduce_dtype
         self._bucket_size = bucket_size
-        self._backend = process_group_backend
-        self._timeout = timeout
-        self._mesh: ParallelMesh | None = None
-        self._seed = 0
-        self._logs: LogSharing | None = None
-        self._tied: tuple[str, ...] = ()
-        self._sharded: list[ShardedOptimizer] = []
-        self._open_windows: set[ShardedOptimizer] = set()
+        self._engine: StepEngine | None = None
+        self._optimizer_set: OptimizerSet | None = None
         self._accumulating = False
         self._backward_is_done = False
         self._saved_randomness: dict[str, Any] | None = None
-        raise_if_any(self._argument_problems(checkpoint_io))
-
-    def _argument_problems(self, checkpoint_io: CheckpointIO | None) -> list[Problem]:
-        found = []
-        layout = self._wished_layout
-        for name, size in {"cp": layout.cp, "ep": layout.ep}.items():
-            if size > 1:
-                found.append(Problem(name, size, "not in this release", (1,)))
-        found += schedule_problems(self._schedule, layout.pp, layout.vpp, 1)
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            found.append(Problem("micro_batch_size", self.micro_batch_size, "holds at least one sample", (1, None)))
-        if self._bucket_size is not None and self._bucket_size < 1:
-            found.append(Problem("bucket_size", self._bucket_size, "holds at least one element", (1, None)))
-        if self._grad_reduce_dtype not in (None, *_REDUCE_DTYPES):
-            near = nearest_names(str(self._grad_reduce_dtype), list(_REDUCE_DTYPES))
-            found.append(Problem("grad_reduce_dtype", self._grad_reduce_dtype, "unknown", near))
-        if checkpoint_io is not None:
-            reason = "checkpoints are sharded directories that all ranks write together: leave it out"
-            found.append(Problem("checkpoint_io", type(checkpoint_io).__name__, reason, (None,)))
-        return found
-
-    # Where we are
-
-    @property
-    def mesh(self) -> ParallelMesh:
-        """This rank's groups; there once the Trainer has set up its environment.
-
-        Raises:
-            RuntimeError: before that.
-        """
-        if self._mesh is None:
-            raise RuntimeError("the mesh exists from `configure_model` on, once the Trainer has started its processes")
-        return self._mesh
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """The layout for the Trainer's number of devices."""
-        return self._wished_layout.resolve(self.world_size) if self._mesh is None else self._mesh.layout
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which share of the data this rank reads."""
-        return self.mesh.dp.rank
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of shares of the data."""
-        return self.layout.data_parallel_size
-
-    @property
-    def root_device(self) -> torch.device:
-        """This process's device."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Always: Lightning injects a data-parallel sampler only into strategies that say so."""
-        return True
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks that differ only in tp, pp or cp read the same data."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+        found = schedule_problems(pipeline_schedule, pp, vpp, 1)
+        found += argument_problems(layout, micro_batch_size, bucket_size, grad_reduce_dtype, checkpoint_io)
+        raise_if_any(found)
 
     @property
     def precision_plugin(self) -> MegatronPrecision:
@@ -257,13 +167,6 @@ class MegatronStrategy(ParallelStrategy):
         self._precision_plugin = None if precision_plugin is None else MegatronPrecision.of(precision_plugin)
 
     # Starting
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero helpers who we are."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = pl_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -288,39 +191,17 @@ class MegatronStrategy(ParallelStrategy):
         Raises:
             ConfigError: with every fault found.
         """
-        world_size = self.num_nodes * self.num_processes
-        model = next((item.model_shape for item in objects if isinstance(item, HasModelShape)), None)
-        batch = next((item.batch_shape for item in objects if isinstance(item, HasBatchShape)), None)
-        if batch is None:  # a plain DataLoader says only its batch size
-            sizes = (getattr(item, "batch_size", None) for item in objects)
-            batch = BatchShape(next((size for size in sizes if isinstance(size, int)), None))
-        batch = replace(batch, micro_batch_size=self.micro_batch_size)
         found = self._environment_problems()
-        if trainer is not None:
-            found += callback_problems(trainer.callbacks)  # type: ignore[attr-defined]
-        for module in (item for item in objects if isinstance(item, LightningModule)):
-            found += module_problems(module, self._wished_layout.pp, trainer)
-        layout = self._wished_layout if found else self._wished_layout.resolve(world_size)
-        # Whether layers can be shared out is the partition's to say where the user wants it uneven.
-        evenly = not any(self._split.values())
-        found += [p for p in layout.problems(model=model, batch=batch) if evenly or p.argument != "pp"]
-        if model is not None and not evenly:
-            try:
-                self.all_stages(model.num_layers)
-            except ConfigError as error:
-                found += error.problems
-        raise_if_any(found)
-
-    def all_stages(self, num_layers: int) -> tuple[StageLayers, ...]:
-        """What every stage of the pipeline builds of a model of ``num_layers`` layers."""
-        layout = self._wished_layout
-        return partition(num_layers, layout.pp, layout.vpp, **self._split)  # type: ignore[arg-type]
+        wished = self._wished_layout
+        layout = wished if found else wished.resolve(self.num_nodes * self.num_processes)
+        raise_if_any(found + job_problems(objects, trainer, layout, self._split, self.micro_batch_size))
 
     def stages(self, num_layers: int) -> list[StageLayers] | None:
-        """What this rank's stages build; ``None`` without a pipeline."""
+        """What this rank's stages build of a model of ``num_layers`` layers; ``None`` without a pipeline."""
         if self.boundary is None:
             return None
-        return [stage for stage in self.all_stages(num_layers) if stage.rank == self.mesh.pp.rank]
+        stages = self._split.stages(num_layers, self.layout.pp, self.layout.vpp)
+        return [stage for stage in stages if stage.rank == self.mesh.pp.rank]
 
     def setup_environment(self) -> None:
         """Start the process groups; from here on :attr:`mesh` exists."""
@@ -330,34 +211,15 @@ class MegatronStrategy(ParallelStrategy):
         self.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
         if self._mesh is None:
             self._mesh = self._create_mesh()
-            self._mesh.deferred.enabled = self._schedule == "zero-bubble" and self.boundary is not None
-            self._logs = LogSharing(self._mesh.pp, self.root_device)
             self._agree_on_seed()
-
-    def _create_mesh(self) -> ParallelMesh:
-        assert self.cluster_environment is not None
-        if self.world_size > 1 and not dist.is_initialized():
-            # The environment variables, not an address: under torchrun the store is torchrun's own.
-            os.environ.setdefault("MASTER_ADDR", str(self.cluster_environment.main_address))
-            os.environ.setdefault("MASTER_PORT", str(self.cluster_environment.main_port))
-            dist.init_process_group(
-                self._backend or devices.kind_of(self.root_device).backend,
-                rank=self.global_rank,
-                world_size=self.world_size,
-                timeout=self._timeout,
-            )
-        if not dist.is_initialized():
-            return ParallelMesh.single(self.root_device)
-        mesh = ParallelMesh.create(self._wished_layout, self.root_device, self._timeout)
-        rank_zero_info(f"{type(self).__name__}: {mesh.layout}")
-        return mesh
-
-    def _agree_on_seed(self) -> None:
-        """Ranks that build shards of one model must draw the same numbers, also if the user has not seeded anything."""
-        seed = self._seed = self.broadcast(torch.initial_seed())
-        if seed != torch.initial_seed():
-            torch.manual_seed(seed)
-        self.mesh.rng.seed(seed % (1 << 62), tp_rank=self.mesh.tp.rank, pp_rank=self.mesh.pp.rank)
+        self._engine = StepEngine(
+            self.mesh,
+            self.boundary,
+            self._schedule,
+            self.micro_batch_size,
+            self.root_device,
+            self.precision_plugin.mode.params,
+        )
 
     def setup(self, trainer: Trainer) -> None:
         """Place the model, and for training put it and the optimizers on flat buffers."""
@@ -372,133 +234,83 @@ class MegatronStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         MetricSharing(self.mesh, self.root_device).install(self.lightning_module)
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Let ranks that read the same samples draw the same random numbers in workers."""
-        return share_randomness(dataloader, self.mesh, self._seed)
-
-    def model_to_device(self) -> None:
-        """Move the model to this process's device."""
-        assert self.model is not None
-        self.model.to(self.root_device)
-
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers, then put flat main parameters into their groups."""
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        self._tied = self._tied_names()
-        held = self._tied and {name for name, _, _ in named_specs(self.lightning_module)}.intersection(self._tied)
-        mode = self.precision_plugin.mode
-        overlap_gather = self._overlap_param_gather and not watches_parameters(trainer)
-        for optimizer in self.optimizers:
-            sharded = ShardedOptimizer(
-                optimizer,
-                named_specs(self.lightning_module),
-                self.mesh,
-                shard=self._distributed_optimizer,
-                main_dtype=mode.main,
-                grad_dtype=mode.grads,
-                reduce_dtype=self._reduce_dtype(trainer),
-                overlap_grad_reduce=self._overlap_grad_reduce,
-                overlap_param_gather=overlap_gather,
-                bucket_size=self._bucket_size,
-                hold=held,
-            )
-            sharded.install_gather_hooks(self.lightning_module)
-            self._sharded.append(sharded)
-        self.precision_plugin.manage(self._sharded)
-
-    def _tied_names(self) -> tuple[str, ...]:
-        """Parameters that first and last stage both hold; every rank hears of them."""
-        assert self.lightning_module is not None
-        own = sorted(spec.tied_with for _, _, spec in named_specs(self.lightning_module) if spec.tied_with)
-        if self.boundary is None:
-            return tuple(own)
-        told: list[list[str]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(told, own, group=self.mesh.host_group)
-        return tuple(sorted({name for names in told for name in names}))
+        self._optimizer_set = OptimizerSet(
+            self.lightning_module,
+            self.optimizers,
+            self.mesh,
+            self.precision_plugin.mode,
+            shard=self._distributed_optimizer,
+            reduce_dtype=self._reduce_dtype(trainer),
+            overlap_grad_reduce=self._overlap_grad_reduce,
+            overlap_param_gather=self._overlap_param_gather and not watches_parameters(trainer),
+            bucket_size=self._bucket_size,
+        )
+        self.precision_plugin.manage(self.sharded_optimizers)
 
     def _reduce_dtype(self, trainer: Trainer) -> torch.dtype | None:
         if self._grad_reduce_dtype is not None:
-            return _REDUCE_DTYPES[self._grad_reduce_dtype]
+            return REDUCE_DTYPES[self._grad_reduce_dtype]
         if devices.kind_of(self.root_device) is devices.HPU and self.precision_plugin.mode.params == torch.bfloat16:
             return grad_reduce_dtype_rule(trainer.accumulate_grad_batches, self.data_parallel_size)
         return None
 
     def _release_optimizers(self) -> None:
-        for sharded in self._sharded:
-            sharded.close()
-        self._sharded.clear()
-        self._open_windows.clear()
+        if self._optimizer_set is not None:
+            self._optimizer_set.close()
+        self._optimizer_set = None
         self.optimizers = []
         self.lr_scheduler_configs = []
 
+    @property
+    def sharded_optimizers(self) -> tuple[ShardedOptimizer, ...]:
+        """The distributed optimizers, one for each of the user's; none outside ``fit``."""
+        return () if self._optimizer_set is None else tuple(self._optimizer_set.sharded)
+
     # Steps
+
+    @property
+    def engine(self) -> StepEngine:
+        """What runs the steps; there once the environment is set up."""
+        assert self._engine is not None
+        return self._engine
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a user's ``training_step``; with several micro-batches, forward and backward of them all.
 
         With one micro-batch this is stock Lightning: the loss keeps its graph and :meth:`backward` differentiates it.
         """
-        assert self.lightning_module is not None
-        self._open_window()
+        module, optimizers = self.lightning_module, self._optimizer_set
+        assert module is not None
+        assert optimizers is not None
+        optimizers.open_windows()
         batch, *rest = [*args, *kwargs.values()]
-        micro_batches = split_batch(batch, self.micro_batch_size)
-        module = self.lightning_module
-        if self.boundary is None and (len(micro_batches) == 1 or not module.automatic_optimization):
-            with self.precision_plugin.train_step_context():
-                return module.training_step(*args, **kwargs)
-        scale = self.precision_plugin.scale_of_loss() / module.trainer.accumulate_grad_batches
-        finishing = [] if self._accumulating else self._sharded
-        work = TrainingWork(module, micro_batches, tuple(rest), self._at(), scale, finishing)
-        layout, axis = self.layout, self.mesh.pp
-        plan = training_plan(self._schedule, layout.pp, layout.vpp, len(micro_batches), axis.rank)
+        micro_batches = self.engine.split(batch) if module.automatic_optimization else None
         with self.precision_plugin.train_step_context():
-            self._runtime().run(plan, work)
-        for sharded in finishing:
-            gradients = [(name, sharded.main_grad(name)) for names in sharded.group_names() for name in names]
-            sum_tied_gradients(gradients, self._tied, self.mesh.ends)
+            if micro_batches is None:
+                return module.training_step(*args, **kwargs)
+            scale = self.precision_plugin.scale_of_loss() / module.trainer.accumulate_grad_batches
+            finishing = None if self._accumulating else optimizers
+            output = self.engine.train(module, micro_batches, tuple(rest), scale, finishing)
         self._backward_is_done = True
-        assert self._logs is not None
-        return work.output(self._logs.finish("training_step", work.logs, work.loss))
-
-    def _at(self) -> StageBoundary:
-        """The pipeline's boundary; for a model in one piece, one that is never met."""
-        return self.boundary or StageBoundary(1)
-
-    def _runtime(self) -> PipelineRuntime:
-        mesh, dtype = self.mesh, self.precision_plugin.mode.params
-        return PipelineRuntime(mesh.pp, self._at().num_stages, self.root_device, dtype, mesh.deferred)
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Differentiate, unless the schedule has done so; the hooks fire either way."""
         assert self.lightning_module is not None
+        assert self._optimizer_set is not None
         if self._backward_is_done:
             self._backward_is_done = False
             self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
             return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        self._open_window()
+        self._optimizer_set.open_windows()
         # Under manual optimization nobody says which backward is the last one: then all is sent at the step.
         last = self.lightning_module.automatic_optimization and not self._accumulating
-        for sharded in self._sharded:
-            sharded.sync = last
-        try:
+        with self._optimizer_set.last_backward(last):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        finally:
-            for sharded in self._sharded:
-                sharded.sync = False
-
-    def _open_window(self) -> None:
-        """Zero gradients where a window of accumulation begins.
-
-        Lightning's own ``zero_grad``, which comes between ``training_step`` and ``backward``, reaches only the main
-        parameters, whose gradients are not there yet.
-        """
-        for sharded in self._sharded:
-            if sharded in self._open_windows:
-                sharded.attach_grads()
-            else:
-                sharded.zero_grads()
-                self._open_windows.add(sharded)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -518,7 +330,8 @@ class MegatronStrategy(ParallelStrategy):
     ) -> Any:
         """One step of the user's optimizer; ends the window of accumulation."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._open_windows -= {sharded for sharded in self._sharded if sharded.optimizer is optimizer}
+        assert self._optimizer_set is not None
+        self._optimizer_set.close_window(optimizer)
         return result
 
     def grad_norm(self) -> Tensor:
@@ -527,8 +340,8 @@ class MegatronStrategy(ParallelStrategy):
 
     def finish_param_gather(self) -> None:
         """Wait until all parameters have the values of the last step; their modules' forwards wait by themselves."""
-        for sharded in self._sharded:
-            sharded.finish_param_gather()
+        if self._optimizer_set is not None:
+            self._optimizer_set.finish_param_gather()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """A user's ``validation_step`` on every micro-batch."""
@@ -543,70 +356,19 @@ class MegatronStrategy(ParallelStrategy):
         return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
         batch, *rest = [*args, *kwargs.values()]
-        micro_batches = split_batch(batch, self.micro_batch_size)
-        step = getattr(self.lightning_module, name)
-        if self.boundary is None and len(micro_batches) == 1:
-            with self.precision_plugin.forward_context():
-                return step(*args, **kwargs)
-        work = EvaluationWork(self.lightning_module, step, micro_batches, tuple(rest), self._at())
-        layout, axis = self.layout, self.mesh.pp
+        micro_batches = self.engine.split(batch)
         with self.precision_plugin.forward_context():
-            self._runtime().run(evaluation_plan(layout.pp, layout.vpp, len(micro_batches), axis.rank), work)
-        assert self._logs is not None
-        self._logs.finish(name, work.logs, None)
-        if name == "predict_step" and self._broadcast_predictions:
-            return broadcast_object(work.output(), axis, axis.size - 1, self.root_device)
-        return work.output()
+            if micro_batches is None:
+                return getattr(module, name)(*args, **kwargs)
+            broadcast = name == "predict_step" and self._broadcast_predictions
+            return self.engine.evaluate(module, name, micro_batches, tuple(rest), broadcast)
 
     def on_train_end(self) -> None:
         """Leave whole parameters behind."""
         self.finish_param_gather()
-
-    # Talking
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if dist.is_initialized():
-            dist.barrier(device_ids=devices.barrier_device_ids(self.root_device))
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give all ranks the object of rank ``src``."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src, group=self.mesh.host_group if self._mesh is not None else None)
-        return box[0]
-
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        """Reduce over ``group``; by default over data-parallel ranks, so that each sample counts once.
-
-        A mean is a sum divided by us: not every backend has one.
-        """
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
-            return tensor
-        axis = self.mesh.dp_cp
-        if group is None and axis.size == 1:
-            return tensor
-        group = axis.group if group is None else group
-        operations = {"mean": "SUM", "avg": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN"}
-        how = reduce_op.lower() if isinstance(reduce_op, str) else "mean" if reduce_op is None else None
-        operation = reduce_op if how is None else getattr(dist.ReduceOp, operations.get(how, how.upper()))
-        mean = how in ("mean", "avg")
-        out = tensor.float() if mean and not tensor.is_floating_point() else tensor.clone()
-        dist.all_reduce(out, op=operation, group=group)
-        return out / dist.get_world_size(group) if mean else out
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any) say yes; over the whole job, unlike :meth:`reduce`."""
-        if not dist.is_initialized():
-            return decision
-        votes = torch.tensor(float(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes > 0)
 
     # Checkpoints
 
@@ -644,7 +406,7 @@ class MegatronStrategy(ParallelStrategy):
             self.broadcast(str(filepath)),
             checkpoint,
             self.lightning_module,
-            self._sharded,
+            self.sharded_optimizers,
             self.mesh,
             sharded=self._distributed_optimizer,
         )
@@ -655,7 +417,7 @@ class MegatronStrategy(ParallelStrategy):
         checkpoint, self._saved_randomness = load_trainer_checkpoint(
             self.broadcast(str(checkpoint_path)),
             self.lightning_module,
-            self._sharded,
+            self.sharded_optimizers,
             self.mesh,
             sharded=self._distributed_optimizer,
             weights_only=weights_only,
@@ -683,11 +445,6 @@ class MegatronStrategy(ParallelStrategy):
         """Remove a checkpoint; one rank does it."""
         if self.is_global_zero:
             remove_checkpoint(filepath)
-
-    @property
-    def sharded_optimizers(self) -> tuple[ShardedOptimizer, ...]:
-        """The distributed optimizers, one for each of the user's."""
-        return tuple(self._sharded)
 
     def teardown(self) -> None:
         """Let go of the environment. Parameters stay where they are: they are views of flat buffers."""

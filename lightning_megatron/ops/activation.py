@@ -29,15 +29,8 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
-        dx = torch.empty_like(x)
-        d_gate, d_up = dx.chunk(2, dim=-1)
-        sigmoid = torch.sigmoid(gate)
-        torch.mul(gate, sigmoid, out=d_up)
-        # d silu = sigmoid (1 + gate (1 - sigmoid)) = sigmoid + silu (1 - sigmoid)
-        torch.addcmul(sigmoid, d_up, 1 - sigmoid, out=d_gate)
-        d_gate.mul_(up).mul_(grad)
-        d_up.mul_(grad)
-        return dx
+        d_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return torch.cat((d_gate, F.silu(gate).mul_(grad)), dim=-1)
 
 
 def swiglu(x: Tensor) -> Tensor:

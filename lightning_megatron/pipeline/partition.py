@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from lightning_megatron.config import ConfigError, Problem, nearest_to, raise_if_any
 from lightning_megatron.pipeline.action import chunk_of, rank_of
@@ -28,6 +28,38 @@ class StageLayers:
     layers: range
     has_embedding: bool
     has_loss: bool
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """How a user wants layers shared out; the attributes are arguments of :func:`partition`."""
+
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    count_embedding: bool = False
+    count_loss: bool = False
+    layout: str | None = None
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every stage gets the same number."""
+        return self == LayerSplit()
+
+    def stages(self, num_layers: int, pp: int, vpp: int) -> tuple[StageLayers, ...]:
+        """What each stage builds.
+
+        Raises:
+            ConfigError: with every fault of the wish.
+        """
+        return partition(num_layers, pp, vpp, **asdict(self))
+
+    def problems(self, num_layers: int, pp: int, vpp: int) -> list[Problem]:
+        """Every fault of the wish for a model and a pipeline."""
+        try:
+            self.stages(num_layers, pp, vpp)
+        except ConfigError as error:
+            return list(error.problems)
+        return []
 
 
 def partition(

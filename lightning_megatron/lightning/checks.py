@@ -1,0 +1,83 @@
+"""Everything that can be known to be wrong before a process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import CheckpointIO
+
+from lightning_megatron.config import (
+    BatchShape,
+    HasBatchShape,
+    HasModelShape,
+    ParallelLayout,
+    Problem,
+    nearest_names,
+)
+from lightning_megatron.lightning.refusals import callback_problems, module_problems
+from lightning_megatron.pipeline.partition import LayerSplit
+
+GradReduceDtype = Literal["fp32", "bf16"]
+REDUCE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def argument_problems(
+    layout: ParallelLayout,
+    micro_batch_size: int | None,
+    bucket_size: int | None,
+    grad_reduce_dtype: str | None,
+    checkpoint_io: CheckpointIO | None,
+) -> list[Problem]:
+    """Faults of the strategy's own arguments."""
+    found = [
+        Problem(name, size, "not in this release", (1,))
+        for name, size in {"cp": layout.cp, "ep": layout.ep}.items()
+        if size > 1
+    ]
+    if micro_batch_size is not None and micro_batch_size < 1:
+        found.append(Problem("micro_batch_size", micro_batch_size, "holds at least one sample", (1, None)))
+    if bucket_size is not None and bucket_size < 1:
+        found.append(Problem("bucket_size", bucket_size, "holds at least one element", (1, None)))
+    if grad_reduce_dtype not in (None, *REDUCE_DTYPES):
+        near = nearest_names(str(grad_reduce_dtype), list(REDUCE_DTYPES))
+        found.append(Problem("grad_reduce_dtype", grad_reduce_dtype, "unknown", near))
+    if checkpoint_io is not None:
+        reason = "checkpoints are sharded directories that all ranks write together: leave it out"
+        found.append(Problem("checkpoint_io", type(checkpoint_io).__name__, reason, (None,)))
+    return found
+
+
+def job_problems(
+    objects: Sequence[object],
+    trainer: Trainer | None,
+    layout: ParallelLayout,
+    split: LayerSplit,
+    micro_batch_size: int | None,
+) -> list[Problem]:
+    """Faults of what the user hands to the Trainer, under a layout.
+
+    Args:
+        objects: module, loaders, data module.
+        trainer: whose callbacks are looked at.
+        layout: for the job's number of ranks.
+        split: how layers are shared out over stages.
+        micro_batch_size: samples of one forward.
+    """
+    model = next((item.model_shape for item in objects if isinstance(item, HasModelShape)), None)
+    batch = next((item.batch_shape for item in objects if isinstance(item, HasBatchShape)), None)
+    if batch is None:  # a plain DataLoader says only its batch size
+        sizes = (getattr(item, "batch_size", None) for item in objects)
+        batch = BatchShape(next((size for size in sizes if isinstance(size, int)), None))
+    batch = replace(batch, micro_batch_size=micro_batch_size)
+    found = [] if trainer is None else callback_problems(trainer.callbacks)  # type: ignore[attr-defined]
+    for module in (item for item in objects if isinstance(item, LightningModule)):
+        found += module_problems(module, layout.pp, trainer)
+    # Whether layers can be shared out is the split's to say where the user wants it uneven.
+    found += [p for p in layout.problems(model=model, batch=batch) if split.is_even or p.argument != "pp"]
+    if model is not None and not split.is_even:
+        found += split.problems(model.num_layers, layout.pp, layout.vpp)
+    return found

@@ -1,0 +1,205 @@
+"""A Lightning strategy whose ranks stand on a mesh: who they are, whose data they read, how they talk."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_only as pl_rank_zero_only
+from torch import Tensor
+
+from lightning_megatron import device as devices
+from lightning_megatron.config import ParallelLayout
+from lightning_megatron.lightning.loaders import share_randomness
+from lightning_megatron.mesh import ParallelMesh
+
+_log = logging.getLogger(__name__)
+
+
+class MeshStrategy(ParallelStrategy):
+    """The part of a strategy that training, optimizers and checkpoints are built on.
+
+    Args:
+        layout: how many ranks each kind of parallelism takes; what is left is data parallel.
+        process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
+        timeout: after which a collective that nobody answers fails.
+        accelerator: as in Lightning's strategies.
+        parallel_devices: as in Lightning's strategies.
+        cluster_environment: as in Lightning's strategies.
+        precision_plugin: as in Lightning's strategies.
+
+    Attributes:
+        num_nodes: set by the Trainer.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        process_group_backend: str | None,
+        timeout: timedelta,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
+        self.num_nodes = 1
+        self._wished_layout = layout
+        self._backend = process_group_backend
+        self._timeout = timeout
+        self._mesh: ParallelMesh | None = None
+        self._seed = 0
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """This rank's groups; there once the Trainer has set up its environment.
+
+        Raises:
+            RuntimeError: before that.
+        """
+        if self._mesh is None:
+            raise RuntimeError("the mesh exists from `configure_model` on, once the Trainer has started its processes")
+        return self._mesh
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout for the Trainer's number of devices."""
+        return self._wished_layout.resolve(self.world_size) if self._mesh is None else self._mesh.layout
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of the data this rank reads."""
+        return self.mesh.dp.rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of shares of the data."""
+        return self.layout.data_parallel_size
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Always: Lightning injects a data-parallel sampler only into strategies that say so."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that differ only in tp, pp or cp read the same data."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    # Starting
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero helpers who we are."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = pl_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _create_mesh(self) -> ParallelMesh:
+        assert self.cluster_environment is not None
+        if self.world_size > 1 and not dist.is_initialized():
+            # The environment variables, not an address: under torchrun the store is torchrun's own.
+            os.environ.setdefault("MASTER_ADDR", str(self.cluster_environment.main_address))
+            os.environ.setdefault("MASTER_PORT", str(self.cluster_environment.main_port))
+            dist.init_process_group(
+                self._backend or devices.kind_of(self.root_device).backend,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self._timeout,
+            )
+        if not dist.is_initialized():
+            return ParallelMesh.single(self.root_device)
+        mesh = ParallelMesh.create(self._wished_layout, self.root_device, self._timeout)
+        rank_zero_info(f"{type(self).__name__}: {mesh.layout}")
+        return mesh
+
+    def _agree_on_seed(self) -> None:
+        """Ranks that build shards of one model must draw the same numbers, also if the user has not seeded anything."""
+        seed = self._seed = self.broadcast(torch.initial_seed())
+        if seed != torch.initial_seed():
+            torch.manual_seed(seed)
+        self.mesh.rng.seed(seed % (1 << 62), tp_rank=self.mesh.tp.rank, pp_rank=self.mesh.pp.rank)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let ranks that read the same samples draw the same random numbers in workers."""
+        return share_randomness(dataloader, self.mesh, self._seed)
+
+    def model_to_device(self) -> None:
+        """Move the model to this process's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # Talking
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=devices.barrier_device_ids(self.root_device))
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give all ranks the object of rank ``src``."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src, group=self.mesh.host_group if self._mesh is not None else None)
+        return box[0]
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Reduce over ``group``; by default over data-parallel ranks, so that each sample counts once.
+
+        A mean is a sum divided by us: not every backend has one.
+        """
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        axis = self.mesh.dp_cp
+        if group is None and axis.size == 1:
+            return tensor
+        group = axis.group if group is None else group
+        operations = {"mean": "SUM", "avg": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN"}
+        how = reduce_op.lower() if isinstance(reduce_op, str) else "mean" if reduce_op is None else None
+        operation = reduce_op if how is None else getattr(dist.ReduceOp, operations.get(how, how.upper()))
+        mean = how in ("mean", "avg")
+        out = tensor.float() if mean and not tensor.is_floating_point() else tensor.clone()
+        dist.all_reduce(out, op=operation, group=group)
+        return out / dist.get_world_size(group) if mean else out
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (or any) say yes; over the whole job, unlike :meth:`reduce`."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(float(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes > 0)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say which rank failed, and where in the model: of many tracebacks one is the cause."""
+        if self._mesh is None or not self._mesh.is_distributed:
+            return
+        layout, pp = self._mesh.layout, self._mesh.pp
+        stages = list(range(pp.rank, layout.pp * layout.vpp, layout.pp))
+        held = "" if pp.size == 1 else f", which runs {'stage' if len(stages) == 1 else 'stages'} {stages}"
+        notes = "".join(f"; {note}" for note in getattr(exception, "__notes__", ()))
+        _log.error("%r%s, failed with %s: %s%s", self._mesh, held, type(exception).__name__, exception, notes)

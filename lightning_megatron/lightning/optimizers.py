@@ -1,0 +1,122 @@
+"""The distributed optimizers of a module, and the window of accumulation that each is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
+
+from lightning_megatron.lightning.precision import PrecisionMode
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.zero import ShardedOptimizer
+from lightning_megatron.params import named_specs
+from lightning_megatron.pipeline.tied import sum_tied_gradients
+
+
+class OptimizerSet:
+    """One :class:`ShardedOptimizer` for each optimizer of the user's.
+
+    Args:
+        module: whose parameters they hold.
+        optimizers: the user's.
+        mesh: this rank's.
+        mode: dtypes.
+        shard: whether data-parallel ranks share main parameters and state out.
+        reduce_dtype: of gradients on the wire; ``None`` for that of accumulation.
+        overlap_grad_reduce: see ``MegatronStrategy``.
+        overlap_param_gather: see ``MegatronStrategy``.
+        bucket_size: see ``MegatronStrategy``.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        mesh: ParallelMesh,
+        mode: PrecisionMode,
+        *,
+        shard: bool,
+        reduce_dtype: torch.dtype | None,
+        overlap_grad_reduce: bool,
+        overlap_param_gather: bool,
+        bucket_size: int | None,
+    ) -> None:
+        self._mesh = mesh
+        specs = list(named_specs(module))
+        self._tied = _tied_names([spec.tied_with for _, _, spec in specs if spec.tied_with], mesh)
+        self.sharded = [
+            ShardedOptimizer(
+                optimizer,
+                specs,
+                mesh,
+                shard=shard,
+                main_dtype=mode.main,
+                grad_dtype=mode.grads,
+                reduce_dtype=reduce_dtype,
+                overlap_grad_reduce=overlap_grad_reduce,
+                overlap_param_gather=overlap_param_gather,
+                bucket_size=bucket_size,
+                hold={name for name, _, _ in specs}.intersection(self._tied),
+            )
+            for optimizer in optimizers
+        ]
+        for sharded in self.sharded:
+            sharded.install_gather_hooks(module)
+        self._open: set[ShardedOptimizer] = set()
+
+    def open_windows(self) -> None:
+        """Zero gradients where a window of accumulation begins.
+
+        Lightning's own ``zero_grad``, which comes between ``training_step`` and ``backward``, reaches only the main
+        parameters, whose gradients are not there yet.
+        """
+        for sharded in self.sharded:
+            if sharded in self._open:
+                sharded.attach_grads()
+            else:
+                sharded.zero_grads()
+                self._open.add(sharded)
+
+    def close_window(self, optimizer: Optimizer) -> None:
+        """A step has been taken: the next gradient begins a new window."""
+        self._open -= {sharded for sharded in self.sharded if sharded.optimizer is optimizer}
+
+    @contextmanager
+    def last_backward(self, last: bool = True) -> Iterator[None]:
+        """The backward inside is the last of the step for the parameters it reaches (or it is not)."""
+        for sharded in self.sharded:
+            sharded.sync = last
+        try:
+            yield
+        finally:
+            for sharded in self.sharded:
+                sharded.sync = False
+
+    def sum_tied(self) -> None:
+        """Sum the gradients of what first and last pipeline stage both hold; after the last backward of a step."""
+        for sharded in self.sharded:
+            gradients = [(name, sharded.main_grad(name)) for names in sharded.group_names() for name in names]
+            sum_tied_gradients(gradients, self._tied, self._mesh.ends)
+
+    def finish_param_gather(self) -> None:
+        """Wait until all parameters have the values of the last step."""
+        for sharded in self.sharded:
+            sharded.finish_param_gather()
+
+    def close(self) -> None:
+        """Give parameters storage of their own; optimizer state is gone."""
+        for sharded in self.sharded:
+            sharded.close()
+
+
+def _tied_names(own: Sequence[str], mesh: ParallelMesh) -> frozenset[str]:
+    """Parameters that first and last stage both hold: the last stage knows, every rank hears of them."""
+    if mesh.pp.size == 1:
+        return frozenset(own)
+    told: list[list[str]] = [[] for _ in range(mesh.world.size)]
+    dist.all_gather_object(told, list(own), group=mesh.host_group)
+    return frozenset(name for names in told for name in names)
