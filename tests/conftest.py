@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,29 @@ import pytest
 from lightning_megatron.testing.workers import WorkerPool
 
 Ranks = Callable[..., list[Any]]
+BUDGET = pytest.StashKey[float]()
+BEGUN = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "skip what has not begun after that many minutes, and slow tests after half of them"
+    parser.addoption("--budget", type=float, default=float("inf"), metavar="MINUTES", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BUDGET] = 60 * config.getoption("--budget")
+    config.stash[BEGUN] = time.monotonic()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # what is left out is at the end
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    spent, budget = time.monotonic() - item.config.stash[BEGUN], item.config.stash[BUDGET]
+    share = 0.5 if item.get_closest_marker("slow") is not None else 1.0
+    if spent > share * budget:
+        pytest.skip(f"no time left: {spent / 60:.0f} of --budget {budget / 60:.0f} minutes are spent")
 
 
 @pytest.fixture(scope="session")

@@ -203,3 +203,10 @@ class MeshStrategy(ParallelStrategy):
         held = "" if pp.size == 1 else f", which runs {'stage' if len(stages) == 1 else 'stages'} {stages}"
         notes = "".join(f"; {note}" for note in getattr(exception, "__notes__", ()))
         _log.error("%r%s, failed with %s: %s%s", self._mesh, held, type(exception).__name__, exception, notes)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make ``Trainer(strategy="megatron")`` and ``"megatron_hpu"`` work."""
+        for name in ("megatron", "megatron_hpu"):
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description=cls.__doc__.splitlines()[0])  # type: ignore[union-attr]

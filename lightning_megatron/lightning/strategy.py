@@ -28,7 +28,7 @@ from lightning_megatron.lightning.checkpoints import (
     remove_checkpoint,
     save_trainer_checkpoint,
 )
-from lightning_megatron.lightning.checks import REDUCE_DTYPES, GradReduceDtype, argument_problems, job_problems
+from lightning_megatron.lightning.checks import GradReduceDtype, argument_problems, job_problems, reduce_dtype
 from lightning_megatron.lightning.engine import StepEngine
 from lightning_megatron.lightning.launcher import CheckedLauncher
 from lightning_megatron.lightning.mesh_strategy import MeshStrategy
@@ -37,7 +37,6 @@ from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.refusals import plugin_problems
 from lightning_megatron.lightning.watchers import watches_parameters
-from lightning_megatron.optim.scaler import grad_reduce_dtype_rule
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.partition import LayerSplit, StageLayers
@@ -69,19 +68,16 @@ class MegatronStrategy(MeshStrategy):
         count_embedding: let the embedding take the place of one layer when layers are shared out.
         count_loss: the same for the output layer and the loss.
         pipeline_layout: every stage spelled out in Megatron's letters, e.g. ``"Et*3|t*4|t*4L"``.
-        broadcast_predictions: give ``predict_step``'s output to all pipeline stages; else only the last one has it.
+        broadcast_predictions: give ``predict_step``'s output to all pipeline stages, not only to the last.
         distributed_optimizer: shard main parameters and optimizer state over data-parallel ranks (ZeRO stage 1).
         overlap_grad_reduce: send gradients while backward is running.
         overlap_param_gather: gather parameters while the next forward is running; off by itself where a callback or
             module looks at parameters between steps.
-        grad_reduce_dtype: ``"fp32"`` or ``"bf16"`` on the wire; ``None`` for fp32, on Gaudi Intel's rule (bf16 up to
-            256 accumulated micro-batches x dp).
+        grad_reduce_dtype: ``"fp32"`` or ``"bf16"`` on the wire; ``None`` for fp32, on Gaudi Intel's rule.
         bucket_size: gradient elements sent at once; ``None`` for Megatron's ``max(40e6, 1e6 x dp)``.
         process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
         timeout: after which a collective that nobody answers fails.
-        accelerator: as in Lightning's strategies.
-        parallel_devices: as in Lightning's strategies.
-        cluster_environment: as in Lightning's strategies.
+        accelerator, parallel_devices, cluster_environment: as in Lightning's strategies.
         checkpoint_io: refused; checkpoints are sharded directories, written by all ranks.
         precision_plugin: a ``MegatronPrecision``, or leave it to ``Trainer(precision=...)``.
 
@@ -175,9 +171,8 @@ class MegatronStrategy(MeshStrategy):
             self._launcher = CheckedLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self.check)
 
     def _environment_problems(self) -> list[Problem]:
-        world_size = self.num_nodes * self.num_processes
         assert self.parallel_devices is not None
-        found = self._wished_layout.problems(world_size=world_size)
+        found = self._wished_layout.problems(world_size=self.num_nodes * self.num_processes)
         found += plugin_problems(self.checkpoint_io, self._layer_sync is not None)
         return found + self.precision_plugin.problems(devices.kind_of(self.parallel_devices[0]))
 
@@ -232,31 +227,27 @@ class MegatronStrategy(MeshStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        MetricSharing(self.mesh, self.root_device).install(self.lightning_module)
+        self._metrics = MetricSharing(self.mesh, self.root_device)
+        self._metrics.install(self.lightning_module)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers, then put flat main parameters into their groups."""
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
+        mode, kind = self.precision_plugin.mode, devices.kind_of(self.root_device)
+        samples = trainer.accumulate_grad_batches, self.data_parallel_size
         self._optimizer_set = OptimizerSet(
             self.lightning_module,
             self.optimizers,
             self.mesh,
-            self.precision_plugin.mode,
+            mode,
             shard=self._distributed_optimizer,
-            reduce_dtype=self._reduce_dtype(trainer),
+            reduce_dtype=reduce_dtype(self._grad_reduce_dtype, kind, mode.params, *samples),
             overlap_grad_reduce=self._overlap_grad_reduce,
             overlap_param_gather=self._overlap_param_gather and not watches_parameters(trainer),
             bucket_size=self._bucket_size,
         )
         self.precision_plugin.manage(self.sharded_optimizers)
-
-    def _reduce_dtype(self, trainer: Trainer) -> torch.dtype | None:
-        if self._grad_reduce_dtype is not None:
-            return REDUCE_DTYPES[self._grad_reduce_dtype]
-        if devices.kind_of(self.root_device) is devices.HPU and self.precision_plugin.mode.params == torch.bfloat16:
-            return grad_reduce_dtype_rule(trainer.accumulate_grad_batches, self.data_parallel_size)
-        return None
 
     def _release_optimizers(self) -> None:
         if self._optimizer_set is not None:
@@ -454,13 +445,6 @@ class MegatronStrategy(MeshStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make ``Trainer(strategy="megatron")`` and ``"megatron_hpu"`` work."""
-        for name in ("megatron", "megatron_hpu"):
-            if name not in strategy_registry:
-                strategy_registry.register(name, cls, description=cls.__doc__.splitlines()[0])  # type: ignore[union-attr]
 
 
 MegatronHPUStrategy = MegatronStrategy

@@ -96,7 +96,7 @@ class WorkerPool:
         timeout: seconds after which a call is given up, all stacks are shown and the pool is started anew.
     """
 
-    def __init__(self, size: int = 8, timeout: float = 120.0) -> None:
+    def __init__(self, size: int = 8, timeout: float = 600.0) -> None:
         self.size = size
         self.timeout = timeout
         self._context = mp.get_context("forkserver")
