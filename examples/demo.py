@@ -152,7 +152,8 @@ def report(run: Path, tokenizer: Path) -> None:
     """Draw the losses, let the model write, and end with one line of numbers."""
     facts = json.loads((run / "result.json").read_text())
     draw_losses(run)
-    say("the model continues", *continuations(facts["checkpoint"], tokenizer), sep="\n--------\n", end="\n--------\n")
+    say("the model continues")
+    print("", *continuations(facts["checkpoint"], tokenizer), "", sep="\n--------\n")
     losses = " -> ".join(f"{loss:.3f}" for loss in facts["val_loss"])
     print(f"demo: val_loss {losses}, {facts['tokens_per_second']:.0f} tokens/s, checkpoint {facts['checkpoint']}")
 
