@@ -20,8 +20,9 @@ from lightning_megatron.lightning.strategy import MegatronStrategy
 class MegatronDataModule(LightningDataModule):
     """Training, validation and test samples from Megatron's ``.bin`` / ``.idx`` files.
 
-    Ranks of one data-parallel replica read the same samples. The order depends on the data, the seed and the global
-    batch alone, and a checkpoint in mid-epoch resumes at the next sample.
+    Ranks of one data-parallel replica read the same samples. The order depends on the data, the seed, the number of
+    samples drawn (so give ``train_samples`` where a run may be prolonged) and the global batch alone, and a checkpoint
+    in mid-epoch resumes at the next sample.
 
     Args:
         data_path: prefix of a pair of files, a list of prefixes, or ``[weight, prefix, ...]``.
@@ -71,6 +72,8 @@ class MegatronDataModule(LightningDataModule):
         if tokenizer_type is not None:
             self.tokenizer = build_tokenizer(tokenizer_type, tokenizer_model)
         self._datasets: tuple[SampleDataset | None, ...] = (None, None, None)
+        self._train_loader: ResumableDataLoader | None = None
+        self._saved_place: dict[str, Any] | None = None
         raise_if_any(self._problems())
 
     def _problems(self) -> list[Problem]:
@@ -139,7 +142,26 @@ class MegatronDataModule(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         """Batches of ``{"tokens", "labels", "loss_mask", "position_ids"}``, each ``[batch_size, seq_length]``."""
-        return self._loader(self._datasets[0])
+        loader = self._loader(self._datasets[0])
+        if isinstance(loader, ResumableDataLoader):
+            self._train_loader = loader
+            if self._saved_place is not None:
+                loader.load_state_dict(self._saved_place)
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far training has read, the same on all ranks.
+
+        Lightning keeps a loader's place too, but loses it where the loader is made before the checkpoint is read:
+        ``estimated_stepping_batches`` in ``configure_optimizers`` is enough for that.
+        """
+        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there, whether the loader is made already or not."""
+        self._saved_place = state_dict.get("train")
+        if self._train_loader is not None and self._saved_place is not None:
+            self._train_loader.load_state_dict(self._saved_place)
 
     def val_dataloader(self) -> Any:
         """The same of the validation share; nothing where it is empty."""
