@@ -88,7 +88,8 @@ def job_problems(
     for module in (item for item in objects if isinstance(item, LightningModule)):
         found += module_problems(module, layout.pp, trainer)
     # Whether layers can be shared out is the split's to say where the user wants it uneven.
-    found += [p for p in layout.problems(model=model, batch=batch) if split.is_even or p.argument != "pp"]
+    shared_out = ("pp", "vpp", "pp x vpp")
+    found += [p for p in layout.problems(model=model, batch=batch) if split.is_even or p.argument not in shared_out]
     if model is not None and not split.is_even:
         found += split.problems(model.num_layers, layout.pp, layout.vpp)
     return found

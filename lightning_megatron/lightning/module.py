@@ -29,7 +29,8 @@ class MegatronModule(LightningModule):
 
     Build the model in ``configure_model`` (only if it is not there yet: Lightning may call it more than once), with
     layers that take :attr:`mesh`. Nothing else differs from an ordinary LightningModule; a module need not even derive
-    from this class to use the layers.
+    from this class to use the layers. To be cut into pipeline stages it also has a method ``hidden_shape(batch)``: the
+    shape of the activations that stages hand on for a micro-batch. :class:`GPTModule` is an example.
     """
 
     @property
@@ -50,10 +51,6 @@ class MegatronModule(LightningModule):
     def model_shape(self) -> ModelShape | None:
         """What layouts are checked against; ``None`` leaves it to the layers."""
         return None
-
-    def hidden_shape(self, batch: Any) -> tuple[int, ...]:
-        """Shape of the activations that pipeline stages hand on for a micro-batch; asked for only with ``pp > 1``."""
-        raise NotImplementedError(f"{type(self).__name__} must say hidden_shape(batch) to be cut into pipeline stages")
 
     def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Parameters in two groups: matrices, which decay, and norms and biases, which do not."""

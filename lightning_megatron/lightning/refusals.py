@@ -47,8 +47,17 @@ def plugin_problems(checkpoint_io: CheckpointIO, syncs_batchnorm: bool) -> list[
 
 def module_problems(module: LightningModule, pp: int, trainer: Trainer | None) -> list[Problem]:
     """What a module does that cannot work; a module compiled whole is refused by Lightning itself."""
-    fits = trainer is None or trainer.state.fn == TrainerFn.FITTING
-    if pp == 1 or not fits or module.automatic_optimization:
+    if pp == 1:
         return []
-    reason = "a pipeline runs forward and backward of all micro-batches itself: leave it True, or use pp=1"
-    return [Problem("automatic_optimization", False, reason, (True,))]
+    found = []
+    if not hasattr(module, "hidden_shape"):
+        reason = (
+            f"{type(module).__name__} has no method hidden_shape(batch), so that pipeline stages cannot know the shape of"
+            " what they receive: build it like GPTModule, which builds what strategy.stages() says, or use pp=1"
+        )
+        found.append(Problem("pp", pp, reason, (1,)))
+    fits = trainer is None or trainer.state.fn == TrainerFn.FITTING
+    if fits and not module.automatic_optimization:
+        reason = "a pipeline runs forward and backward of all micro-batches itself: leave it True, or use pp=1"
+        found.append(Problem("automatic_optimization", False, reason, (True,)))
+    return found
