@@ -5,8 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from lightning_megatron.testing.workers import WorkerPool
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code
+settings.load_profile("untimed")
 
 Ranks = Callable[..., list[Any]]
 BUDGET = pytest.StashKey[float]()
