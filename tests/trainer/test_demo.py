@@ -23,7 +23,7 @@ def demo(where: Path) -> str:
         cwd=where,
         # What Trainers of other tests have left behind would look like a launcher's variables.
         env={name: value for name, value in os.environ.items() if "RANK" not in name and "MASTER" not in name},
-        timeout=600,
+        timeout=1100,
         capture_output=True,
         text=True,
         check=False,

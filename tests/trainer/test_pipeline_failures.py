@@ -76,7 +76,7 @@ def outcome(how: str, stage: int) -> tuple[int, float, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=900,
         env={**environment, "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parent,
     )

@@ -188,7 +188,7 @@ QUIET_MACHINE = 1.1  # CPU seconds that torch takes to import on the machine tha
 
 
 def test_the_package_imports_in_under_5_seconds_without_a_compiler_and_without_the_bridge():
-    done = subprocess.run([sys.executable, "-c", SPY], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", SPY], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     seconds = found["seconds"]
@@ -210,5 +210,5 @@ def test_rooms_below_lightning_need_no_lightning():
         "import lightning_megatron.models.gpt, lightning_megatron.pipeline.runtime, lightning_megatron.optim.zero\n"
         "import lightning_megatron.checkpoint, lightning_megatron.data\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
