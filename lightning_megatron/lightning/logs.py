@@ -130,13 +130,13 @@ class LogCapture:
         """The values of :meth:`lines`, combined."""
         return [entry.combined(device) for entry in self._entries.values()]
 
-    def replay(self, lines: Sequence[_Line], values: Sequence[Any], *, heard: bool = False) -> None:
-        """Log every line once; ``heard`` where it was collected by another rank."""
+    def replay(self, lines: Sequence[_Line], values: Sequence[Any]) -> None:
+        """Log every line once."""
         for line, value in zip(lines, values, strict=True):
             shown: Any = value
             if line.metric is not None:
                 shown = self._module.get_submodule(line.metric)
-                show_step(shown, value if line.has_value else None, updated_elsewhere=heard)
+                show_step(shown, value if line.has_value else None)
             self._module.log(line.name, shown, **line.options)
 
 
@@ -192,5 +192,5 @@ class LogSharing:
             self._known[step] = lines, has_loss
         lines, has_loss = self._known[step]
         numbers = [*packed[2 : 2 + min(len(lines), self._ROOM)].clone(), *rest]
-        capture.replay(lines, numbers, heard=not speaks)
+        capture.replay(lines, numbers)
         return packed[1].clone() if has_loss else None

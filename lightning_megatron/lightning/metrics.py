@@ -28,13 +28,25 @@ class MetricSharing:
 
     def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
         self._replicas, self._pipeline, self._device = mesh.dp_cp, mesh.pp, device
+        self._metrics: list[Metric] = []
 
     def install(self, module: nn.Module) -> None:
         """Let every metric in a module that does not already say with whom it shares, share as above."""
-        for metric in module.modules():
-            if isinstance(metric, Metric) and metric.process_group is None and metric.dist_sync_fn is None:
+        self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        for metric in self._metrics:
+            if metric.process_group is None and metric.dist_sync_fn is None:
                 metric.dist_sync_fn = self.gather
                 metric.distributed_available_fn = self.is_needed
+            if self._pipeline.size > 1:
+                # A metric answers from its cache until it is updated, which happens on the last stage only: the others
+                # would stay away from the gathering.
+                metric.compute_with_cache = False
+
+    def step_is_over(self) -> None:
+        """On a stage that ran no whole step, let metrics look as if it had: else they warn that they are empty."""
+        if self._pipeline.rank < self._pipeline.size - 1:
+            for metric in self._metrics:
+                metric._update_count += 1
 
     def is_needed(self) -> bool:
         """Whether another rank has seen other samples, or has seen them when this one has not."""
@@ -60,16 +72,6 @@ def step_reduction(metric: Metric) -> str:
     return next((name for kind, name in kinds.items() if isinstance(metric, kind)), "mean")
 
 
-def show_step(metric: Metric, value: Tensor | None, *, updated_elsewhere: bool) -> None:
-    """Let a metric show a value for the step just run.
-
-    Args:
-        metric: of the module.
-        value: of the whole batch, if any.
-        updated_elsewhere: whether another pipeline stage ran the step to its end. The metric then looks as if it had
-            been updated, so that what it computed before is stale; its state comes from the last stage.
-    """
+def show_step(metric: Metric, value: Tensor | None) -> None:
+    """Let a metric show a value for the step just run, which came of several micro-batches or on another stage."""
     metric._forward_cache = value  # type: ignore[assignment]  # torchmetrics declares None
-    if updated_elsewhere:
-        metric._computed = None
-        metric._update_count += 1
