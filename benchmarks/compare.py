@@ -1,0 +1,88 @@
+"""Lets contestants of ``peer.py`` train in turns and compares their medians.
+
+    python benchmarks/compare.py "--peer ours" "--peer hf" --rounds 8
+
+The first contestant is the one the others are compared with. Ratios are of medians over rounds; rounds alternate, so
+that a busy machine slows all alike. Figures: tokens/s (wall), tokens per CPU second of rank 0, peak resident MB of
+rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from peer import TOKENS_PER_STEP
+
+HERE = Path(__file__).parent
+
+
+class Contestant:
+    """A process that trains one round whenever it is told to."""
+
+    def __init__(self, arguments: str) -> None:
+        self.name = arguments
+        self.rounds: list[dict[str, float]] = []
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "peer.py"), *shlex.split(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+
+    def run(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("ROUND "):
+                self.rounds.append(json.loads(line.removeprefix("ROUND ")))
+                return
+        raise RuntimeError(f"{self.name}: ended without a report; run peer.py {self.name} to see why")
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def median(self, what: str) -> float:
+        return statistics.median(r[what] for r in self.rounds[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("contestants", nargs="+")
+    parser.add_argument("--rounds", type=int, default=6, help="counted rounds of each, after one to warm up")
+    args = parser.parse_args()
+    contestants = [Contestant(c) for c in args.contestants]
+    try:
+        for _ in range(args.rounds + 1):
+            for contestant in contestants:
+                contestant.run()
+    finally:
+        for contestant in contestants:
+            contestant.stop()
+    first = contestants[0]
+    print("| contestant | tokens/s | tokens/CPU s | peak MB | wall ratio | CPU ratio |")
+    print("|---|---|---|---|---|---|")
+    for c in contestants:
+        pairs = list(zip(c.rounds[1:], first.rounds[1:], strict=True))
+        wall = statistics.median(a["wall"] / b["wall"] for a, b in pairs)
+        cpu = statistics.median(a["cpu"] / b["cpu"] for a, b in pairs)
+        print(
+            f"| {c.name} | {TOKENS_PER_STEP / c.median('wall'):.0f} | {TOKENS_PER_STEP / c.median('cpu'):.0f}"
+            f" | {max(r['peak_mb'] for r in c.rounds):.0f} | {wall:.2f} | {cpu:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
