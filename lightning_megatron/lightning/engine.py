@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.comm.objects import broadcast_object
 from lightning_megatron.lightning.logs import LogSharing
+from lightning_megatron.lightning.metrics import MetricSharing
 from lightning_megatron.lightning.micro_batches import split_batch
 from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.steps import EvaluationWork, MicroBatches, TrainingWork
@@ -44,8 +45,13 @@ class StepEngine:
         self._is_pipeline = boundary is not None
         self._boundary = boundary or StageBoundary(1)  # a model in one piece never meets it
         self._logs = LogSharing(mesh.pp, device)
+        self._metrics = MetricSharing(mesh, device)
         self._runtime = PipelineRuntime(mesh.pp, self._boundary.num_stages, device, dtype, mesh.deferred)
         mesh.deferred.enabled = self._is_pipeline and schedule == "zero-bubble"
+
+    def watch(self, module: LightningModule) -> None:
+        """Share the metric objects of a module with the ranks that have seen other samples."""
+        self._metrics.install(module)
 
     def split(self, batch: Any) -> MicroBatches | None:
         """Micro-batches of a batch; ``None`` where one plain call of the step is all there is to do."""
@@ -81,6 +87,7 @@ class StepEngine:
         self._runtime.run(training_plan(self._schedule, layout.pp, layout.vpp, len(micro_batches), rank), work)
         if optimizers is not None:
             optimizers.sum_tied()
+        self._metrics.step_is_over()
         loss: Tensor | None = self._logs.finish("training_step", work.logs, work.loss)
         return work.output(loss)
 
@@ -99,5 +106,6 @@ class StepEngine:
         work = EvaluationWork(module, getattr(module, name), micro_batches, rest, self._boundary)
         layout, axis = self._mesh.layout, self._mesh.pp
         self._runtime.run(evaluation_plan(layout.pp, layout.vpp, len(micro_batches), axis.rank), work)
+        self._metrics.step_is_over()
         self._logs.finish(name, work.logs, None)
         return broadcast_object(work.output(), axis, axis.size - 1, self._device) if broadcast else work.output()

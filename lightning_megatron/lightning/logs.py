@@ -112,7 +112,9 @@ class LogCapture:
 
     def lines(self) -> list[_Line]:
         """What was collected, without values."""
-        paths = {id(m): path for path, m in self._module.named_modules() if isinstance(m, Metric)}
+        logs_metrics = any(entry.metric is not None for entry in self._entries.values())
+        modules = self._module.named_modules() if logs_metrics else ()
+        paths = {id(module): path for path, module in modules if isinstance(module, Metric)}
         lines = []
         for name, entry in self._entries.items():
             path = None if entry.metric is None else paths.get(id(entry.metric))

@@ -52,8 +52,8 @@ def module_problems(module: LightningModule, pp: int, trainer: Trainer | None) -
     found = []
     if not hasattr(module, "hidden_shape"):
         reason = (
-            f"{type(module).__name__} has no method hidden_shape(batch), and pipeline stages must know the shape of what"
-            " they receive: build it like GPTModule, which builds what strategy.stages() says, or use pp=1"
+            f"{type(module).__name__} has no method hidden_shape(batch), and pipeline stages must know the shape of"
+            " what they receive: build it like GPTModule, which builds what strategy.stages() says, or use pp=1"
         )
         found.append(Problem("pp", pp, reason, (1,)))
     fits = trainer is None or trainer.state.fn == TrainerFn.FITTING

@@ -32,7 +32,6 @@ from lightning_megatron.lightning.checks import GradReduceDtype, argument_proble
 from lightning_megatron.lightning.engine import StepEngine
 from lightning_megatron.lightning.launcher import CheckedLauncher
 from lightning_megatron.lightning.mesh_strategy import MeshStrategy
-from lightning_megatron.lightning.metrics import MetricSharing
 from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.refusals import plugin_problems
@@ -227,8 +226,7 @@ class MegatronStrategy(MeshStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._metrics = MetricSharing(self.mesh, self.root_device)
-        self._metrics.install(self.lightning_module)
+        self.engine.watch(self.lightning_module)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers, then put flat main parameters into their groups."""
