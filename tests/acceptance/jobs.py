@@ -6,11 +6,9 @@ returns what it saw there. The global batch is the same in all layouts, so all m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing import current_process
 from typing import Any
 
 import pytest
@@ -151,15 +149,3 @@ def assert_close(ours: Any, expected: Any, rtol: float = ROUNDING) -> None:
             assert_close(mine, its, rtol)
     else:
         assert ours == pytest.approx(expected, rel=rtol, abs=1e-7)
-
-
-@contextmanager
-def workers_allowed() -> Iterator[None]:
-    """Processes of a pool are daemons, which may have no children: DataLoader workers, for one."""
-    settings = current_process()._config  # type: ignore[attr-defined]
-    before = settings.get("daemon")
-    settings["daemon"] = False
-    try:
-        yield
-    finally:
-        settings["daemon"] = before
