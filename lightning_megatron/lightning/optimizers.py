@@ -98,9 +98,11 @@ class OptimizerSet:
 
     def sum_tied(self) -> None:
         """Sum the gradients of what first and last pipeline stage both hold; after the last backward of a step."""
+        if self._mesh.ends.size == 1 or not self._tied:
+            return
         for sharded in self.sharded:
-            gradients = [(name, sharded.main_grad(name)) for names in sharded.group_names() for name in names]
-            sum_tied_gradients(gradients, self._tied, self._mesh.ends)
+            own = self._tied.intersection(name for names in sharded.group_names() for name in names)
+            sum_tied_gradients({name: sharded.main_grad(name) for name in own}, self._mesh.ends)
 
     def finish_param_gather(self) -> None:
         """Wait until all parameters have the values of the last step."""
