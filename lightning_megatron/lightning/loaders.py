@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_megatron.mesh import ParallelMesh
 
@@ -18,8 +18,8 @@ def share_randomness(loader: Any, mesh: ParallelMesh, seed: int) -> Any:
 
     After ``seed_everything(workers=True)`` Lightning seeds workers by the global rank, so that peers would augment one
     sample in different ways; a function of the user's own is left alone. And where there are peers, the numbers that
-    torch draws for each epoch's workers come from a generator of the loader's own, since layers of the user's own may
-    draw from the default one, differently on every stage.
+    torch draws for each epoch's workers and order come from a generator of the loader's own, since layers of the user's
+    own may draw from the default one, differently on every stage: then stages would read different samples.
 
     Args:
         loader: anything; only a ``DataLoader`` is changed.
@@ -36,4 +36,6 @@ def share_randomness(loader: Any, mesh: ParallelMesh, seed: int) -> Any:
     has_peers = mesh.world.size > mesh.dp.size
     if has_peers and loader.generator is None:
         loader.generator = torch.Generator().manual_seed(seed)
+        if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
+            loader.sampler.generator = loader.generator
     return loader

@@ -223,15 +223,19 @@ def test_14_a_stream_shards_itself_by_the_strategys_data_parallel_rank(ranks: Ra
 # 15
 
 
-class Draws(GPTModule):
+class Drifts(GPTModule):
     """Draws from torch's own generator where a pipeline has only its last stage: peers' generators drift apart."""
-
-    drawn: list[Any]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         torch.rand(())
         return loss
+
+
+class Draws(Drifts):
+    """Keeps what workers draw in each epoch."""
+
+    drawn: list[Any]
 
     def on_train_epoch_start(self) -> None:
         loader = self.trainer.train_dataloader
@@ -268,3 +272,17 @@ def test_15_peers_draw_the_same_numbers_in_workers_and_replicas_others(ranks: Ra
     assert len(replicas) == layout.dp
     drawn = [number for epochs in replicas for workers in epochs for numbers in workers for number in numbers]
     assert len(set(drawn)) == len(drawn) == layout.dp * 2 * 2 * 3  # none twice: on replicas, in epochs, in workers
+
+
+def shuffled(layout: Layout) -> Any:
+    numbers = Numbers()
+    fit(layout, language_model(Drifts), loader(layout, shuffle=True), callbacks=[numbers], max_epochs=3)
+    return numbers.trained
+
+
+def test_14_a_users_own_shuffling_is_the_same_on_peers_whose_generators_drift(ranks: Ranks) -> None:
+    for layout in (PP2, TP2PP2):
+        batches = on_all(ranks, layout, shuffled)
+        epochs = [flat(batches[start : start + 4]) for start in (0, 4, 8)]
+        assert all(sorted(epoch) == list(range(32)) for epoch in epochs)
+        assert len(distinct(epochs)) == 3

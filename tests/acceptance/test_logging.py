@@ -289,6 +289,7 @@ def decided(layout: Layout, monitor: str) -> tuple[int, int, float]:
     return trainer.current_epoch, stop.stopped_epoch, trainer.optimizers[0].param_groups[0]["lr"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("monitor", ["train_loss", "val_loss"])
 def test_25_early_stopping_and_plateaus_are_decided_alike(ranks: Ranks, monitor: str) -> None:
     expected = on_all(ranks, STOCK, decided, monitor)
