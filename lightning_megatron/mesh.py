@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout
 from lightning_megatron.deferred import DeferredGradients
+from lightning_megatron.params import ShardRanks
 from lightning_megatron.rng import RNGStreams
 
 
@@ -107,6 +108,8 @@ class ParallelMesh:
         rank: global rank.
         tp, cp, dp, pp: axes of dense layers.
         etp, ep, edp: axes of experts.
+        etp_ep: expert tensor and expert parallel together: who together holds all experts once, and so whom a token may
+            have to visit.
         dp_cp: data and context parallel together: who shares gradients and optimizer state of dense layers.
         dp_pp: data and pipeline parallel together: who together has seen every sample once.
         ends: first and last stage of this rank's pipeline, which share tied embeddings; for a rank that is neither, it
@@ -152,6 +155,7 @@ class ParallelMesh:
         self.etp = axis("etp", expert, ["etp"])
         self.ep = axis("ep", expert, ["ep"])
         self.edp = axis("edp", expert, ["edp"])
+        self.etp_ep = axis("etp_ep", expert, ["etp", "ep"])
         self.world = axis("world", dense, list(dense))
 
     @classmethod
@@ -198,12 +202,18 @@ class ParallelMesh:
         wanted["ends"] = group_among(pipeline_ends(layout))
         wanted["world"] = group_of(dense, list(dense))
         wanted |= {name: group_of(expert, [name]) for name in ("etp", "ep", "edp")}
+        wanted["etp_ep"] = group_of(expert, ["etp", "ep"])
         # Objects and checkpoint plans travel over gloo whatever the device: accelerators' backends move only tensors.
         if devices.kind_of(device) is devices.CPU or world == 1:
             wanted["host"] = dist.group.WORLD
         else:
             wanted["host"] = dist.new_group(list(range(world)), timeout=timeout, backend=devices.CPU.backend)
         return cls(layout, rank, {name: group for name, group in wanted.items() if group is not None}, device)
+
+    @property
+    def shard_ranks(self) -> ShardRanks:
+        """Where this rank stands on the axes that cut parameters."""
+        return ShardRanks(self.tp.rank, self.etp.rank, self.ep.rank)
 
     @property
     def is_distributed(self) -> bool:

@@ -8,10 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+
+class ShardRanks(NamedTuple):
+    """Where a rank stands on the axes that cut parameters; a mesh has one.
+
+    Attributes:
+        tp: position on the tensor-parallel axis.
+        etp: position on the expert-tensor-parallel axis.
+        ep: position on the expert-parallel axis.
+    """
+
+    tp: int = 0
+    etp: int = 0
+    ep: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,9 @@ class ParamSpec:
         tp_dim: the dimension that tensor parallelism cuts into equal contiguous slices; ``None`` if every tp rank
             holds the whole parameter. The local slices may together be longer than ``global_shape`` (a padded
             vocabulary); what lies beyond is padding, is never saved and has a zero gradient.
+        ep_dim: the dimension that counts experts, which expert parallelism cuts likewise. A parameter that has one
+            belongs to experts: ``tp_dim`` is then cut by expert tensor parallelism, and its replicas are the ranks of
+            the expert-data axis.
         grad_sum_over_tp: the whole parameter is on every tp rank but each sees only part of the sequence, so that its
             gradient must be summed over tp (norms and row biases under sequence parallelism).
         decay: whether weight decay applies by default (not to norms and biases).
@@ -54,18 +71,29 @@ class ParamSpec:
 
     global_shape: tuple[int, ...]
     tp_dim: int | None = None
+    ep_dim: int | None = None
     grad_sum_over_tp: bool = False
     decay: bool = True
     tied_with: str | None = None
 
-    def local_box(self, local_shape: tuple[int, ...], tp_rank: int) -> Box:
-        """The box of the global parameter that a local tensor of ``local_shape`` on ``tp_rank`` holds, padding cut."""
+    @property
+    def is_expert(self) -> bool:
+        """Whether it belongs to experts, and so to the expert grid of ranks."""
+        return self.ep_dim is not None
+
+    def cuts(self, ranks: ShardRanks) -> dict[int, int]:
+        """The dimensions that are cut, each with the position of a rank along it."""
+        along = {self.tp_dim: ranks.etp if self.is_expert else ranks.tp, self.ep_dim: ranks.ep}
+        return {dim: rank for dim, rank in along.items() if dim is not None}
+
+    def local_box(self, local_shape: tuple[int, ...], ranks: ShardRanks) -> Box:
+        """The box of the global parameter that a local tensor of ``local_shape`` holds at ``ranks``, padding cut."""
         offsets = [0] * len(local_shape)
         sizes = list(local_shape)
-        if self.tp_dim is not None:
-            total, length = self.global_shape[self.tp_dim], local_shape[self.tp_dim]
-            offsets[self.tp_dim] = min(tp_rank * length, total)
-            sizes[self.tp_dim] = max(0, min(length, total - tp_rank * length))
+        for dim, rank in self.cuts(ranks).items():
+            total, length = self.global_shape[dim], local_shape[dim]
+            offsets[dim] = min(rank * length, total)
+            sizes[dim] = max(0, min(length, total - rank * length))
         return Box(tuple(offsets), tuple(sizes))
 
 
@@ -76,7 +104,7 @@ class FlatPiece:
     Attributes:
         name: global name of the parameter.
         spec: its spec.
-        local_shape: shape of the parameter on this tensor-parallel rank, padding included.
+        local_shape: shape of the parameter on this rank, padding included.
         start: first element of the range in the flattened local parameter.
         end: one past the last.
     """
@@ -120,13 +148,13 @@ def spec_registry(model: nn.Module) -> dict[str, ParamSpec]:
     return {name: spec for name, _, spec in named_specs(model)}
 
 
-def load_full(model: nn.Module, tensors: Mapping[str, Tensor], tp_rank: int) -> None:
+def load_full(model: nn.Module, tensors: Mapping[str, Tensor], ranks: ShardRanks) -> None:
     """Copy this rank's slices of whole parameters into ``model``; the rest of a padded slice becomes zero.
 
     Args:
         model: whose parameters are filled.
         tensors: whole parameters by global name, without padding; what this part of the model lacks is left out.
-        tp_rank: position on the tensor-parallel axis.
+        ranks: where this rank stands (``ParallelMesh.shard_ranks``).
 
     Raises:
         KeyError: for a parameter that ``tensors`` does not have.
@@ -137,7 +165,7 @@ def load_full(model: nn.Module, tensors: Mapping[str, Tensor], tp_rank: int) -> 
             whole = tensors[name]
             if tuple(whole.shape) != spec.global_shape:
                 raise ValueError(f"{name} is {list(spec.global_shape)}, and the given tensor {list(whole.shape)}")
-            box = spec.local_box(tuple(param.shape), tp_rank)
+            box = spec.local_box(tuple(param.shape), ranks)
             local, part = param.data, whole
             for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 local, part = local.narrow(dim, 0, size), part.narrow(dim, offset, size)

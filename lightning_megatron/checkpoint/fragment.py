@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_megatron.params import Box, ParamSpec
+from lightning_megatron.params import Box, ParamSpec, ShardRanks
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Cut:
         return _narrowed(padded, self.box.sizes)
 
 
-def cut(spec: ParamSpec, local_shape: Sequence[int], tp_rank: int, start: int, end: int) -> list[Cut]:
+def cut(spec: ParamSpec, local_shape: Sequence[int], ranks: ShardRanks, start: int, end: int) -> list[Cut]:
     """Cut elements ``start .. end-1`` of a flattened local parameter into boxes of the whole one.
 
     The range covers each of its elements once; padding beyond ``spec.global_shape`` is in no box. A parameter of
     ``n`` dimensions gives at most ``2n - 1`` boxes: the ragged ends of the range, and the full rows between.
     """
     shape = tuple(local_shape)
-    held = spec.local_box(shape, tp_rank)
+    held = spec.local_box(shape, ranks)
     cuts, place = [], 0
     for offsets, sizes in _boxes(shape, start, end):
         true = tuple(max(0, min(n, h - o)) for n, h, o in zip(sizes, held.sizes, offsets, strict=True))
@@ -117,16 +117,17 @@ class Fragment:
     parts: tuple[Part, ...]
 
     @classmethod
-    def of_local(cls, local: Tensor, spec: ParamSpec, tp_rank: int, write: bool) -> Fragment:
+    def of_local(cls, local: Tensor, spec: ParamSpec, ranks: ShardRanks, write: bool) -> Fragment:
         """A local parameter held in one piece.
 
         Raises:
             ValueError: if the local shape cannot be a slice of ``spec.global_shape``.
         """
         local_shape = tuple(local.shape)
-        box = spec.local_box(local_shape, tp_rank) if _can_be_slice(local_shape, spec) else None
+        box = spec.local_box(local_shape, ranks) if _can_be_slice(local_shape, spec) else None
         if box is None:
-            how = "held whole by every rank" if spec.tp_dim is None else f"cut along dimension {spec.tp_dim}"
+            dims = " and ".join(map(str, spec.cuts(ranks)))
+            how = f"cut along dimension {dims}" if dims else "held whole by every rank"
             raise ValueError(
                 f"a local tensor of shape {local_shape} is no slice of one of shape {spec.global_shape} {how}"
             )
@@ -136,10 +137,10 @@ class Fragment:
 
     @classmethod
     def of_flat(
-        cls, flat: Tensor, spec: ParamSpec, local_shape: Sequence[int], tp_rank: int, start: int, write: bool
+        cls, flat: Tensor, spec: ParamSpec, local_shape: Sequence[int], ranks: ShardRanks, start: int, write: bool
     ) -> Fragment:
         """A flat range of a local parameter that begins at its element ``start``."""
-        cuts = cut(spec, local_shape, tp_rank, start, start + flat.numel())
+        cuts = cut(spec, local_shape, ranks, start, start + flat.numel())
         return cls(spec.global_shape, flat.dtype, tuple(Part(c.box, c.view(flat.detach()), write) for c in cuts))
 
     def joined(self, other: Fragment) -> Fragment:
@@ -157,7 +158,7 @@ class Fragment:
 def _can_be_slice(local_shape: tuple[int, ...], spec: ParamSpec) -> bool:
     whole = spec.global_shape
     return len(local_shape) == len(whole) and all(
-        n == m or dim == spec.tp_dim for dim, (n, m) in enumerate(zip(local_shape, whole, strict=True))
+        n == m or dim in (spec.tp_dim, spec.ep_dim) for dim, (n, m) in enumerate(zip(local_shape, whole, strict=True))
     )
 
 

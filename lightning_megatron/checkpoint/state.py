@@ -59,7 +59,7 @@ def model_state(tensors: Mapping[str, Any], specs: Mapping[str, ParamSpec], mesh
             continue
         spec = known[name]
         try:
-            fragment = Fragment.of_local(value, spec, mesh.tp.rank, writes[name])
+            fragment = Fragment.of_local(value, spec, mesh.shard_ranks, writes[name])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         _add(state, f"model.{spec.tied_with or name}", fragment)
@@ -104,12 +104,12 @@ def optimizer_state(
                 raise ValueError(
                     f"{prefix}.{name} has {flat.numel()} elements for a range of {piece.end - piece.start}"
                 )
-            fragment = Fragment.of_flat(flat, spec, piece.local_shape, mesh.tp.rank, piece.start, write)
+            fragment = Fragment.of_flat(flat, spec, piece.local_shape, mesh.shard_ranks, piece.start, write)
             origin = fragment.writes_origin
             _add(state, f"{prefix}.{name}", fragment)
         for name, value in shared.items():
             scalar = value if torch.is_tensor(value) else _scalar(value)
-            _add(state, f"{prefix}.{name}", Fragment.of_local(scalar, ParamSpec(()), 0, origin))
+            _add(state, f"{prefix}.{name}", Fragment.of_local(scalar, ParamSpec(()), mesh.shard_ranks, origin))
     state[f"optimizer_{index}.param_groups"] = _merged(param_groups, mesh)
     return state
 
@@ -188,16 +188,22 @@ def _writers(
 ) -> dict[str, bool]:
     """Whether this rank saves each tensor: the largest first, each by the replica that has least to write so far."""
     dp, dp_rank = (mesh.dp_cp.size, mesh.dp_cp.rank) if dp_replicates else (1, 0)
-    # Replicas of a slice differ in dp alone, those of a whole tensor in tp too. The two kinds are shared out apart, so
-    # that each list is the same on all ranks that hold its tensors.
-    sliced, whole = [0] * dp, [0] * (dp * mesh.tp.size)
+    edp, edp_rank = (mesh.edp.size, mesh.edp.rank) if dp_replicates else (1, 0)
+    # Replicas of a slice differ in dp alone, those of a whole tensor in tp too, those of experts in edp. The kinds are
+    # shared out apart, so that each list is the same on all ranks that hold its tensors.
+    sliced, whole, experts = [0] * dp, [0] * (dp * mesh.tp.size), [0] * edp
     mine: dict[str, bool] = {}
     for name in sorted(specs, key=lambda name: (-sizes[name], name)):
         spec = specs[name]
         if spec.tied_with:
             mine[name] = False
             continue
-        loads, here = (whole, mesh.tp.rank * dp + dp_rank) if spec.tp_dim is None else (sliced, dp_rank)
+        if spec.is_expert:
+            loads, here = experts, edp_rank
+        elif spec.tp_dim is None:
+            loads, here = whole, mesh.tp.rank * dp + dp_rank
+        else:
+            loads, here = sliced, dp_rank
         writer = loads.index(min(loads))
         loads[writer] += sizes[name]
         mine[name] = writer == here

@@ -60,7 +60,7 @@ class VocabParallelEmbedding(nn.Module):
         local = padded_vocab_size(num_embeddings, self.axis.size, multiple) // self.axis.size
         self.first_row = self.axis.rank * local
         self.weight = nn.Parameter(torch.empty(local, embedding_dim, dtype=dtype, device=device))
-        normal_(self.weight, self.param_specs()["weight"], self.axis.rank, init_std)
+        normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, init_std)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
         """Cut along the vocabulary; the global shape is without padding."""

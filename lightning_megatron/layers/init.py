@@ -13,14 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_megatron.params import ParamSpec
+from lightning_megatron.params import ParamSpec, ShardRanks
 
 _SLAB_ELEMENTS = 1 << 22
 _SEEDS = 1 << 62
 
 
 @torch.no_grad()
-def normal_(param: Tensor, spec: ParamSpec, tp_rank: int, std: float) -> None:
+def normal_(param: Tensor, spec: ParamSpec, ranks: ShardRanks, std: float) -> None:
     """Fill a local parameter with its slice of a global normal draw; padding becomes zero.
 
     Draws one number from torch's default CPU generator, also on the meta device (where nothing is filled), so that what
@@ -29,7 +29,7 @@ def normal_(param: Tensor, spec: ParamSpec, tp_rank: int, std: float) -> None:
     base = int(torch.randint(_SEEDS, (), device="cpu").item())
     if param.is_meta:
         return
-    box = spec.local_box(tuple(param.shape), tp_rank)
+    box = spec.local_box(tuple(param.shape), ranks)
     param.zero_()
     if box.is_empty:
         return

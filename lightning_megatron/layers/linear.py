@@ -169,7 +169,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.zeros(*lead, local, dtype=dtype, device=device))
-        normal_(self.weight, self.param_specs()["weight"], self.axis.rank, init_std)
+        normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, init_std)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
         """Weight and bias are cut along the output features."""
@@ -235,7 +235,7 @@ class RowParallelLinear(nn.Module):
         local = _split("in_features", in_features, self.axis)
         self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
-        normal_(self.weight, self.param_specs()["weight"], self.axis.rank, init_std)
+        normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, init_std)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
         """The weight is cut along the input features; the bias is whole, and meets only a shard of the sequence."""

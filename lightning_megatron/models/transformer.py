@@ -96,7 +96,7 @@ class Embedding(nn.Module):
         self.position: nn.Parameter | None = None
         if config.position_embedding == "learned" and not only_for_head:
             self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
-            normal_(self.position, self.param_specs()["position"], 0, config.init_std)
+            normal_(self.position, self.param_specs()["position"], mesh.shard_ranks, config.init_std)
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
@@ -138,7 +138,7 @@ class Head(nn.Module):
         if not config.tie_embeddings:
             rows = padded_vocab_size(config.vocab_size, self.axis.size, config.vocab_multiple) // self.axis.size
             self.weight = nn.Parameter(torch.empty(rows, config.hidden_size))
-            normal_(self.weight, self.param_specs()["weight"], self.axis.rank, config.init_std)
+            normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, config.init_std)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
         """Cut along the vocabulary, like the embedding."""

@@ -45,10 +45,20 @@ class Bucket:
         grads: ``[n]``.
         axis: the ranks that share gradients.
         shard: whether each owns one share or all.
+        mean_over: how many ranks' gradients the mean is of. More than the axis has where each of them has already
+            summed what other ranks sent it (experts).
     """
 
     def __init__(
-        self, key: BufferKey, slots: Sequence[Slot], start: int, params: Tensor, grads: Tensor, axis: Axis, shard: bool
+        self,
+        key: BufferKey,
+        slots: Sequence[Slot],
+        start: int,
+        params: Tensor,
+        grads: Tensor,
+        axis: Axis,
+        shard: bool,
+        mean_over: int,
     ) -> None:
         self.key = key
         self.slots = list(slots)
@@ -56,6 +66,7 @@ class Bucket:
         self.params = params
         self.grads = grads
         self.axis = axis
+        self._mean_over = mean_over
         self.sharded = shard and axis.size > 1
         length = params.numel() // axis.size if self.sharded else params.numel()
         offset = axis.rank * length if self.sharded else 0
@@ -91,7 +102,8 @@ class Bucket:
             self._reducing = None
             if own.dtype != self.own_grads.dtype:
                 self.own_grads.copy_(own)
-            self.own_grads.div_(self.axis.size)
+        if self.reduce_started and self._mean_over > 1:
+            self.own_grads.div_(self._mean_over)
         self.reduce_started = False
 
     def start_gather(self) -> None:

@@ -29,6 +29,8 @@ class BufferKey(NamedTuple):
         replicated_over_tp: every tp rank holds the same elements: they count once in a norm.
         grad_sum_over_tp: gradients are summed over tp before data parallelism sees them.
         tied_copy: the elements repeat a parameter of another pipeline stage: they do not count in a norm.
+        expert: experts own the elements: their replicas, and so the ranks that share their gradients and state, are
+            those of the expert-data axis.
         held: gradients are not final when backward is (tied embeddings): not reduced before the end of the step.
     """
 
@@ -37,6 +39,7 @@ class BufferKey(NamedTuple):
     replicated_over_tp: bool = False
     grad_sum_over_tp: bool = False
     tied_copy: bool = False
+    expert: bool = False
     held: bool = False
 
 
@@ -73,6 +76,17 @@ class Slot:
     def end(self) -> int:
         """One past the last element in the buffer."""
         return self.start + self.grad.numel()
+
+    def begin(self) -> None:
+        """Nothing is accumulated yet.
+
+        The first gradient of a window is then copied into the buffer instead of added to zeros, which spares a pass
+        over all gradients; one that never comes is made zero when the buffer is needed (:meth:`attach`).
+        """
+        if self.aliased:
+            self.owned.param.grad = None
+        else:
+            self.grad.zero_()
 
     def alias(self) -> None:
         """Let ``param.grad`` be the buffer again."""
@@ -131,6 +145,7 @@ class FlatBuffer:
         key: what the parameters have in common.
         owned: the parameters, in order of definition, all on one device.
         axis: the ranks that share gradients.
+        mean_over: how many ranks' gradients the mean is of; ``None`` for those of ``axis``.
         grad_dtype: accumulate gradients in this dtype (or the parameters' own where that is wider).
         bucket_size: elements after which a bucket is closed.
         shard: whether each rank of ``axis`` owns one share of every bucket, or the whole.
@@ -146,6 +161,7 @@ class FlatBuffer:
         grad_dtype: torch.dtype,
         bucket_size: int,
         shard: bool,
+        mean_over: int | None = None,
         alias_grads: bool | None = None,
     ) -> None:
         self.key = key
@@ -164,7 +180,7 @@ class FlatBuffer:
             self.buckets.append(
                 Bucket(
                     key, slots, plan.start, self.params[plan.start : plan.end], self.grads[plan.start : plan.end],
-                    axis, shard,
+                    axis, shard, mean_over or axis.size,
                 )
             )  # fmt: skip
 

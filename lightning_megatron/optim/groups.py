@@ -92,13 +92,14 @@ def assign(
     for order, (name, param, spec) in enumerate(known):
         if id(param) not in group_of or not param.requires_grad:
             continue
-        shared = mesh.tp.size > 1 and spec.tp_dim is None
+        shared = mesh.tp.size > 1 and spec.tp_dim is None and not spec.is_expert
         key = BufferKey(
             dtype=param.dtype,
             group=group_of[id(param)],
             replicated_over_tp=shared,
             grad_sum_over_tp=shared and spec.grad_sum_over_tp,
             tied_copy=spec.tied_with is not None,
+            expert=spec.is_expert,
             held=name in hold,
         )
         buffers.setdefault(key, []).append(OwnedParam(name, param, spec, order))

@@ -54,8 +54,9 @@ class ShardedOptimizer:
         optimizer: an element-wise torch optimizer without state, over parameters of the model.
         named_params: global name, parameter and spec of every parameter of the model (``params.named_specs``).
             Parameters in no group, and those that need no gradient, are left alone.
-        mesh: of this rank; gradients are averaged over ``mesh.dp_cp``.
-        shard: whether each rank of ``mesh.dp_cp`` updates one share of the parameters, or all of them.
+        mesh: of this rank; gradients are averaged over ``mesh.dp_cp``, and replicas of an expert are the ranks of
+            ``mesh.edp``.
+        shard: whether each of the ranks that share a parameter's gradient updates one share of it, or all.
         main_dtype: dtype of main parameters (fp32 for mixed precision); ``None`` updates parameters in their own. Where
             it is the dtype of the parameters, main parameters are views of them and take no memory.
         grad_dtype: gradients are accumulated in this dtype, or in the parameters' own where that is wider.
@@ -98,10 +99,11 @@ class ShardedOptimizer:
             FlatBuffer(
                 key,
                 params,
-                mesh.dp_cp,
+                mesh.edp if key.expert else mesh.dp_cp,
                 grad_dtype=grad_dtype,
-                bucket_size=bucket_size or default_bucket_size(mesh.dp_cp.size),
+                bucket_size=bucket_size or default_bucket_size((mesh.edp if key.expert else mesh.dp_cp).size),
                 shard=shard,
+                mean_over=mesh.dp_cp.size,
                 alias_grads=alias_grads,
             )
             for key, params in owned.items()
@@ -158,15 +160,13 @@ class ShardedOptimizer:
             self.sync = False
 
     def zero_grads(self) -> None:
-        """Begin a window of accumulation: all gradients zero, ``param.grad`` the buffers'."""
+        """Begin a window of accumulation: all gradients are zero, which ``param.grad`` says as ``None``."""
         self._reducer.reset()
         self.grads_are_complete = False
-        for buffer in self.buffers:
-            buffer.grads.zero_()
         for bucket, main in self._mains.items():
             main.grad = None
             for slot in bucket.slots:
-                slot.alias()
+                slot.begin()
 
     def attach_grads(self) -> None:
         """Make every ``param.grad`` the buffer's again; one that was set to ``None`` means zero, as in plain torch."""
@@ -176,12 +176,14 @@ class ShardedOptimizer:
 
     def main_grad(self, name: str) -> Tensor:
         """The accumulated gradient of a parameter, in its shape: complete before, own share only after the sync."""
-        return next(slot.grad for bucket in self._mains for slot in bucket.slots if slot.owned.name == name)
+        slot = next(slot for bucket in self._mains for slot in bucket.slots if slot.owned.name == name)
+        slot.attach()
+        return slot.grad
 
     def finish_grad_sync(self) -> None:
         """Complete the reduction; the mean gradient of each main parameter becomes its ``.grad``."""
         self.grads_are_complete = True
-        if not self._reducer.reached and self._mesh.dp_cp.size == 1:
+        if not self._reducer.reached and all(bucket.axis.size == 1 for bucket in self._mains):
             return
         self._reducer.finish()
         for bucket, main in self._mains.items():

@@ -1,7 +1,7 @@
 """Whole tensors from what ranks hold, and the other way round: to compare any layout with the size-1 model.
 
-All functions read :class:`~lightning_megatron.params.ParamSpec` and know no layer. Those that take an axis are
-collective: all its ranks call them together.
+All functions read :class:`~lightning_megatron.params.ParamSpec` and know no layer. Those that take a mesh are
+collective: all ranks that share a parameter call them together.
 """
 
 from __future__ import annotations
@@ -12,45 +12,50 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import all_gather, all_reduce
-from lightning_megatron.mesh import Axis
-from lightning_megatron.params import ParamSpec, named_specs
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import ParamSpec, ShardRanks, named_specs
 
 
-def whole(local: Tensor, spec: ParamSpec, tp: Axis) -> Tensor:
+def whole(local: Tensor, spec: ParamSpec, mesh: ParallelMesh) -> Tensor:
     """The tensor of ``spec.global_shape`` of which every rank holds ``local``; padding is cut.
 
     Raises:
         AssertionError: if a tensor that all ranks should hold whole differs between them.
     """
-    pieces = all_gather(local.detach().unsqueeze(0), tp)
-    if spec.tp_dim is None:
+    joined = local.detach()
+    if not spec.cuts(mesh.shard_ranks):
+        pieces = all_gather(joined.unsqueeze(0), mesh.tp)
         for rank, piece in enumerate(pieces):
             assert torch.equal(piece, pieces[0]), f"tp rank {rank} holds another value than tp rank 0: {spec}"
-        return pieces[0].clone()
-    joined = torch.cat(pieces.unbind(0), dim=spec.tp_dim)
-    return joined.narrow(spec.tp_dim, 0, spec.global_shape[spec.tp_dim]).clone()
+    for dim, axis in ((spec.tp_dim, mesh.etp if spec.is_expert else mesh.tp), (spec.ep_dim, mesh.ep)):
+        if dim is not None:
+            joined = torch.cat(all_gather(joined.unsqueeze(0), axis).unbind(0), dim=dim)
+            joined = joined.narrow(dim, 0, spec.global_shape[dim])
+    return joined.clone()
 
 
-def local_slice(full: Tensor, spec: ParamSpec, local_shape: tuple[int, ...], tp_rank: int) -> Tensor:
-    """What ``tp_rank`` holds of a whole tensor; padding is zero."""
-    box = spec.local_box(local_shape, tp_rank)
+def local_slice(full: Tensor, spec: ParamSpec, local_shape: tuple[int, ...], ranks: ShardRanks) -> Tensor:
+    """What the rank that stands at ``ranks`` holds of a whole tensor; padding is zero."""
+    box = spec.local_box(local_shape, ranks)
     out = full.new_zeros(local_shape)
     source = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
     out[tuple(slice(size) for size in box.sizes)] = full.detach()[source]
     return out
 
 
-def whole_parameters(model: nn.Module, tp: Axis) -> dict[str, Tensor]:
+def whole_parameters(model: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
     """Every parameter of the whole model, by global name."""
-    return {name: whole(param, spec, tp) for name, param, spec in named_specs(model)}
+    return {name: whole(param, spec, mesh) for name, param, spec in named_specs(model)}
 
 
-def whole_gradients(model: nn.Module, tp: Axis, *, sum_over_tp: bool = True) -> dict[str, Tensor]:
-    """Every gradient of the whole model, by global name; those that need it are summed over tp first.
+def whole_gradients(model: nn.Module, mesh: ParallelMesh, *, sum_over_tp: bool = True) -> dict[str, Tensor]:
+    """Every gradient of the whole model, by global name; those that need it are summed first.
+
+    Of experts each rank has what the tokens of some ranks contributed: those are summed over the expert-data axis.
 
     Args:
         model: after ``backward``; a parameter without gradient counts as one with a zero gradient.
-        tp: the tensor-parallel axis of its mesh.
+        mesh: its mesh.
         sum_over_tp: whether to add up what ranks saw of different parts of the sequence
             (``ParamSpec.grad_sum_over_tp``), as the optimizer does. Without it, rank 0's part is returned.
 
@@ -60,20 +65,22 @@ def whole_gradients(model: nn.Module, tp: Axis, *, sum_over_tp: bool = True) -> 
     found = {}
     for name, param, spec in named_specs(model):
         grad = torch.zeros_like(param) if param.grad is None else param.grad
-        if not spec.grad_sum_over_tp:
-            found[name] = whole(grad, spec, tp)
+        if spec.is_expert:
+            found[name] = whole(all_reduce(grad, mesh.edp), spec, mesh)
+        elif not spec.grad_sum_over_tp:
+            found[name] = whole(grad, spec, mesh)
         elif sum_over_tp:
-            found[name] = all_reduce(grad, tp)
+            found[name] = all_reduce(grad, mesh.tp)
         else:
-            found[name] = all_gather(grad.unsqueeze(0), tp)[0]
+            found[name] = all_gather(grad.unsqueeze(0), mesh.tp)[0]
     return found
 
 
 @torch.no_grad()
-def load_whole(model: nn.Module, tensors: Mapping[str, Tensor], tp: Axis) -> None:
+def load_whole(model: nn.Module, tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> None:
     """Give every parameter of ``model`` its slice of a whole tensor (of the size-1 model, say)."""
     for name, param, spec in named_specs(model):
-        param.copy_(local_slice(tensors[name], spec, tuple(param.shape), tp.rank))
+        param.copy_(local_slice(tensors[name], spec, tuple(param.shape), mesh.shard_ranks))
 
 
 def differences(

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron.checkpoint import State, model_state, optimizer_state
 from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.config import ParallelLayout
-from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec
 
 STATES = ("main", "exp_avg", "exp_avg_sq")
@@ -20,13 +20,15 @@ GROUPS = [{"lr": 0.125, "betas": (0.9, 0.95), "weight_decay": 0.1}, {"lr": 0.125
 
 
 def specs_of_whole(width: int) -> dict[str, ParamSpec]:
-    """Vocabulary 13, which neither 2 nor 4 divide; a matrix cut by rows, one by columns, one of three dimensions."""
+    """Vocabulary 13, which neither 2 nor 4 divide; a matrix cut by rows, one by columns, one of three dimensions, experts."""
     layer = {
         "up.weight": ParamSpec((8, width), 0),
         "up.bias": ParamSpec((8,), 0, decay=False),
         "down.weight": ParamSpec((width, 8), 1),
         "norm.weight": ParamSpec((width,), decay=False),
         "three": ParamSpec((2, 3, 8), 2),
+        "experts.fc1": ParamSpec((4, 2, 4, 3), tp_dim=2, ep_dim=0),
+        "experts.fc2": ParamSpec((4, 3, 4), tp_dim=2, ep_dim=0),
     }
     return {
         "embedding.weight": ParamSpec((13, width), 0),
@@ -41,10 +43,12 @@ def whole(name: str, spec: ParamSpec, kind: str) -> Tensor:
     return torch.randn(spec.global_shape, generator=generator)
 
 
-def slice_of(x: Tensor, spec: ParamSpec, tp: int, tp_rank: int) -> Tensor:
+def slice_of(x: Tensor, spec: ParamSpec, mesh: ParallelMesh) -> Tensor:
     """The local part of a whole tensor, padded with zeros."""
-    shape = tuple(-(-n // tp) if dim == spec.tp_dim else n for dim, n in enumerate(x.shape))
-    box = spec.local_box(shape, tp_rank)
+    tp, ep = mesh.etp.size if spec.is_expert else mesh.tp.size, mesh.ep.size
+    ways = {spec.tp_dim: tp, spec.ep_dim: ep}
+    shape = tuple(-(-n // ways.get(dim, 1)) for dim, n in enumerate(x.shape))
+    box = spec.local_box(shape, mesh.shard_ranks)
     local = torch.zeros(shape, dtype=x.dtype)
     inside = tuple(slice(0, n) for n in box.sizes)
     local[inside] = x[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
@@ -61,9 +65,15 @@ class Toy:
             self.specs["head.weight"] = ParamSpec((13, width), 0, tied_with="embedding.weight")
         self.params = {name: self._right(name, "param").bfloat16() for name in self.specs}
         self.step = torch.tensor(7.0 if filled else 0.0)
-        self.flat = {kind: self._own(self._laid_out(kind)).clone() for kind in STATES}
+        dense = [name for name, spec in self.specs.items() if not spec.is_expert]
+        experts = [name for name, spec in self.specs.items() if spec.is_expert]
+        self._shared_out = [(names, axis) for names, axis in ((dense, mesh.dp_cp), (experts, mesh.edp)) if names]
+        self.flats = [
+            {kind: self._own(self._laid_out(kind, names, axis), axis).clone() for kind in STATES}
+            for names, axis in self._shared_out
+        ]
         if not filled:
-            for tensor in (*self.params.values(), *self.flat.values()):
+            for tensor in (*self.params.values(), *(tensor for flat in self.flats for tensor in flat.values())):
                 tensor.zero_()
 
     def _stage(self, name: str) -> int:
@@ -74,27 +84,27 @@ class Toy:
     def _right(self, name: str, kind: str) -> Tensor:
         spec = self.specs[name]
         source = whole(spec.tied_with or name, spec, kind)
-        return slice_of(source, spec, self.mesh.tp.size, self.mesh.tp.rank)
+        return slice_of(source, spec, self.mesh)
 
-    def _laid_out(self, kind: str) -> Tensor:
-        flat = torch.cat([self._right(name, kind).flatten() for name in self.specs])
-        return torch.nn.functional.pad(flat, (0, -len(flat) % self.mesh.dp_cp.size))
+    def _laid_out(self, kind: str, names: list[str], axis: Axis) -> Tensor:
+        flat = torch.cat([self._right(name, kind).flatten() for name in names])
+        return torch.nn.functional.pad(flat, (0, -len(flat) % axis.size))
 
-    def _own(self, flat: Tensor) -> Tensor:
-        return flat.chunk(self.mesh.dp_cp.size)[self.mesh.dp_cp.rank] if self.sharded else flat
+    def _own(self, flat: Tensor, axis: Axis) -> Tensor:
+        return flat.chunk(axis.size)[axis.rank] if self.sharded else flat
 
     def pieces(self) -> Iterator[Piece]:
-        length, first, begin = len(self.flat["main"]), 0, 0
-        if self.sharded:
-            first = self.mesh.dp_cp.rank * length
-        for name, spec in self.specs.items():
-            shape = tuple(self.params[name].shape)
-            start, end = max(begin, first), min(begin + prod(shape), first + length)
-            if start < end:
-                main, *elements = (self.flat[kind][start - first : end - first] for kind in STATES)
-                piece = FlatPiece(name, spec, shape, start - begin, end - begin)
-                yield piece, main, dict(zip(STATES[1:], elements, strict=True)), {"step": self.step, "count": 3}
-            begin += prod(shape)
+        for (names, axis), flat in zip(self._shared_out, self.flats, strict=True):
+            length, begin = len(flat["main"]), 0
+            first = axis.rank * length if self.sharded else 0
+            for name in names:
+                spec, shape = self.specs[name], tuple(self.params[name].shape)
+                start, end = max(begin, first), min(begin + prod(shape), first + length)
+                if start < end:
+                    main, *elements = (flat[kind][start - first : end - first] for kind in STATES)
+                    piece = FlatPiece(name, spec, shape, start - begin, end - begin)
+                    yield piece, main, dict(zip(STATES[1:], elements, strict=True)), {"step": self.step, "count": 3}
+                begin += prod(shape)
 
     def state(self) -> State:
         named = [[n for n, s in self.specs.items() if s.decay == decay] for decay in (True, False)]
@@ -105,7 +115,9 @@ class Toy:
     def wrong(self) -> list[str]:
         """Names of local tensors that are not bit-equal to the right ones (padding: to zero)."""
         found = [n for n in self.specs if not torch.equal(self.params[n], self._right(n, "param").bfloat16())]
-        found += [kind for kind in STATES if not torch.equal(self.flat[kind], self._own(self._laid_out(kind)))]
+        for (names, axis), flat in zip(self._shared_out, self.flats, strict=True):
+            right = {kind: self._own(self._laid_out(kind, names, axis), axis) for kind in STATES}
+            found += [f"{names[0]}.. {kind}" for kind in STATES if not torch.equal(flat[kind], right[kind])]
         return found + (["step"] if self.step != 7.0 else [])
 
 

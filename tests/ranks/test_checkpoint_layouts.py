@@ -21,12 +21,18 @@ LAYOUTS = {
     "cp2dp2": {"cp": 2, "dp": 2},
     "tp2pp2": {"tp": 2, "pp": 2, "dp": 1},
     "tp2dp2unsharded": {"tp": 2, "dp": 2, "unsharded": True},
+    "ep2": {"dp": 2, "ep": 2},
+    "tp2ep2": {"tp": 2, "dp": 1, "ep": 2, "etp": 1},
+    "tp2dp2ep2": {"tp": 2, "dp": 2, "ep": 2},
+    "tp2dp2ep2etp1unsharded": {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "unsharded": True},
+    "cp2ep4": {"cp": 2, "dp": 2, "ep": 4},
 }
-SHOWN = ("tp2dp2", "dp4", "tp2pp2", "tp2dp2unsharded")
+GRID = ("tp", "cp", "dp", "pp")
+SHOWN = ("tp2dp2", "dp4", "tp2pp2", "tp2dp2unsharded", "tp2dp2ep2", "tp2dp2ep2etp1unsharded")
 
 
 def world(layout):
-    return prod(v for v in LAYOUTS[layout].values())
+    return prod(size for axis, size in LAYOUTS[layout].items() if axis in GRID)
 
 
 def toy_of(layout, **options):

@@ -131,22 +131,22 @@ def check_parity_tools() -> None:
     model = Uneven(mesh)
     generator = torch.Generator().manual_seed(1)
     full = {name: torch.randn(spec.global_shape, generator=generator) for name, _, spec in named_specs(model)}
-    load_whole(model, full, mesh.tp)
-    assert_same(whole_parameters(model, mesh.tp), full, rtol=0.0, atol=0.0)
+    load_whole(model, full, mesh)
+    assert_same(whole_parameters(model, mesh), full, rtol=0.0, atol=0.0)
 
     model.scale.grad = torch.full((3,), float(mesh.rank))
-    gradients = whole_gradients(model, mesh.tp)
+    gradients = whole_gradients(model, mesh)
     assert gradients["scale"].tolist() == [6.0, 6.0, 6.0]
     assert not gradients["column.weight"].any()
-    assert whole_gradients(model, mesh.tp, sum_over_tp=False)["scale"].tolist() == [0.0] * 3
+    assert whole_gradients(model, mesh, sum_over_tp=False)["scale"].tolist() == [0.0] * 3
 
     padded = ParamSpec((5, 2), tp_dim=0)  # slices of 2: the last rank holds nothing but padding
     rows = torch.arange(10.0).view(5, 2)
-    mine = local_slice(rows, padded, (2, 2), mesh.rank)
+    mine = local_slice(rows, padded, (2, 2), mesh.shard_ranks)
     assert mine[-1].any() == (mesh.rank < 2)
-    assert torch.equal(whole(mine, padded, mesh.tp), rows)
+    assert torch.equal(whole(mine, padded, mesh), rows)
     with pytest.raises(AssertionError, match="tp rank 1 holds another value than tp rank 0"):
-        whole(torch.tensor([float(mesh.rank)]), ParamSpec((1,)), mesh.tp)
+        whole(torch.tensor([float(mesh.rank)]), ParamSpec((1,)), mesh)
 
 
 def test_parity_tools_put_together_what_ranks_hold(ranks):

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_megatron.config import ParallelLayout
 from lightning_megatron.layers.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from lightning_megatron.mesh import Axis, ParallelMesh
-from lightning_megatron.params import ParamSpec
+from lightning_megatron.params import ParamSpec, ShardRanks
 from lightning_megatron.testing.parity import differences, local_slice, whole
 
 VOCAB, H, S, B = 37, 12, 5, 3
@@ -32,7 +32,7 @@ def labels_with_holes(generator: torch.Generator) -> Tensor:
     return labels
 
 
-def check_logits(tp: Axis, smoothing: float, dtype: torch.dtype) -> dict[str, str]:
+def check_logits(mesh: ParallelMesh, smoothing: float, dtype: torch.dtype) -> dict[str, str]:
     generator = torch.Generator().manual_seed(1)
     logits = (3 * torch.randn(S, B, VOCAB, generator=generator)).to(dtype)
     labels, upstream = labels_with_holes(generator), torch.randn(S, B, generator=generator)
@@ -44,20 +44,20 @@ def check_logits(tp: Axis, smoothing: float, dtype: torch.dtype) -> dict[str, st
     assert reference.grad is not None
 
     spec = ParamSpec((S, B, VOCAB), tp_dim=2)
-    local = local_slice(logits, spec, (S, B, ROWS[tp.size]), tp.rank).requires_grad_()
-    losses = vocab_parallel_cross_entropy(local, labels, tp, VOCAB, label_smoothing=smoothing)
+    local = local_slice(logits, spec, (S, B, ROWS[mesh.tp.size]), mesh.shard_ranks).requires_grad_()
+    losses = vocab_parallel_cross_entropy(local, labels, mesh.tp, VOCAB, label_smoothing=smoothing)
     losses.backward(upstream)
     assert local.grad is not None
     assert losses.dtype == torch.float32
     assert local.grad.dtype == dtype
-    padding = local.grad[..., spec.local_box(tuple(local.shape), tp.rank).sizes[2] :]
+    padding = local.grad[..., spec.local_box(tuple(local.shape), mesh.shard_ranks).sizes[2] :]
     assert not padding.any()
     wrong = differences({"loss": losses}, {"loss": expected})
-    gradients = {"logits": whole(local.grad, spec, tp)}
+    gradients = {"logits": whole(local.grad, spec, mesh)}
     return wrong | differences(gradients, {"logits": reference.grad}, rtol=TOLERANCE[dtype])
 
 
-def check_linear(tp: Axis, smoothing: float, dtype: torch.dtype, chunk_bytes: int) -> dict[str, str]:
+def check_linear(mesh: ParallelMesh, smoothing: float, dtype: torch.dtype, chunk_bytes: int) -> dict[str, str]:
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(S, B, H, generator=generator).to(dtype)
     weight = torch.randn(VOCAB, H, generator=generator).to(dtype)
@@ -70,9 +70,11 @@ def check_linear(tp: Axis, smoothing: float, dtype: torch.dtype, chunk_bytes: in
     expected.backward()
 
     spec = ParamSpec((VOCAB, H), tp_dim=0)
-    rows = local_slice(weight, spec, (ROWS[tp.size], H), tp.rank).requires_grad_()
+    rows = local_slice(weight, spec, (ROWS[mesh.tp.size], H), mesh.shard_ranks).requires_grad_()
     ours = hidden.clone().requires_grad_()
-    loss = linear_cross_entropy(ours, rows, labels, mask, tp, VOCAB, label_smoothing=smoothing, chunk_bytes=chunk_bytes)
+    loss = linear_cross_entropy(
+        ours, rows, labels, mask, mesh.tp, VOCAB, label_smoothing=smoothing, chunk_bytes=chunk_bytes
+    )
     (loss / 3).backward()
     assert loss.dtype == torch.float32
     assert ours.grad is not None
@@ -80,28 +82,28 @@ def check_linear(tp: Axis, smoothing: float, dtype: torch.dtype, chunk_bytes: in
     assert x.grad is not None
     assert w.grad is not None
     partial = torch.stack([ours.grad.float()])
-    summed = torch.stack(gather(partial, tp)).sum(0)[0]  # the gradient of hidden is this rank's part of a sum
+    summed = torch.stack(gather(partial, mesh)).sum(0)[0]  # the gradient of hidden is this rank's part of a sum
     wrong = differences({"loss": loss / 3}, {"loss": expected}, rtol=1e-5)
     return wrong | differences(
-        {"hidden": summed, "weight": whole(rows.grad, spec, tp)},
+        {"hidden": summed, "weight": whole(rows.grad, spec, mesh)},
         {"hidden": x.grad, "weight": w.grad},
         rtol=TOLERANCE[dtype],
     )
 
 
-def gather(x: Tensor, tp: Axis) -> list[Tensor]:
-    spec = ParamSpec((tp.size * x.shape[0], *x.shape[1:]), tp_dim=0)
-    return list(whole(x, spec, tp).split(x.shape[0]))
+def gather(x: Tensor, mesh: ParallelMesh) -> list[Tensor]:
+    spec = ParamSpec((mesh.tp.size * x.shape[0], *x.shape[1:]), tp_dim=0)
+    return list(whole(x, spec, mesh).split(x.shape[0]))
 
 
 def check_all(tp: int) -> dict[str, dict[str, str]]:
-    axis = ParallelMesh.create(ParallelLayout(tp=tp), torch.device("cpu")).tp
+    mesh = ParallelMesh.create(ParallelLayout(tp=tp), torch.device("cpu"))
     wrong: dict[Any, dict[str, str]] = {}
     one_token, few_tokens, everything = 1, 3 * 4 * 20, 1 << 30
     for smoothing, dtype in product((0.0, 0.1, 0.9), TOLERANCE):
-        wrong[smoothing, dtype] = check_logits(axis, smoothing, dtype)
+        wrong[smoothing, dtype] = check_logits(mesh, smoothing, dtype)
         for chunk in (one_token, few_tokens, everything):
-            wrong[smoothing, dtype, chunk] = check_linear(axis, smoothing, dtype, chunk)
+            wrong[smoothing, dtype, chunk] = check_linear(mesh, smoothing, dtype, chunk)
     return {str(case): faults for case, faults in wrong.items() if faults}
 
 
@@ -114,7 +116,7 @@ def losses_of_extreme_logits(tp: int) -> list[float]:
     """Logits of +-1e4 would overflow without the shared maximum; one slice is far below another."""
     axis = ParallelMesh.create(ParallelLayout(tp=tp), torch.device("cpu")).tp
     logits = torch.tensor([[1e4, 9999.0, -1e4, -1e4], [-1e4, -1e4, -1e4, -1e4]])
-    local = local_slice(logits, ParamSpec((2, 4), tp_dim=1), (2, 4 // tp), axis.rank)
+    local = local_slice(logits, ParamSpec((2, 4), tp_dim=1), (2, 4 // tp), ShardRanks(tp=axis.rank))
     return vocab_parallel_cross_entropy(local, torch.tensor([1, 3]), axis).tolist()
 
 

@@ -43,7 +43,7 @@ def reference_and(mesh: ParallelMesh, config: TransformerConfig) -> tuple[GPTMod
             if param.ndim == 1 or not param.any():
                 param.add_(torch.randn_like(param), alpha=0.2)
     model = GPTModel(config, mesh)
-    load_whole(model, dict(reference.named_parameters()), mesh.tp)
+    load_whole(model, dict(reference.named_parameters()), mesh)
     return reference, model
 
 
@@ -71,12 +71,12 @@ def check_models(tp: int, sp: bool) -> dict[str, dict[str, str]]:
         reference, model = reference_and(mesh, config)
         for kind, batch in batches().items():
             outcomes: list[dict[str, Any]] = []
-            for candidate, axis in ((model, mesh.tp), (reference, ParallelMesh.single().tp)):
+            for candidate, where in ((model, mesh), (reference, ParallelMesh.single())):
                 candidate.zero_grad()
                 loss = candidate(**batch)
                 loss.backward()
                 logits = candidate(batch["tokens"], position_ids=batch.get("position_ids"))
-                outcomes.append({"loss": loss, "logits": logits, **whole_gradients(candidate, axis)})
+                outcomes.append({"loss": loss, "logits": logits, **whole_gradients(candidate, where)})
             wrong[f"{name}, {kind}"] = differences(*outcomes, rtol=2e-5)
     return {case: faults for case, faults in wrong.items() if faults}
 

@@ -197,13 +197,13 @@ def check_case(case: Case, mesh: ParallelMesh, sp: bool) -> dict[str, str]:
     upstream = torch.randn(expected.shape, generator=generator)
     expected.backward(upstream)
 
-    load_whole(layer, params, mesh.tp)
+    load_whole(layer, params, mesh)
     local = case.input(x.detach(), mesh.tp).clone().requires_grad_()
     out = layer(local)
     out.backward(case.output(upstream, mesh.tp))
 
     reference = {name: p.grad for name, p in params.items() if p.grad is not None}
-    ours = whole_gradients(layer, mesh.tp)
+    ours = whole_gradients(layer, mesh)
     assert local.grad is not None
     assert x.grad is not None
     wrong = differences(
@@ -215,7 +215,7 @@ def check_case(case: Case, mesh: ParallelMesh, sp: bool) -> dict[str, str]:
     sharded = sp and mesh.tp.size > 1
     if needs_sum != (set(case.sums_over_tp) if sharded else set()):
         wrong["specs"] = f"summed over tp: {needs_sum}"
-    unsummed = differences(whole_gradients(layer, mesh.tp, sum_over_tp=False), reference)
+    unsummed = differences(whole_gradients(layer, mesh, sum_over_tp=False), reference)
     if set(unsummed) != needs_sum:
         wrong["without the sum"] = f"wrong are {sorted(unsummed)}, not {sorted(needs_sum)}"
     return wrong
@@ -229,13 +229,13 @@ def check_embedding(mesh: ParallelMesh, sp: bool) -> dict[str, str]:
     expected = F.embedding(tokens, weight)
     expected.backward(upstream)
     layer = embedding(mesh, sp)
-    load_whole(layer, {"weight": weight}, mesh.tp)
+    load_whole(layer, {"weight": weight}, mesh)
     output = by_sequence if sp else whole
     out = layer(tokens)
     out.backward(output(upstream, mesh.tp))
     assert weight.grad is not None
     return differences(
-        {"output": out, **whole_gradients(layer, mesh.tp)},
+        {"output": out, **whole_gradients(layer, mesh)},
         {"output": output(expected, mesh.tp), "weight": weight.grad},
     )
 

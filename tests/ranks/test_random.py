@@ -46,7 +46,7 @@ def initial_weights(tp: int, config: TransformerConfig, dtype: torch.dtype, **pa
         model = GPTModel(config, mesh, **part)
     finally:
         torch.set_default_dtype(before)
-    return whole_parameters(model, mesh.tp), torch.rand(()).item()
+    return whole_parameters(model, mesh), torch.rand(()).item()
 
 
 def weights_of_several(tp: int) -> list[tuple[Any, float]]:
@@ -92,7 +92,7 @@ def large_weights(tp: int) -> dict[str, Tensor]:
     torch.manual_seed(4)
     column = ColumnParallelLinear(2048, 4100, mesh, bias=False)
     row = RowParallelLinear(4100, 2048, mesh, bias=False)
-    return {f"{i}": w for i, layer in enumerate((column, row)) for w in whole_parameters(layer, mesh.tp).values()}
+    return {f"{i}": w for i, layer in enumerate((column, row)) for w in whole_parameters(layer, mesh).values()}
 
 
 def test_weights_of_many_slabs_are_whole_normal_and_nowhere_repeated(ranks):

@@ -137,7 +137,7 @@ def module_of(case: Case, **options: Any) -> GPTModule:
     class WithWeights(MODULES[case.family]):  # type: ignore[misc]
         def configure_model(self) -> None:
             super().configure_model()
-            load_full(self.model, case.tensors, self.mesh.tp.rank)
+            load_full(self.model, case.tensors, self.mesh.shard_ranks)
 
     return WithWeights(case.config, **{"lr": LR, "weight_decay": DECAY, "betas": BETAS} | options)
 

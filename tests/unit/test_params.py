@@ -7,7 +7,7 @@ from torch import nn
 from lightning_megatron.config import ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import Box, ParamSpec, named_specs, spec_registry
+from lightning_megatron.params import Box, ParamSpec, ShardRanks, named_specs, spec_registry
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
@@ -17,7 +17,7 @@ def test_boxes_of_all_ranks_tile_the_whole_without_padding(tp, total):
     spec = ParamSpec((3, total), tp_dim=1)
     cover = torch.zeros(3, total)
     for rank in range(tp):
-        box = spec.local_box((3, local), rank)
+        box = spec.local_box((3, local), ShardRanks(tp=rank))
         (row, column), (height, width) = box.offsets, box.sizes
         cover[row : row + height, column : column + width] += 1
         assert box.is_empty == (width == 0)
@@ -25,8 +25,8 @@ def test_boxes_of_all_ranks_tile_the_whole_without_padding(tp, total):
 
 
 def test_a_rank_of_nothing_but_padding_holds_an_empty_box():
-    assert ParamSpec((5,), tp_dim=0).local_box((4,), 2) == Box((5,), (0,))
-    assert ParamSpec((5,)).local_box((5,), 2) == Box((0,), (5,))
+    assert ParamSpec((5,), tp_dim=0).local_box((4,), ShardRanks(tp=2)) == Box((5,), (0,))
+    assert ParamSpec((5,)).local_box((5,), ShardRanks(tp=2)) == Box((0,), (5,))
 
 
 class Mixed(nn.Module):

@@ -14,7 +14,7 @@ from lightning_megatron.config import ConfigError
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
-from lightning_megatron.params import load_full, spec_registry
+from lightning_megatron.params import ShardRanks, load_full, spec_registry
 
 transformers = pytest.importorskip("transformers")
 
@@ -82,7 +82,7 @@ def test_our_model_has_exactly_these_tensors_and_computes_the_same_logits(config
     assert {name: tuple(x.shape) for name, x in tensors.items()} == {
         name: spec.global_shape for name, spec in spec_registry(model).items()
     }
-    load_full(model, tensors, tp_rank=0)
+    load_full(model, tensors, ShardRanks())
     tokens = torch.randint(config["vocab_size"], (2, 11), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(model(tokens), reference(tokens).logits, rtol=2e-5, atol=2e-5)
 
