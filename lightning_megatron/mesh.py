@@ -111,6 +111,7 @@ class ParallelMesh:
         etp_ep: expert tensor and expert parallel together: who together holds all experts once, and so whom a token may
             have to visit.
         dp_cp: data and context parallel together: who shares gradients and optimizer state of dense layers.
+        tp_cp: tensor and context parallel together: who shares the tokens of a sequence.
         dp_pp: data and pipeline parallel together: who together has seen every sample once.
         ends: first and last stage of this rank's pipeline, which share tied embeddings; for a rank that is neither, it
             alone.
@@ -149,6 +150,7 @@ class ParallelMesh:
         self.dp = axis("dp", dense, ["dp"])
         self.pp = axis("pp", dense, ["pp"])
         self.dp_cp = axis("dp_cp", dense, ["cp", "dp"])
+        self.tp_cp = axis("tp_cp", dense, ["tp", "cp"])
         self.dp_pp = axis("dp_pp", dense, ["dp", "pp"])
         ends = next((g for g in pipeline_ends(layout) if rank in g), (rank,))
         self.ends = Axis("ends", len(ends), ends.index(rank), ends, groups.get("ends"))
@@ -198,6 +200,7 @@ class ParallelMesh:
         dense, expert = dense_grid(layout), expert_grid(layout)
         wanted = {name: group_of(dense, [name]) for name in dense}
         wanted["dp_cp"] = group_of(dense, ["cp", "dp"])
+        wanted["tp_cp"] = group_of(dense, ["tp", "cp"])
         wanted["dp_pp"] = group_of(dense, ["dp", "pp"])
         wanted["ends"] = group_among(pipeline_ends(layout))
         wanted["world"] = group_of(dense, list(dense))

@@ -22,12 +22,16 @@ _STAGE_STRIDE = 100_000
 class RNGStreams:
     """The default random stream of a device and a second one that differs between tensor-parallel ranks.
 
+    Attributes:
+        replaying: a forward is running for the second time, for its gradients: what it counts has been counted.
+
     Args:
         device: whose generator is swapped.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
+        self.replaying = False
         self._tensor_state: torch.Tensor | None = None
 
     def seed(self, seed: int, *, tp_rank: int, pp_rank: int = 0) -> None:
@@ -72,9 +76,9 @@ class RNGStreams:
 
     @contextmanager
     def _rewound(self, state: torch.Tensor | None) -> Iterator[None]:
-        now = self._tensor_state
-        self._tensor_state = state
+        before = self._tensor_state, self.replaying
+        self._tensor_state, self.replaying = state, True
         try:
             yield
         finally:
-            self._tensor_state = now
+            self._tensor_state, self.replaying = before

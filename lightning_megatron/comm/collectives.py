@@ -3,13 +3,14 @@
 Only SUM is used (Gaudi's HCCL has no AVG; whoever wants a mean divides). No function changes its input, and each is
 the identity on an axis of size 1, so a layer never asks how many ranks there are.
 
-The pairs with gradients are the ``f``/``g`` of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3) and their
-sequence-parallel forms (https://arxiv.org/abs/2205.05198, section 4.2.2). Shapes: ``S`` is the whole sequence, ``R``
-the size of the axis.
+The pairs with gradients are the ``f``/``g`` of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3), their
+sequence-parallel forms (https://arxiv.org/abs/2205.05198, section 4.2.2), and the all-to-all that is its own pair.
+Shapes: ``S`` is the whole sequence, ``R`` the size of the axis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,6 +82,24 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """``[R n, ...] -> [n, ...]``, summed; no gradient."""
     return start_reduce_scatter(x, axis).wait()
+
+
+def all_to_all(
+    x: Tensor, axis: Axis, input_splits: Sequence[int] | None = None, output_splits: Sequence[int] | None = None
+) -> Tensor:
+    """``[sum of input_splits, ...] -> [sum of output_splits, ...]``: a piece to every rank; no gradient.
+
+    Arguments as for :func:`exchange`.
+    """
+    if axis.size == 1:
+        return x
+    if input_splits is None and x.shape[0] % axis.size:
+        raise ValueError(f"all-to-all over {axis.name}: {x.shape[0]} rows do not split over {axis.size} ranks")
+    rows = x.shape[0] if output_splits is None else sum(output_splits)
+    out = x.new_empty((rows, *x.shape[1:]))
+    sent, received = (None if splits is None else list(splits) for splits in (input_splits, output_splits))
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=axis.group)
+    return out
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
@@ -181,6 +200,19 @@ class _SplitFeatures(torch.autograd.Function):
         return torch.cat(all_gather(grad.unsqueeze(0), ctx.axis).unbind(0), dim=-1), None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None
+    ) -> Tensor:
+        ctx.axis, ctx.input_splits, ctx.output_splits = axis, input_splits, output_splits
+        return all_to_all(x, axis, input_splits, output_splits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.axis, ctx.output_splits, ctx.input_splits), None, None, None
+
+
 def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
@@ -221,3 +253,24 @@ def gather_features(x: Tensor, axis: Axis) -> Tensor:
 def split_features(x: Tensor, axis: Axis) -> Tensor:
     """``[..., F] -> [..., F/R]`` of a tensor that is equal on all ranks; backward gathers."""
     return _apply(_SplitFeatures, x, axis)
+
+
+def exchange(
+    x: Tensor, axis: Axis, input_splits: Sequence[int] | None = None, output_splits: Sequence[int] | None = None
+) -> Tensor:
+    """All-to-all: piece ``j`` of ``x`` goes to rank ``j``, and what the others sent comes in their order.
+
+    Args:
+        x: ``[n, ...]``, cut along its first dimension.
+        axis: the ranks.
+        input_splits: rows for each rank, which may be 0; ``None`` for equal pieces.
+        output_splits: rows from each rank, i.e. what each has in its ``input_splits`` for this one; ``None`` for equal
+            pieces.
+
+    Returns:
+        ``[sum of output_splits, ...]``. Gradients take the way back.
+    """
+    if axis.size == 1:
+        return x
+    out: Tensor = _Exchange.apply(x, axis, input_splits, output_splits)
+    return out

@@ -20,7 +20,7 @@ GROUPS = [{"lr": 0.125, "betas": (0.9, 0.95), "weight_decay": 0.1}, {"lr": 0.125
 
 
 def specs_of_whole(width: int) -> dict[str, ParamSpec]:
-    """Vocabulary 13, which neither 2 nor 4 divide; a matrix cut by rows, one by columns, one of three dimensions, experts."""
+    """Vocabulary 13, which neither 2 nor 4 divide; matrices cut by rows and by columns, a tensor of rank 3, experts."""
     layer = {
         "up.weight": ParamSpec((8, width), 0),
         "up.bias": ParamSpec((8,), 0, decay=False),

@@ -1,0 +1,69 @@
+"""Losses that even out the load of experts, as pure functions.
+
+All are *sums over ranks of local terms*: the counts are of all tokens that share a loss, the probabilities of this
+rank's, so that gradients need no further communication than the router's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
+    """How often each expert was chosen: ``[..., T, k]`` to ``[..., E]``, int64; ids beyond ``E`` are not counted."""
+    flat = experts.flatten(-2)
+    counts = torch.zeros(*flat.shape[:-1], num_experts + 1, dtype=torch.int64, device=experts.device)
+    counts.scatter_add_(-1, flat, torch.ones_like(flat))
+    return counts[..., :num_experts]
+
+
+def load_balancing_loss(probs: Tensor, counts: Tensor, total_tokens: int, topk: int) -> Tensor:
+    """This rank's part of ``E sum_e(count_e sum_t p_te) / (k T^2)``; 1 where the load is even.
+
+    Switch Transformer's loss (https://arxiv.org/abs/2101.03961, equation 4) for ``k`` choices, as in Megatron-LM. With
+    leading dimensions, the mean over them (one loss a sequence).
+
+    Args:
+        probs: ``[..., T, E]`` of this rank's tokens, over all experts.
+        counts: ``[..., E]`` choices of all tokens that share the loss; gradients do not flow through them.
+        total_tokens: how many tokens that is, ``T``.
+        topk: choices of a token.
+    """
+    num_experts = probs.shape[-1]
+    load = (counts.to(probs.dtype) * probs.sum(-2)).sum(-1).mean()
+    return load * (num_experts / (topk * float(total_tokens) ** 2))
+
+
+def z_loss(logits: Tensor, total_tokens: int) -> Tensor:
+    """This rank's part of the mean over all tokens of ``logsumexp(logits)^2`` (https://arxiv.org/abs/2202.08906).
+
+    Args:
+        logits: ``[..., E]`` of this rank's tokens.
+        total_tokens: how many tokens the mean is over.
+    """
+    return logits.logsumexp(-1).square().sum() / total_tokens
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, carrier: Tensor, extra: Tensor, scale: float | None) -> Tensor:
+        ctx.scale = scale  # type: ignore[attr-defined]
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        scale: float | None = ctx.scale  # type: ignore[attr-defined]
+        return grad, (grad if scale is None else grad.new_tensor(scale, dtype=torch.float32)), None
+
+
+def attach(carrier: Tensor, extra: Tensor, scale: float | None = None) -> Tensor:
+    """``carrier`` unchanged, with a backward that differentiates ``extra`` too.
+
+    Args:
+        carrier: a loss, whose gradient ``extra`` shares; or an activation on its way to another rank.
+        extra: a scalar that is minimized besides.
+        scale: gradient of ``extra`` where the carrier is no loss: what the loss is multiplied with before backward.
+    """
+    out: Tensor = _Attach.apply(carrier, extra, scale)
+    return out

@@ -1,0 +1,173 @@
+"""A few fixed capacities, of which the smallest that drops nothing is used.
+
+Devices that compile a graph for every shape need the rows of an expert to be one of few numbers. Intel's recipe for
+Gaudi keeps a small set of capacities ("bins"), takes for each forward the smallest that holds the fullest expert, and
+cuts the set anew by how often each was used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
+from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.moe.config import MoEConfig
+
+
+def lowest_capacity(tokens: int, topk: int, num_experts: int) -> int:
+    """Rows of every expert where the load is even: no forward needs less."""
+    return ceil(topk * tokens / num_experts)
+
+
+def first_edges(low: int, high: int, count: int, base: float, alignment: int) -> list[int]:
+    """Capacities from ``low`` (not among them) to ``high``, each bin ``base`` times as wide as the one before.
+
+    Returns:
+        Multiples of ``alignment``, ascending; fewer than ``count`` where several fall on one multiple.
+    """
+    widths = [base**i for i in range(count)]
+    shares = [share / sum(widths) for share in accumulate(widths)]
+    # A sum of shares can miss 1 by a rounding error, which must not cost another multiple.
+    return sorted({ceil(round((low + (high - low) * share) / alignment, 9)) * alignment for share in shares})
+
+
+def expected_waste(edges: Sequence[int], usage: Sequence[float], low: int) -> float:
+    """Rows of padding, if what was requested in a bin is spread evenly over it."""
+    widths = (b - a for a, b in pairwise((low, *edges)))
+    return sum(times * width / 2 for times, width in zip(usage, widths, strict=True))
+
+
+def optimized_edges(edges: Sequence[int], usage: Sequence[int], low: int, alignment: int) -> list[int]:
+    """Join bins that are seldom used and halve those that waste most, while that lowers the expected waste.
+
+    Args:
+        edges: capacities, ascending; the last one holds the worst case and stays.
+        usage: how often each was used.
+        low: lower end of the first bin.
+        alignment: every capacity is a multiple of this.
+    """
+    edges, times = list(edges), [float(n) for n in usage]
+    while True:
+        waste = expected_waste(edges, times, low)
+        best: tuple[float, list[int], list[float]] | None = None
+        for joined in range(len(edges) - 1):
+            fewer = edges[:joined] + edges[joined + 1 :]
+            merged = [*times[:joined], times[joined] + times[joined + 1], *times[joined + 2 :]]
+            for halved in range(len(fewer)):
+                begin = fewer[halved - 1] if halved else low
+                middle = ceil((begin + fewer[halved]) / 2 / alignment) * alignment
+                if not begin < middle < fewer[halved]:
+                    continue
+                below = merged[halved] * (middle - begin) / (fewer[halved] - begin)
+                candidate = [*fewer[:halved], middle, *fewer[halved:]]
+                used = [*merged[:halved], below, merged[halved] - below, *merged[halved + 1 :]]
+                expected = expected_waste(candidate, used, low)
+                if best is None or expected < best[0]:
+                    best = expected, candidate, used
+        if best is None or best[0] >= waste * (1 - 1e-9):
+            return edges
+        _, edges, times = best
+
+
+class CapacityBins(nn.Module):
+    """The bins of one layer, equal on all ranks and kept in checkpoints.
+
+    Args:
+        config: of the mixture.
+        mesh: the ranks; those of its ``etp x ep`` axis use one capacity.
+
+    Attributes:
+        edges: ``[N]`` capacities, ascending; zeros before the first forward.
+        usage: ``[N]`` how often each was used since bins were cut, by all ranks.
+        rows: ``[2]`` rows requested and rows used since then, by all ranks.
+        steps: optimizer steps taken, a scalar.
+        low: least that a forward can request, a scalar.
+    """
+
+    edges: Tensor
+    usage: Tensor
+    rows: Tensor
+    steps: Tensor
+    low: Tensor
+
+    def __init__(self, config: MoEConfig, mesh: ParallelMesh, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config, self.mesh = config, mesh
+        count = config.moe_capacity_bins
+        for name, length in {"edges": (count,), "usage": (count,), "rows": (2,), "steps": (), "low": ()}.items():
+            self.register_buffer(name, torch.zeros(length, dtype=torch.int64, device=device))
+        self._seen: Tensor | None = None  # [N + 2] usage and rows of this rank since the last step
+
+    def choose(self, counts: Tensor, tokens: int) -> int:
+        """The capacity for a forward.
+
+        Args:
+            counts: ``[E]`` choices of each expert on this rank.
+            tokens: ``T`` of this rank.
+
+        Raises:
+            ConfigError: if there are fewer capacities than bins between the least and the most that can be requested.
+        """
+        if not self.edges[-1]:
+            self._cut(tokens)
+        requested = all_reduce_max(counts.max(), self.mesh.etp_ep)
+        index = torch.searchsorted(self.edges, requested).clamp_(max=len(self.edges) - 1)
+        # A batch longer than the first one may need more than the last bin: nothing is dropped, whatever comes.
+        capacity = torch.maximum(self.edges[index], requested)
+        if self.training and torch.is_grad_enabled() and not self.mesh.rng.replaying:
+            seen = torch.cat((torch.zeros_like(self.usage), torch.stack((requested, capacity))))
+            seen[index] += 1
+            self._seen = seen if self._seen is None else self._seen + seen
+        return int(capacity)
+
+    def _cut(self, tokens: int) -> None:
+        c = self.config
+        low, count = lowest_capacity(tokens, c.moe_router_topk, c.num_experts), c.moe_capacity_bins
+        edges = first_edges(low, tokens, count, c.moe_capacity_bins_base, self.alignment)
+        raise_if_any(bins_problems(edges, low, tokens, count, self.alignment))
+        self.edges.copy_(torch.tensor(edges))
+        self.low.fill_(low)
+
+    @property
+    def alignment(self) -> int:
+        """What capacities are multiples of."""
+        return self.config.moe_capacity_bins_alignment
+
+    def after_optimizer_step(self) -> None:
+        """Put together what all ranks have seen; cut anew when it is time."""
+        seen = torch.zeros(len(self.usage) + 2, dtype=torch.int64, device=self.usage.device)
+        if self._seen is not None:
+            seen, self._seen = self._seen, None
+        for axis in (self.mesh.tp_cp, self.mesh.dp):
+            seen = all_reduce(seen, axis)
+        self.usage += seen[:-2]
+        self.rows += seen[-2:]
+        self.steps += 1
+        interval = self.config.moe_capacity_bins_interval
+        if interval and int(self.steps) % interval == 0 and self.rows[0] > 0:
+            self._cut_anew()
+
+    def _cut_anew(self) -> None:
+        requested, used = self.rows.tolist()
+        if used / requested - 1 > self.config.moe_capacity_bins_max_overhead:
+            edges = optimized_edges(self.edges.tolist(), self.usage.tolist(), int(self.low), self.alignment)
+            self.edges.copy_(torch.tensor(edges))
+        self.usage.zero_()
+        self.rows.zero_()
+
+
+def bins_problems(edges: Sequence[int], low: int, tokens: int, count: int, alignment: int) -> list[Problem]:
+    """Whether there are as many capacities as bins wished for."""
+    if len(edges) == count:
+        return []
+    reason = (
+        f"between the {low} rows of an even load and the {tokens} of a rank's tokens there are only {len(edges)} "
+        f"multiples of moe_capacity_bins_alignment={alignment} that differ: fewer bins, or a finer alignment"
+    )
+    return [Problem("moe_capacity_bins", count, reason, (len(edges),))]

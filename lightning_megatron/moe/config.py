@@ -1,0 +1,151 @@
+"""What a mixture of experts may be asked to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_megatron.config import Problem, is_whole, nearest_names, nearest_to
+
+SCORES = ("softmax", "sigmoid")
+BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+DISPATCHERS = ("alltoall", "allgather")
+DROP_POLICIES = ("probs", "position")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The experts of a transformer; a model without any has ``num_experts=0``. Experts have no biases.
+
+    Attributes:
+        num_experts: experts ``E`` of a layer over all ranks.
+        moe_layers: numbers of the layers that have experts; empty for all.
+        moe_ffn_hidden_size: features inside one expert; 0 means ``ffn_hidden_size``.
+        moe_router_topk: experts ``k`` that a token visits.
+        moe_router_score: how logits become weights: ``"softmax"`` or ``"sigmoid"`` (DeepSeek-V3).
+        moe_router_pre_softmax: softmax over all experts before the choice, so that weights of the chosen do not sum to
+            1; the default, as in Mixtral, is softmax over the chosen.
+        moe_router_scaling_factor: what weights are multiplied with.
+        moe_load_balancing: loss that evens out the load: over a micro-batch (``"aux_loss"``), over each sequence
+            (``"seq_aux_loss"``), over the whole batch so far (``"global_aux_loss"``), or ``"none"``.
+        moe_aux_loss_coeff: weight of that loss.
+        moe_z_loss_coeff: weight of the loss that keeps router logits small (https://arxiv.org/abs/2202.08906).
+        moe_input_jitter_eps: the router's input is multiplied with uniform noise in ``1 - eps .. 1 + eps``.
+        moe_expert_bias_update_rate: after each step, experts with few tokens become that much easier to choose
+            (https://arxiv.org/abs/2408.15664); needs sigmoid scores, 0 is off.
+        moe_shared_expert_ffn_hidden_size: features inside an expert that every token visits; 0 for none.
+        moe_token_dispatcher: ``"alltoall"`` sends tokens to their experts' ranks, ``"allgather"`` all tokens to all.
+        moe_capacity_factor: an expert takes ``ceil(T k / E x factor)`` of a rank's tokens, and the rest passes it by;
+            0 takes all.
+        moe_token_drop_policy: which tokens stay: those of the highest weight (``"probs"``), or the first
+            (``"position"``).
+        moe_pad_to_capacity: fill every expert up to its capacity, so that shapes never change.
+        moe_capacity_bins: number of capacities, of which the smallest that drops nothing is filled up to; 0 for none.
+        moe_capacity_bins_base: each bin is this much wider than the one before.
+        moe_capacity_bins_alignment: capacities are multiples of this.
+        moe_capacity_bins_interval: optimizer steps after which bins are cut anew by their use; 0 never.
+        moe_capacity_bins_max_overhead: bins are left alone while they waste at most this share of what is needed.
+        moe_dynamic: tokens are gathered, and one operator routes and computes; on Gaudi a fused one.
+    """
+
+    num_experts: int = 0
+    moe_layers: tuple[int, ...] = field(default=())
+    moe_ffn_hidden_size: int = 0
+    moe_router_topk: int = 2
+    moe_router_score: str = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_scaling_factor: float = 1.0
+    moe_load_balancing: str = "aux_loss"
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
+    moe_input_jitter_eps: float = 0.0
+    moe_expert_bias_update_rate: float = 0.0
+    moe_shared_expert_ffn_hidden_size: int = 0
+    moe_token_dispatcher: str = "alltoall"
+    moe_capacity_factor: float = 0.0
+    moe_token_drop_policy: str = "probs"
+    moe_pad_to_capacity: bool = False
+    moe_capacity_bins: int = 0
+    moe_capacity_bins_base: float = 1.5
+    moe_capacity_bins_alignment: int = 64
+    moe_capacity_bins_interval: int = 300
+    moe_capacity_bins_max_overhead: float = 0.0
+    moe_dynamic: bool = False
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer of that number has experts in place of one feed-forward layer."""
+        return self.num_experts > 0 and (not self.moe_layers or layer in self.moe_layers)
+
+    def moe_problems(self) -> list[Problem]:
+        """Faults of these fields."""
+        found = self._moe_value_problems()
+        if found or not self.num_experts:
+            return found
+        k, experts = self.moe_router_topk, self.num_experts
+        if k > experts:
+            found.append(Problem("moe_router_topk", k, f"more than num_experts={experts}", (experts,)))
+        if k == 1 and self.moe_router_score == "softmax" and not self.moe_router_pre_softmax:
+            reason = "softmax over one chosen expert is always 1, and the router would not learn"
+            found.append(Problem("moe_router_pre_softmax", False, reason, (True,)))
+        if self.moe_expert_bias_update_rate and self.moe_router_score != "sigmoid":
+            reason = "the bias is added to scores that do not depend on each other"
+            found.append(Problem("moe_router_score", self.moe_router_score, reason, ("sigmoid",)))
+        return found + self._capacity_problems()
+
+    def _moe_value_problems(self) -> list[Problem]:
+        least = {
+            "num_experts": 0,
+            "moe_ffn_hidden_size": 0,
+            "moe_router_topk": 1,
+            "moe_shared_expert_ffn_hidden_size": 0,
+            "moe_capacity_bins": 0,
+            "moe_capacity_bins_alignment": 1,
+            "moe_capacity_bins_interval": 0,
+        }
+        found = [
+            Problem(name, getattr(self, name), f"must be a whole number of at least {low}", (low,))
+            for name, low in least.items()
+            if not is_whole(getattr(self, name), at_least=low)
+        ]
+        choices = {
+            "moe_router_score": SCORES,
+            "moe_load_balancing": BALANCING,
+            "moe_token_dispatcher": DISPATCHERS,
+            "moe_token_drop_policy": DROP_POLICIES,
+        }
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                found.append(Problem(name, value, "unknown", nearest_names(str(value), list(known))))
+        for name in ("aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate", "capacity_factor"):
+            value = getattr(self, f"moe_{name}")
+            if value < 0:
+                found.append(Problem(f"moe_{name}", value, "must not be negative", (0.0,)))
+        if not 0.0 <= self.moe_input_jitter_eps < 1.0:
+            found.append(Problem("moe_input_jitter_eps", self.moe_input_jitter_eps, "must be at least 0 and below 1"))
+        if self.moe_capacity_bins_base <= 0:
+            found.append(Problem("moe_capacity_bins_base", self.moe_capacity_bins_base, "must be positive", (1.5,)))
+        return found
+
+    def _capacity_problems(self) -> list[Problem]:
+        """Mixtures of ways to bound the load that exclude each other."""
+        found = []
+        bins, factor, dynamic = self.moe_capacity_bins, self.moe_capacity_factor, self.moe_dynamic
+        if bins and factor:
+            reason = f"capacity bins drop nothing, and moe_capacity_factor={factor} does: choose one"
+            found.append(Problem("moe_capacity_bins", bins, reason, (0,)))
+        if dynamic and bins:
+            found.append(Problem("moe_capacity_bins", bins, "moe_dynamic takes all tokens without padding", (0,)))
+        if dynamic and factor:
+            found.append(Problem("moe_capacity_factor", factor, "moe_dynamic takes all tokens and drops none", (0,)))
+        if self.moe_pad_to_capacity and not factor and not bins:
+            reason = "there is no capacity to pad to without moe_capacity_factor or moe_capacity_bins"
+            found.append(Problem("moe_pad_to_capacity", True, reason, (False,)))
+        gathers = self.moe_token_dispatcher == "allgather"
+        for name, value in (("moe_capacity_bins", bins), ("moe_pad_to_capacity", self.moe_pad_to_capacity)):
+            if gathers and value:
+                reason = f"{name}={value} fixes what is sent to each expert, and allgather sends all to all"
+                found.append(Problem("moe_token_dispatcher", "allgather", reason, ("alltoall",)))
+        if bins == 1:
+            reason = "one bin holds the worst case and nothing less"
+            found.append(Problem("moe_capacity_bins", 1, reason, nearest_to(1, (0, 2))))
+        return found

@@ -1,0 +1,169 @@
+"""How tokens reach the ranks that hold their experts, and how the results come back.
+
+The ranks of the ``etp x ep`` axis together hold every expert once: ``ep`` shares the experts out, ``etp`` cuts each of
+them, so that a token visits all ``etp`` ranks of its expert and their partial results are summed
+("parallel folding", https://arxiv.org/abs/2504.14960). Everything is differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm.collectives import all_to_all, exchange, gather_sequence, reduce_scatter_sequence
+from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.moe.capacity import queue_up
+
+
+class Experts(Protocol):
+    """The experts of this rank."""
+
+    def grouped(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """``[n, H] -> [n, H]``, rows of one expert after the other's."""
+        ...
+
+    def batched(self, x: Tensor) -> Tensor:
+        """``[experts here, n, H] -> [experts here, n, H]``."""
+        ...
+
+    def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """``[T, H] -> [T, H]``, ids ``[T, k]`` over all ranks."""
+        ...
+
+
+class ExpertGrid:
+    """Which rank of an axis holds which experts.
+
+    Args:
+        num_experts: experts ``E`` over all ranks.
+        mesh: the ranks.
+    """
+
+    def __init__(self, num_experts: int, mesh: ParallelMesh) -> None:
+        self.axis: Axis = mesh.etp_ep
+        self.num_experts = num_experts
+        self.ep, self.etp = mesh.ep.size, mesh.etp.size
+        self.local = num_experts // self.ep
+
+    def copies(self, x: Tensor, dim: int = 0) -> Tensor:
+        """What goes to each expert-parallel rank, once for each rank that holds a slice of it: ``[ep] -> [ep etp]``."""
+        return x if self.etp == 1 else x.repeat_interleave(self.etp, dim)
+
+
+def allgather(
+    x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor], axis: Axis
+) -> Tensor:
+    """All tokens to all ranks; each adds what its experts make of them, and the sums are scattered.
+
+    Args:
+        x: ``[T, H]``, as many tokens on every rank.
+        experts: ``[T, k]`` ids.
+        weights: ``[T, k]``.
+        compute: an experts' ``routed``.
+        axis: the ``etp x ep`` ranks.
+    """
+    everything = (gather_sequence(part, axis) for part in (x, experts, weights))
+    return reduce_scatter_sequence(compute(*everything), axis)
+
+
+def alltoall(x: Tensor, experts: Tensor, weights: Tensor, compute: Experts, grid: ExpertGrid) -> Tensor:
+    """Each token to the ranks of its experts and back; as many rows on the wire as there are choices.
+
+    One host synchronization a call: how many rows go where.
+
+    Args:
+        x: ``[T, H]``; ranks may have different numbers of tokens, also none.
+        experts: ``[T, k]`` ids; ``E`` for a choice that was dropped.
+        weights: ``[T, k]``.
+        compute: the experts of this rank.
+        grid: who holds which.
+    """
+    topk, local = experts.shape[1], grid.local
+    order, counts, _ = queue_up(experts, grid.num_experts)
+    sent = grid.copies(counts.view(grid.ep, local))  # [ranks, experts there]
+    told = torch.stack((sent, all_to_all(sent, grid.axis)))
+    sent_rows, received = told[0].sum(1).tolist(), told[1].tolist()
+    blocks = sent_rows[:: grid.etp]
+    rows = _repeated(order[: sum(blocks)] // topk, blocks, grid.etp)
+    arrived = exchange(x.index_select(0, rows), grid.axis, sent_rows, [sum(row) for row in received])
+
+    by_rank = [received[r][e] for r in range(grid.axis.size) for e in range(local)]
+    by_expert = [received[r][e] for e in range(local) for r in range(grid.axis.size)]
+    ours = _transposed(arrived, by_rank, local)
+    out = compute.grouped(ours, [sum(row[e] for row in received) for e in range(local)])
+    back = exchange(
+        _transposed(out, by_expert, grid.axis.size), grid.axis, [sum(row) for row in received], sent_rows
+    )  # fmt: skip
+    return _combined(_summed_copies(back, blocks, grid.etp), order, weights, x)
+
+
+def padded_alltoall(
+    x: Tensor, experts: Tensor, weights: Tensor, compute: Experts, grid: ExpertGrid, capacity: int
+) -> Tensor:
+    """As :func:`alltoall`, with ``capacity`` rows from each rank for each expert: no shape depends on the routing.
+
+    Args:
+        x: ``[T, H]``.
+        experts: ``[T, k]`` ids; ``E`` for a choice that was dropped. No expert has more than ``capacity``.
+        weights: ``[T, k]``.
+        compute: the experts of this rank.
+        grid: who holds which.
+        capacity: rows.
+    """
+    (tokens, topk), hidden = experts.shape, x.shape[1]
+    ranks, local = grid.axis.size, grid.local
+    order, _, place = queue_up(experts, grid.num_experts)
+    target = experts.flatten()[order]
+    slots = grid.num_experts * capacity
+    slot = torch.where(target < grid.num_experts, target * capacity + place, slots)
+    # An empty slot takes the row of zeros that follows the tokens, a choice that was dropped the one after the slots.
+    source = torch.full((slots + 1,), tokens, device=x.device).scatter_(0, slot, order // topk)[:slots]
+    filled = _with_zeros(x).index_select(0, source).view(grid.ep, local * capacity, hidden)
+    arrived = exchange(grid.copies(filled), grid.axis).view(ranks, local, capacity, hidden)
+    out = compute.batched(arrived.transpose(0, 1).reshape(local, ranks * capacity, hidden))
+    back = exchange(out.view(local, ranks, capacity, hidden).transpose(0, 1).contiguous(), grid.axis)
+    partial = back.view(grid.ep, grid.etp, local * capacity, hidden).sum(1) if grid.etp > 1 else back
+    rows = _with_zeros(partial.reshape(slots, hidden))
+    slot_of_choice = torch.empty_like(slot).scatter_(0, order, slot)
+    return _weighted(rows.index_select(0, slot_of_choice), weights, x)
+
+
+def _repeated(rows: Tensor, blocks: Sequence[int], times: int) -> Tensor:
+    """Every block of consecutive rows ``times`` times."""
+    if times == 1:
+        return rows
+    return torch.cat([block for part in rows.split(list(blocks)) for block in (part,) * times])
+
+
+def _summed_copies(rows: Tensor, blocks: Sequence[int], times: int) -> Tensor:
+    """The inverse: the sum of a block's copies."""
+    if times == 1:
+        return rows
+    parts = rows.split([size * times for size in blocks])
+    return torch.cat([part.view(times, size, rows.shape[1]).sum(0) for part, size in zip(parts, blocks, strict=True)])
+
+
+def _transposed(rows: Tensor, sizes: Sequence[int], columns: int) -> Tensor:
+    """Blocks of rows, laid out as a matrix of blocks with ``columns`` columns, as the transposed matrix."""
+    if columns in (1, len(sizes)):
+        return rows
+    blocks = rows.split(list(sizes))
+    return torch.cat([block for column in range(columns) for block in blocks[column::columns]])
+
+
+def _with_zeros(x: Tensor) -> Tensor:
+    return torch.cat((x, x.new_zeros(1, x.shape[1])))
+
+
+def _combined(rows: Tensor, order: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    """Tokens ``[T, H]`` from one row a choice, in ``order``; those at its end that have none count nothing."""
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return _weighted(_with_zeros(rows).index_select(0, place.clamp_(max=rows.shape[0])), weights, x)
+
+
+def _weighted(choices: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    """``[T k, H]`` and ``[T, k]`` to ``[T, H]``."""
+    return (choices.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)

@@ -1,0 +1,97 @@
+"""The experts of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.config import Problem, divisors, nearest_to, raise_if_any
+from lightning_megatron.layers.init import normal_
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.ops.activation import ACTIVATIONS, GATED
+from lightning_megatron.ops.grouped_linear import grouped_linear
+from lightning_megatron.ops.mixture_of_experts import mixture_of_experts
+from lightning_megatron.params import ParamSpec
+
+
+class RoutedExperts(nn.Module):
+    """Feed-forward layers without biases, end to end in two tensors: ``fc2(activation(fc1(x)))`` for each.
+
+    A rank of expert parallelism holds whole experts, and of each, under expert tensor parallelism, a slice of its inner
+    features: the output is then a partial sum.
+
+    Args:
+        num_experts: experts ``E`` over all ranks.
+        hidden_size: features ``H``.
+        ffn_hidden_size: features ``F`` inside one expert.
+        mesh: the ranks.
+        activation: a name in ``ACTIVATIONS``.
+        init_std: standard deviation of ``fc1``'s initial weights.
+        output_init_std: the same for ``fc2``.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Raises:
+        ConfigError: if experts or features do not split over the ranks.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        mesh: ParallelMesh,
+        *,
+        activation: str,
+        init_std: float,
+        output_init_std: float,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        ep, etp = mesh.ep.size, mesh.etp.size
+        raise_if_any(
+            Problem(name, size, f"{total} {what} do not split over {size} ranks", nearest_to(size, divisors(total)))
+            for name, size, total, what in (
+                ("ep", ep, num_experts, "experts"),
+                ("etp", etp, ffn_hidden_size, "features"),
+            )
+            if total % size
+        )
+        here, features = num_experts // ep, ffn_hidden_size // etp
+        gates = (2,) if activation in GATED else ()
+        self.first = mesh.ep.rank * here
+        self.activation = ACTIVATIONS[activation]
+        self._shapes = {
+            "fc1": (num_experts, *gates, ffn_hidden_size, hidden_size),
+            "fc2": (num_experts, hidden_size, ffn_hidden_size),
+        }
+        self.fc1 = nn.Parameter(torch.empty(here, *gates, features, hidden_size, dtype=dtype, device=device))
+        self.fc2 = nn.Parameter(torch.empty(here, hidden_size, features, dtype=dtype, device=device))
+        for name, std in (("fc1", init_std), ("fc2", output_init_std)):
+            normal_(getattr(self, name), self.param_specs()[name], mesh.shard_ranks, std)
+
+    def param_specs(self) -> Mapping[str, ParamSpec]:
+        """Cut by experts, and along the inner features."""
+        dims = {"fc1": len(self._shapes["fc1"]) - 2, "fc2": 2}
+        return {name: ParamSpec(shape, tp_dim=dims[name], ep_dim=0) for name, shape in self._shapes.items()}
+
+    def grouped(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """``[n, H] -> [n, H]``: the rows of each expert here in turn; an expert may have none."""
+        inner = self.activation(grouped_linear(x, self.fc1.flatten(1, -2), counts))
+        return grouped_linear(inner, self.fc2, counts)
+
+    def batched(self, x: Tensor) -> Tensor:
+        """``[experts here, n, H] -> [experts here, n, H]``, as many rows for each."""
+        inner = self.activation(torch.bmm(x, self.fc1.flatten(1, -2).transpose(1, 2)))
+        return torch.bmm(inner, self.fc2.transpose(1, 2))
+
+    def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """``[T, H] -> [T, H]``: tokens through those of their experts ``[T, k]`` that are here, weighted and summed."""
+        return mixture_of_experts(x, experts, weights, self.fc1, self.fc2, self.activation, self.first)
+
+    def extra_repr(self) -> str:
+        """The sizes, global."""
+        return f"experts={self._shapes['fc2'][0]}, here from {self.first}, ffn={self._shapes['fc2'][2]}"

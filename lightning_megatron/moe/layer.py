@@ -1,0 +1,124 @@
+"""A feed-forward layer of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.layers.mlp import MLP
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.moe.balance import count_tokens
+from lightning_megatron.moe.capacity import expert_capacity
+from lightning_megatron.moe.capacity_bins import CapacityBins
+from lightning_megatron.moe.config import MoEConfig
+from lightning_megatron.moe.dispatch import ExpertGrid, allgather, alltoall, padded_alltoall
+from lightning_megatron.moe.experts import RoutedExperts
+from lightning_megatron.moe.router import Router
+from lightning_megatron.recompute import recomputed
+
+
+class MoELayer(nn.Module):
+    """Router, dispatch, experts; ``output, aux_loss = layer(x)``.
+
+    Args:
+        config: of the mixture.
+        hidden_size: features ``H``.
+        ffn_hidden_size: features inside one expert.
+        mesh: the ranks.
+        activation: a name in ``ACTIVATIONS``.
+        sequence_parallel: input and output are sequence shards; a must where ``tp > 1``, as each token is routed once.
+        init_std: standard deviation of initial weights.
+        output_init_std: the same for the experts' second layer.
+        recompute: keep only tokens and routing, and let the experts run twice.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Raises:
+        ConfigError: if experts or features do not split over the ranks, or tp ranks hold the same tokens.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        mesh: ParallelMesh,
+        *,
+        activation: str,
+        sequence_parallel: bool,
+        init_std: float,
+        output_init_std: float,
+        recompute: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if mesh.tp.size > 1 and not sequence_parallel:
+            reason = "with experts and tp > 1 each rank must hold tokens of its own: leave sequence_parallel out"
+            raise_if_any([Problem("sequence_parallel", sequence_parallel, reason, (True, None))])
+        self.config, self.rng, self.recompute = config, mesh.rng, recompute
+        self.grid = ExpertGrid(config.num_experts, mesh)
+        self.router = Router(
+            hidden_size,
+            config,
+            mesh,
+            sequence_parallel=sequence_parallel,
+            init_std=init_std,
+            dtype=dtype,
+            device=device,
+        )
+        self.experts = RoutedExperts(
+            config.num_experts,
+            hidden_size,
+            ffn_hidden_size,
+            mesh,
+            activation=activation,
+            init_std=init_std,
+            output_init_std=output_init_std,
+            dtype=dtype,
+            device=device,
+        )
+        self.bins = CapacityBins(config, mesh, device) if config.moe_capacity_bins else None
+        self.shared: MLP | None = None
+        if config.moe_shared_expert_ffn_hidden_size:
+            self.shared = MLP(
+                hidden_size,
+                config.moe_shared_expert_ffn_hidden_size,
+                mesh,
+                activation=activation,
+                bias=False,
+                sequence_parallel=sequence_parallel,
+                init_std=init_std,
+                output_init_std=output_init_std,
+                dtype=dtype,
+                device=device,
+            )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[S, B, H] -> [S, B, H]``, and a scalar to minimize besides (``None`` if there is none)."""
+        experts, weights, aux_loss = self.router(x)
+        run = self._dispatch(experts, x.shape[0] * x.shape[1])
+        tokens = x.flatten(0, 1)
+        if self.recompute and self.training and torch.is_grad_enabled():
+            out = recomputed(run, tokens, experts, weights, rng=self.rng)
+        else:
+            out = run(tokens, experts, weights)
+        out = out.view_as(x)
+        return out if self.shared is None else out + self.shared(x), aux_loss
+
+    def _dispatch(self, experts: Tensor, tokens: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """What carries tokens, ids and weights to the experts and back, for this routing."""
+        c = self.config
+        if c.moe_dynamic or c.moe_token_dispatcher == "allgather":
+            return partial(allgather, compute=self.experts.routed, axis=self.grid.axis)
+        if self.bins is not None:
+            capacity = self.bins.choose(count_tokens(experts, c.num_experts), tokens)
+        elif c.moe_pad_to_capacity:
+            capacity = expert_capacity(tokens, c.moe_router_topk, c.num_experts, c.moe_capacity_factor)
+        else:
+            return partial(alltoall, compute=self.experts, grid=self.grid)
+        return partial(padded_alltoall, compute=self.experts, grid=self.grid, capacity=capacity)

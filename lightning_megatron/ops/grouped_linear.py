@@ -1,0 +1,52 @@
+"""One matrix product a group of rows, each with a weight of its own: what the experts of a rank compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Writes each group's product where it belongs: no gradient as long as all weights is made once a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        out = x.new_empty(x.shape[0], weight.shape[1])
+        for rows, w, product in zip(x.split(counts), weight, out.split(counts), strict=True):
+            torch.mm(rows, w.t(), out=product)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        counts, grad = ctx.counts, grad.contiguous()
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            for dy, w, product in zip(grad.split(counts), weight, dx.split(counts), strict=True):
+                torch.mm(dy, w, out=product)
+        if ctx.needs_input_grad[1]:
+            dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            for dy, rows, product in zip(grad.split(counts), x.split(counts), dw, strict=True):
+                torch.mm(dy.t(), rows, out=product)  # of no rows: zeros
+        return dx, dw, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """``x_g W_g^T`` for every group ``g`` of consecutive rows.
+
+    Args:
+        x: ``[n, in]``, the groups end to end; a group may be empty, and so may be all.
+        weight: ``[G, out, in]``.
+        counts: rows of each group, on the host: nothing waits for the device.
+
+    Returns:
+        ``[n, out]``.
+    """
+    out: Tensor = _GroupedLinear.apply(x, weight, tuple(counts))
+    return out

@@ -1,0 +1,55 @@
+"""Routed experts as one operator: every token visits those of its experts that are here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.ops.grouped_linear import grouped_linear
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def mixture_of_experts_reference(
+    x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, activation: Activation, first: int = 0
+) -> Tensor:
+    """The meaning of :func:`mixture_of_experts` in plain torch: one product an expert, of its tokens.
+
+    One host synchronization: how many tokens each expert has.
+    """
+    tokens, topk = experts.shape
+    local = experts.flatten() - first
+    here = fc2.shape[0]
+    local = torch.where((local < 0) | (local >= here), here, local)
+    order = local.argsort(stable=True)
+    counts = torch.zeros(here + 1, dtype=torch.int64, device=x.device)
+    counts.scatter_add_(0, local, torch.ones_like(local))
+    lengths = counts[:here].tolist()
+    order = order[: sum(lengths)]
+    sources = order // topk
+    hidden = activation(grouped_linear(x.index_select(0, sources), fc1.flatten(1, -2), lengths))
+    out = grouped_linear(hidden, fc2, lengths)
+    weighted = (out * weights.flatten()[order].unsqueeze(-1)).to(x.dtype)
+    return x.new_zeros(tokens, fc2.shape[1]).index_add(0, sources, weighted)
+
+
+def mixture_of_experts(
+    x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, activation: Activation, first: int = 0
+) -> Tensor:
+    """Sum over a token's experts ``first .. first + n - 1`` of ``weight x fc2(activation(fc1(x)))``.
+
+    Args:
+        x: ``[T, H]``.
+        experts: ``[T, k]`` ids over all ranks; those of other ranks, and ids beyond all, contribute nothing.
+        weights: ``[T, k]`` fp32.
+        fc1: ``[n, F, H]``, or ``[n, 2, F, H]`` for a gated activation.
+        fc2: ``[n, H, F]``.
+        activation: between the two.
+        first: id of the first expert here.
+
+    Returns:
+        ``[T, H]``.
+    """
+    return mixture_of_experts_reference(x, experts, weights, fc1, fc2, activation, first)
