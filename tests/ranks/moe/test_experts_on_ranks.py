@@ -36,7 +36,7 @@ WAYS = {
     "drops, by position": replace(CONFIG, moe_capacity_factor=0.75, moe_token_drop_policy="position"),
     "drops, allgather": replace(CONFIG, moe_capacity_factor=0.75, moe_token_dispatcher="allgather"),
     "pre-softmax, one choice": replace(CONFIG, moe_router_topk=1, moe_router_pre_softmax=True),
-    "shared": replace(CONFIG, moe_shared_expert_ffn_hidden_size=6),
+    "shared": replace(CONFIG, moe_shared_expert_ffn_hidden_size=8),
 }
 
 

@@ -96,7 +96,7 @@ def test_a_capacity_is_the_smallest_bin_that_holds_the_fullest_expert():
 def test_bins_are_cut_anew_where_they_are_used_and_waste_less():
     generator = random.Random(0)
     requests = [[generator.choice((430, 440, 450, 280))] for _ in range(40)]
-    bins, before = trained_bins(requests[:20], moe_capacity_bins_interval=20)
+    bins, _ = trained_bins(requests[:20], moe_capacity_bins_interval=20)
     fixed, _ = trained_bins(requests[:20], moe_capacity_bins_interval=0)
     assert bins.edges.tolist() != fixed.edges.tolist()
     assert bins.edges[-1] == fixed.edges[-1], "the worst case still fits"
