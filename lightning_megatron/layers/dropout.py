@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.ops.dropout import dropout
 
 
 class Dropout(nn.Module):
@@ -27,6 +27,6 @@ class Dropout(nn.Module):
         if not self.p or not self.training:
             return x
         if not self.sharded:
-            return F.dropout(x, self.p)
+            return dropout(x, self.p)
         with self.rng.tensor_parallel():
-            return F.dropout(x, self.p)
+            return dropout(x, self.p)

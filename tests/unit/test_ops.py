@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from lightning_megatron.layers.rotary import RopeScaling, RotaryEmbedding
 from lightning_megatron.ops.activation import gelu_tanh, swiglu, swiglu_reference
 from lightning_megatron.ops.attention import attention, attention_reference
+from lightning_megatron.ops.dropout import dropout
 from lightning_megatron.ops.norm import layer_norm, rms_norm, rms_norm_reference
 from lightning_megatron.ops.rope import rope, rope_reference
 from lightning_megatron.testing.parity import assert_same
@@ -102,6 +103,20 @@ def test_attention_dropout_keeps_the_mean_and_drops_something():
     dropped = torch.stack([attention(q, k, v, causal=True, dropout=0.2) for _ in range(200)])
     assert not torch.equal(dropped[0], dropped[1])
     assert dropped.mean(0).sub(attention(q, k, v, causal=True)).abs().mean().item() < 0.05
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_dropout_scales_what_it_keeps_and_remembers_it_in_one_byte_an_element(dtype):
+    x = random(64, 64).to(dtype).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = dropout(x, 0.25)
+    (gradient,) = torch.autograd.grad(out, x, torch.full_like(x, 3.0))
+    alive = out != 0
+    assert alive.float().mean().item() == pytest.approx(0.75, abs=0.03)  # 4 standard deviations
+    truth = {"out": x.detach().float() * alive / 0.75, "gradient": 3.0 * alive / 0.75}
+    assert_same({"out": out.detach(), "gradient": gradient}, truth, rtol=TOLERANCE[dtype])
+    assert sum(t.untyped_storage().nbytes() for t in kept) == x.numel()
 
 
 ROPE_KINDS = {
