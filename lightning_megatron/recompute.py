@@ -1,4 +1,4 @@
-"""Activation recomputation that draws the same random numbers twice.
+"""Activation recomputation: what a forward forgets, and computes again when its gradients are wanted.
 
 Plain ``torch.utils.checkpoint`` rewinds only torch's default generator; dropout inside tensor-parallel regions draws
 from a second stream, and without rewinding that too the gradients are silently wrong.
@@ -6,25 +6,195 @@ from a second stream, and without rewinding that too the gradients are silently 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, TypeVar, get_args
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from lightning_megatron.comm.collectives import all_gather, own_slice
+from lightning_megatron.config import ModelShape, ParallelLayout, Problem, is_whole, nearest_names, raise_if_any
+from lightning_megatron.mesh import Axis
 from lightning_megatron.rng import RNGStreams
 
 T = TypeVar("T")
+Granularity = str | Sequence[str] | None
+
+RecomputeMethod = Literal["uniform", "block"]
+
+MODULES = ("core_attn", "attention", "mlp", "moe")
+METHODS = get_args(RecomputeMethod)
 
 
-def recomputed(function: Callable[..., T], *args: object, rng: RNGStreams) -> T:
+@dataclass(frozen=True)
+class LayerGroup:
+    """Consecutive layers that are run as one.
+
+    Attributes:
+        layers: their global numbers.
+        recomputed: whether only the input of the first one is kept.
+    """
+
+    layers: tuple[int, ...]
+    recomputed: bool
+
+
+@dataclass(frozen=True)
+class RecomputePlan:
+    """What is recomputed (https://arxiv.org/abs/2205.05198, section 5).
+
+    Attributes:
+        granularity: ``None``; ``"full"`` for whole layers; ``"selective"`` for what costs much memory and little time,
+            core attention; or some of ``MODULES``: ``"core_attn"`` (softmax(q k^T) v), ``"attention"`` and ``"mlp"``
+            (each with its norm), ``"moe"`` (the experts).
+        method: of ``"full"``: ``"uniform"`` cuts each stage's layers into groups and keeps the input of every group,
+            ``"block"`` recomputes some layers of each stage, one by one, and leaves the others alone.
+        num_layers: of ``"full"``: layers of a group, or layers of each stage that are recomputed.
+        shard_saved: of ``"full"``: each tensor-parallel rank keeps its share of an input that all of them hold.
+
+    Raises:
+        ConfigError: with every fault of the fields.
+    """
+
+    granularity: Granularity = None
+    method: RecomputeMethod = "uniform"
+    num_layers: int = 1
+    shard_saved: bool = False
+
+    def __post_init__(self) -> None:
+        raise_if_any(_field_problems(self.granularity, self.method, self.num_layers, self.shard_saved))
+        if not isinstance(self.granularity, str | None):
+            object.__setattr__(self, "granularity", tuple(self.granularity))
+
+    def wraps(self, module: str) -> bool:
+        """Whether this part of a layer, one of ``MODULES``, is recomputed by itself."""
+        wished = self._modules()
+        inside_another = module == "core_attn" and "attention" in wished
+        return module in wished and not inside_another
+
+    def run(self, module: str, function: Callable[..., T], *args: object, rng: RNGStreams) -> T:
+        """Call a part of a layer, one of ``MODULES``, as wished; arguments as in :func:`recomputed`."""
+        return recomputed(function, *args, rng=rng) if self.wraps(module) else function(*args)
+
+    def groups(self, layers: Sequence[int]) -> list[LayerGroup]:
+        """How the layers of one stage are run, in order."""
+        size = self.num_layers
+        if self.granularity != "full":
+            return [LayerGroup(tuple(layers), False)]
+        if self.method == "block":
+            return [LayerGroup((number,), i < size) for i, number in enumerate(layers)]
+        return [LayerGroup(tuple(layers[i : i + size]), True) for i in range(0, len(layers), size)]
+
+    def problems(self, layout: ParallelLayout, model: ModelShape | None = None) -> list[Problem]:
+        """What does not go together with a layout or, if it is known, a model."""
+        found = _sharding_problems(self.shard_saved, layout)
+        if model is not None and self.wraps("moe") and not getattr(model, "num_experts", 0):
+            found.append(Problem("recompute", "moe", "the model has no experts to recompute", ("mlp",)))
+        return found
+
+    def _modules(self) -> tuple[str, ...]:
+        if self.granularity is None or self.granularity == "full":
+            return ()
+        if self.granularity == "selective":
+            return ("core_attn",)
+        return (self.granularity,) if isinstance(self.granularity, str) else tuple(self.granularity)
+
+
+def recompute_problems(
+    granularity: Granularity, method: str, num_layers: int, shard_saved: bool, layout: ParallelLayout
+) -> list[Problem]:
+    """Every fault of what would be a :class:`RecomputePlan`, under the names of the strategy's arguments."""
+    return _field_problems(granularity, method, num_layers, shard_saved) + _sharding_problems(shard_saved, layout)
+
+
+def _field_problems(granularity: Granularity, method: str, num_layers: int, shard_saved: bool) -> list[Problem]:
+    found = _granularity_problems(granularity)
+    if method not in METHODS:
+        found.append(Problem("recompute_method", method, "unknown", nearest_names(str(method), METHODS)))
+    if not is_whole(num_layers, at_least=1):
+        found.append(Problem("recompute_num_layers", num_layers, "must be a whole number of at least 1", (1,)))
+    if granularity == "full" or found:
+        return found
+    given = {
+        "recompute_method": (method, "uniform"),
+        "recompute_num_layers": (num_layers, 1),
+        "recompute_shard_saved": (shard_saved, False),
+    }
+    reason = f"is about whole layers, and recompute={granularity!r} is not: set recompute='full', or leave it out"
+    return [Problem(name, value, reason, (unset,)) for name, (value, unset) in given.items() if value != unset]
+
+
+def _sharding_problems(shard_saved: bool, layout: ParallelLayout) -> list[Problem]:
+    if not shard_saved:
+        return []
+    if layout.tp == 1:
+        reason = "what is kept would be cut over tensor-parallel ranks and tp=1 has none: raise tp, or leave it out"
+        return [Problem("recompute_shard_saved", True, reason, (False,))]
+    if layout.uses_sequence_parallel:
+        reason = "under sequence parallelism what is kept is a shard already: leave it out"
+        return [Problem("recompute_shard_saved", True, reason, (False,))]
+    return []
+
+
+def _granularity_problems(granularity: Granularity) -> list[Problem]:
+    words = ("selective", "full")
+    if granularity is None:
+        return []
+    if isinstance(granularity, str) or not isinstance(granularity, Sequence):
+        known = (*words, *MODULES)
+        near = nearest_names(str(granularity), known)
+        return [] if granularity in known else [Problem("recompute", granularity, "unknown", near)]
+    if not granularity:
+        return [Problem("recompute", list(granularity), "names no part of a layer: leave it out", (None,))]
+    found = []
+    for name in granularity:
+        if name in words:
+            found.append(Problem("recompute", name, "stands alone, not in a list", MODULES))
+        elif name not in MODULES:
+            found.append(Problem("recompute", name, "no part of a layer", nearest_names(str(name), MODULES)))
+    return found
+
+
+NO_RECOMPUTE = RecomputePlan()
+
+
+def recomputed(function: Callable[..., T], *args: object, rng: RNGStreams, shard_over: Axis | None = None) -> T:
     """Run ``function(*args)`` keeping only its inputs, and run it again when its gradients are wanted.
 
-    Nothing is wrapped: parameter names stay as they are (https://arxiv.org/abs/1604.06174 for the method).
+    Nothing is wrapped: parameter names stay as they are (https://arxiv.org/abs/1604.06174 for the method). Where no
+    gradients are recorded this is a plain call.
 
     Args:
-        function: a module or function of tensors.
+        function: a module or function of tensors; what it returns may be a tuple.
         *args: its inputs.
         rng: the streams that ``function`` may draw from.
+        shard_over: ranks that hold the same inputs: each keeps its share of them, and they are gathered when
+            recomputation begins.
     """
-    out: T = checkpoint(function, *args, use_reentrant=False, context_fn=rng.replay_contexts)
+    if not torch.is_grad_enabled():
+        return function(*args)
+    with nullcontext() if shard_over is None else _kept_in_shares(shard_over):
+        out: T = checkpoint(function, *args, use_reentrant=False, context_fn=rng.replay_contexts)
     return out
+
+
+def _kept_in_shares(axis: Axis) -> AbstractContextManager[None]:
+    """Of every input that ``checkpoint`` saves inside, keep this rank's share."""
+
+    def pack(x: Tensor) -> tuple[Tensor, torch.Size]:
+        flat = x.detach().reshape(-1)
+        missing = -flat.numel() % axis.size
+        if missing:
+            flat = torch.cat((flat, flat.new_zeros(missing)))
+        return own_slice(flat, axis).clone(), x.shape
+
+    def unpack(kept: tuple[Tensor, torch.Size]) -> Tensor:
+        share, shape = kept
+        whole = all_gather(share, axis) if share.numel() else share  # torch 2.6 saves an empty tensor of its own
+        return whole[: shape.numel()].view(shape)
+
+    return saved_tensors_hooks(pack, unpack)

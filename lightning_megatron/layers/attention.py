@@ -10,6 +10,7 @@ from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLi
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.attention import attention
 from lightning_megatron.ops.rope import rope
+from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
 
 
 class KVCache:
@@ -53,6 +54,7 @@ class SelfAttention(nn.Module):
         sequence_parallel: input and output are sequence shards.
         causal: whether a position sees only what precedes it.
         dropout: probability of dropping an attention weight.
+        recompute: whether core attention is computed again for its gradients.
         init_std: standard deviation of the initial qkv weight.
         output_init_std: the same for the output projection.
         dtype: of the parameters.
@@ -74,6 +76,7 @@ class SelfAttention(nn.Module):
         sequence_parallel: bool,
         causal: bool = True,
         dropout: float = 0.0,
+        recompute: RecomputePlan = NO_RECOMPUTE,
         init_std: float,
         output_init_std: float,
         dtype: torch.dtype | None = None,
@@ -86,6 +89,7 @@ class SelfAttention(nn.Module):
             raise ConfigError([Problem("tp", mesh.tp.size, reason, near)])
         self.head_dim, self.heads_per_group = head_dim, num_heads // num_groups
         self.causal, self.dropout, self.rng = causal, dropout, mesh.rng
+        self.recompute = recompute
         self.qkv = ColumnParallelLinear(
             hidden_size,
             (num_heads + 2 * num_groups) * head_dim,
@@ -124,7 +128,8 @@ class SelfAttention(nn.Module):
         if cache is not None:
             first = cache.length
             k, v = cache.extend(k, v)
-        return self.out(self._core(q, k, v, first).flatten(2, 3))
+        core = self.recompute.run("core_attn", self._core, q, k, v, first, rng=self.rng)
+        return self.out(core.flatten(2, 3))
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, first_query: int) -> Tensor:
         dropout = self.dropout if self.training else 0.0

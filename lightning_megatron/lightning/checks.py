@@ -22,6 +22,7 @@ from lightning_megatron.device import HPU, DeviceKind
 from lightning_megatron.lightning.refusals import callback_problems, module_problems
 from lightning_megatron.optim.scaler import grad_reduce_dtype_rule
 from lightning_megatron.pipeline.partition import LayerSplit
+from lightning_megatron.recompute import RecomputePlan
 
 GradReduceDtype = Literal["fp32", "bf16"]
 REDUCE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -67,6 +68,7 @@ def job_problems(
     trainer: Trainer | None,
     layout: ParallelLayout,
     split: LayerSplit,
+    recompute: RecomputePlan,
     micro_batch_size: int | None,
 ) -> list[Problem]:
     """Faults of what the user hands to the Trainer, under a layout.
@@ -76,6 +78,7 @@ def job_problems(
         trainer: whose callbacks are looked at.
         layout: for the job's number of ranks.
         split: how layers are shared out over stages.
+        recompute: what is computed again.
         micro_batch_size: samples of one forward.
     """
     model = next((item.model_shape for item in objects if isinstance(item, HasModelShape)), None)
@@ -92,4 +95,4 @@ def job_problems(
     found += [p for p in layout.problems(model=model, batch=batch) if split.is_even or p.argument not in shared_out]
     if model is not None and not split.is_even:
         found += split.problems(model.num_layers, layout.pp, layout.vpp)
-    return found
+    return found + recompute.problems(layout, model)

@@ -132,8 +132,11 @@ class GPTModule(MegatronModule):
         """Build this rank's part of the model."""
         if self.model is None:
             strategy = self.megatron_strategy
-            parts = None if strategy is None else strategy.stages(self.config.num_layers)
-            self.model = GPTModel(self.config, self.mesh, parts, None if strategy is None else strategy.boundary)
+            if strategy is None:
+                self.model = GPTModel(self.config)
+            else:
+                parts = strategy.stages(self.config.num_layers)
+                self.model = GPTModel(self.config, self.mesh, parts, strategy.boundary, strategy.recompute)
 
     def hidden_shape(self, batch: Any) -> tuple[int, ...]:
         """``[S, B, H]``, or this rank's shard of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -22,29 +22,23 @@ from lightning_megatron.config import (
     Problem,
     raise_if_any,
 )
-from lightning_megatron.lightning.checkpoints import (
-    continue_randomness,
-    load_trainer_checkpoint,
-    remove_checkpoint,
-    save_trainer_checkpoint,
-)
+from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
 from lightning_megatron.lightning.checks import GradReduceDtype, argument_problems, job_problems, reduce_dtype
 from lightning_megatron.lightning.engine import StepEngine
 from lightning_megatron.lightning.launcher import CheckedLauncher
-from lightning_megatron.lightning.mesh_strategy import MeshStrategy
 from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.refusals import plugin_problems
 from lightning_megatron.lightning.watchers import watches_parameters
-from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.partition import LayerSplit, StageLayers
 from lightning_megatron.pipeline.schedule import schedule_problems
+from lightning_megatron.recompute import RecomputeMethod, RecomputePlan, recompute_problems
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
-class MegatronStrategy(MeshStrategy):
+class MegatronStrategy(CheckpointStrategy):
     """Megatron's parallelism for ``Trainer(strategy=MegatronStrategy(tp=8))``.
 
     One batch of the DataLoader is what one data-parallel replica trains on in one step; it is cut into micro-batches of
@@ -74,6 +68,11 @@ class MegatronStrategy(MeshStrategy):
             module looks at parameters between steps.
         grad_reduce_dtype: ``"fp32"`` or ``"bf16"`` on the wire; ``None`` for fp32, on Gaudi Intel's rule.
         bucket_size: gradient elements sent at once; ``None`` for Megatron's ``max(40e6, 1e6 x dp)``.
+        recompute: what is computed again for its gradients instead of being kept: ``"selective"`` (core attention),
+            ``"full"`` (layers), ``"moe"`` (experts), or some of ``"core_attn"``, ``"attention"``, ``"mlp"``, ``"moe"``.
+        recompute_method: of ``"full"``: ``"uniform"`` (groups of layers) or ``"block"`` (some layers of each stage).
+        recompute_num_layers: of ``"full"``: layers of a group, or layers of each stage.
+        recompute_shard_saved: of ``"full"``: tp ranks share what is kept; for runs without sequence parallelism.
         process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
         timeout: after which a collective that nobody answers fails.
         accelerator, parallel_devices, cluster_environment: as in Lightning's strategies.
@@ -84,6 +83,7 @@ class MegatronStrategy(MeshStrategy):
         micro_batch_size: as given.
         boundary: where model calls begin and end on this rank's pipeline stages; ``None`` without a pipeline.
         num_nodes: set by the Trainer.
+        recompute: what models compute again.
 
     Raises:
         ConfigError: for sizes that cannot work; what depends on the number of devices, the model or the data is checked
@@ -114,6 +114,10 @@ class MegatronStrategy(MeshStrategy):
         overlap_param_gather: bool = True,
         grad_reduce_dtype: GradReduceDtype | None = None,
         bucket_size: int | None = None,
+        recompute: str | list[str] | None = None,
+        recompute_method: RecomputeMethod = "uniform",
+        recompute_num_layers: int = 1,
+        recompute_shard_saved: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         accelerator: Accelerator | None = None,
@@ -143,13 +147,13 @@ class MegatronStrategy(MeshStrategy):
         self._grad_reduce_dtype = grad_reduce_dtype
         self._bucket_size = bucket_size
         self._engine: StepEngine | None = None
-        self._optimizer_set: OptimizerSet | None = None
         self._accumulating = False
         self._backward_is_done = False
-        self._saved_randomness: dict[str, Any] | None = None
         found = schedule_problems(pipeline_schedule, pp, vpp, 1)
         found += argument_problems(layout, micro_batch_size, bucket_size, grad_reduce_dtype, checkpoint_io)
-        raise_if_any(found)
+        wish = recompute, recompute_method, recompute_num_layers, recompute_shard_saved
+        raise_if_any(found + recompute_problems(*wish, layout))
+        self.recompute = RecomputePlan(*wish)
 
     @property
     def precision_plugin(self) -> MegatronPrecision:
@@ -188,7 +192,7 @@ class MegatronStrategy(MeshStrategy):
         found = self._environment_problems()
         wished = self._wished_layout
         layout = wished if found else wished.resolve(self.num_nodes * self.num_processes)
-        raise_if_any(found + job_problems(objects, trainer, layout, self._split, self.micro_batch_size))
+        raise_if_any(found + job_problems(objects, trainer, layout, self._split, self.recompute, self.micro_batch_size))
 
     def stages(self, num_layers: int) -> list[StageLayers] | None:
         """What this rank's stages build of a model of ``num_layers`` layers; ``None`` without a pipeline."""
@@ -246,18 +250,6 @@ class MegatronStrategy(MeshStrategy):
             bucket_size=self._bucket_size,
         )
         self.precision_plugin.manage(self.sharded_optimizers)
-
-    def _release_optimizers(self) -> None:
-        if self._optimizer_set is not None:
-            self._optimizer_set.close()
-        self._optimizer_set = None
-        self.optimizers = []
-        self.lr_scheduler_configs = []
-
-    @property
-    def sharded_optimizers(self) -> tuple[ShardedOptimizer, ...]:
-        """The distributed optimizers, one for each of the user's; none outside ``fit``."""
-        return () if self._optimizer_set is None else tuple(self._optimizer_set.sharded)
 
     # Steps
 
@@ -327,11 +319,6 @@ class MegatronStrategy(MeshStrategy):
         """L2 norm of the last step's gradient over the whole model, before clipping; equal on all ranks."""
         return self.precision_plugin.grad_norm()
 
-    def finish_param_gather(self) -> None:
-        """Wait until all parameters have the values of the last step; their modules' forwards wait by themselves."""
-        if self._optimizer_set is not None:
-            self._optimizer_set.finish_param_gather()
-
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """A user's ``validation_step`` on every micro-batch."""
         return self._evaluate("validation_step", *args, **kwargs)
@@ -358,82 +345,6 @@ class MegatronStrategy(MeshStrategy):
     def on_train_end(self) -> None:
         """Leave whole parameters behind."""
         self.finish_param_gather()
-
-    # Checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Parameters and optimizer state are loaded where they lie, so they must be there first."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Optimizer state is loaded with the model."""
-        return False
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's shard of the model."""
-        assert self.lightning_module is not None
-        self.finish_param_gather()
-        return self.lightning_module.state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: optimizer state goes from where it lies to the files, see :meth:`save_checkpoint`."""
-        return {}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a sharded checkpoint; called by all ranks.
-
-        Raises:
-            TypeError: for ``storage_options``, which no sharded strategy of Lightning takes.
-        """
-        if storage_options is not None:
-            raise TypeError(f"{type(self).__name__} writes local directories and takes no storage_options")
-        assert self.lightning_module is not None
-        self.finish_param_gather()
-        save_trainer_checkpoint(
-            self.broadcast(str(filepath)),
-            checkpoint,
-            self.lightning_module,
-            self.sharded_optimizers,
-            self.mesh,
-            sharded=self._distributed_optimizer,
-        )
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of any layout in place; called by all ranks."""
-        assert self.lightning_module is not None
-        checkpoint, self._saved_randomness = load_trainer_checkpoint(
-            self.broadcast(str(checkpoint_path)),
-            self.lightning_module,
-            self.sharded_optimizers,
-            self.mesh,
-            sharded=self._distributed_optimizer,
-            weights_only=weights_only,
-        )
-        if self._saved_randomness is not None:
-            continue_randomness(self._saved_randomness, self.mesh)
-        return checkpoint
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Resume in mid-epoch with the random numbers of the uninterrupted run.
-
-        A loader that begins draws a seed from torch's generator, which it would not have done in mid-epoch.
-        """
-        if self._saved_randomness is not None and batch_idx > 0:
-            continue_randomness(self._saved_randomness, self.mesh)
-        self._saved_randomness = None
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: :meth:`load_checkpoint` has filled the parameters."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: :meth:`load_checkpoint` has filled the optimizers."""
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint; one rank does it."""
-        if self.is_global_zero:
-            remove_checkpoint(filepath)
 
     def teardown(self) -> None:
         """Let go of the environment. Parameters stay where they are: they are views of flat buffers."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.config import ConfigError, Problem, raise_if_any
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 from lightning_megatron.layers.init import draw_seed, seeded
@@ -22,6 +22,7 @@ from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Block, Embedding, Head
+from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan, recomputed
 
 
 class ModelPart(Protocol):
@@ -66,6 +67,10 @@ class GPTModel(nn.Module):
         mesh: the ranks; ``None`` for one process.
         parts: the stages on this rank; ``None`` for a model in one piece.
         boundary: of the pipeline; needed with parts.
+        recompute: what is computed again for its gradients.
+
+    Raises:
+        ConfigError: if nothing like ``recompute`` can be done with this model on this mesh.
     """
 
     def __init__(
@@ -74,11 +79,14 @@ class GPTModel(nn.Module):
         mesh: ParallelMesh | None = None,
         parts: Sequence[ModelPart] | None = None,
         boundary: Boundary | None = None,
+        recompute: RecomputePlan = NO_RECOMPUTE,
     ) -> None:
         super().__init__()
         mesh = mesh or ParallelMesh.single()
-        self.config, self.axis = config, mesh.tp
+        raise_if_any(recompute.problems(mesh.layout, config))
+        self.config, self.axis, self.rng, self.recompute = config, mesh.tp, mesh.rng, recompute
         self.sequence_parallel = mesh.layout.uses_sequence_parallel
+        self._shard_saved_over = mesh.tp if recompute.shard_saved else None
         self._boundary = boundary
         whole = (_Whole(range(config.num_layers)),)
         self._parts: dict[int, ModelPart] = {part.stage: part for part in parts or whole}
@@ -94,7 +102,9 @@ class GPTModel(nn.Module):
         self.layers = nn.ModuleDict()
         for number in (number for part in self._parts.values() for number in part.layers):
             with seeded(base, number + 1):
-                self.layers[str(number)] = Block(config, mesh, sequence_parallel=self.sequence_parallel)
+                self.layers[str(number)] = Block(
+                    config, mesh, sequence_parallel=self.sequence_parallel, recompute=recompute
+                )
         self.head: Head | None = None
         if predicts:
             with seeded(base, config.num_layers + 1):
@@ -141,8 +151,13 @@ class GPTModel(nn.Module):
             positions[length:] = 0  # padding, which could lie beyond the learned positions
         hidden = self._begin(part, tokens, positions)
         rotary = self._angles(hidden, position_ids, first, tokens.shape[1])
-        for i, number in enumerate(part.layers):
-            hidden = self.layers[str(number)](hidden, rotary, caches[i] if caches else None)
+        plan = NO_RECOMPUTE if caches else self.recompute  # caches would grow twice
+        for group in plan.groups(part.layers):
+            inputs = hidden, rotary, group.layers, caches
+            if group.recomputed:
+                hidden = recomputed(self._through, *inputs, rng=self.rng, shard_over=self._shard_saved_over)
+            else:
+                hidden = self._through(*inputs)
         for cache in caches or ():
             cache.truncate(first + length)
         if not part.has_loss:
@@ -175,6 +190,17 @@ class GPTModel(nn.Module):
         assert self._boundary is not None
         assert self._boundary.hidden is not None
         return self._boundary.hidden
+
+    def _through(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        layers: Sequence[int],
+        caches: Sequence[KVCache] | None,
+    ) -> Tensor:
+        for i, number in enumerate(layers):
+            hidden = self.layers[str(number)](hidden, rotary, caches[i] if caches else None)
+        return hidden
 
     def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
         """Mean loss of ``hidden`` ``[S, B, H]`` against labels ``[B, S]``, weighted by the mask."""

@@ -19,6 +19,7 @@ from lightning_megatron.layers.norm import NORMS
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.params import ParamSpec
+from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
 
 
 class Block(nn.Module):
@@ -28,10 +29,20 @@ class Block(nn.Module):
         config: the model's shape.
         mesh: the ranks.
         sequence_parallel: the residual stream is a sequence shard.
+        recompute: which parts are computed again for their gradients.
     """
 
-    def __init__(self, config: TransformerConfig, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: ParallelMesh,
+        *,
+        sequence_parallel: bool,
+        recompute: RecomputePlan = NO_RECOMPUTE,
+    ) -> None:
         super().__init__()
+        self.rng = mesh.rng
+        self.recompute = recompute
         norm = NORMS[config.norm]
         self.attention_norm = norm(
             config.hidden_size, mesh, eps=config.norm_epsilon, sequence_parallel=sequence_parallel
@@ -45,6 +56,7 @@ class Block(nn.Module):
             bias=config.add_bias_linear,
             sequence_parallel=sequence_parallel,
             dropout=config.attention_dropout,
+            recompute=recompute,
             init_std=config.init_std,
             output_init_std=config.output_init_std,
         )
@@ -63,8 +75,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, cache: KVCache | None = None) -> Tensor:
         """``[S, B, H] -> [S, B, H]`` (``[S/tp, B, H]`` under sequence parallelism)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, cache))
-        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        plan = self.recompute if cache is None else NO_RECOMPUTE  # a cache would grow twice
+        x = x + self.dropout(plan.run("attention", self._attend, x, rotary, cache, rng=self.rng))
+        return x + self.dropout(plan.run("mlp", self._feed, x, rng=self.rng))
+
+    def _attend(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
+        out: Tensor = self.attention(self.attention_norm(x), rotary, cache)
+        return out
+
+    def _feed(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.mlp_norm(x))
         return out
 
 

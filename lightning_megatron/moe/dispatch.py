@@ -166,4 +166,4 @@ def _combined(rows: Tensor, order: Tensor, weights: Tensor, x: Tensor) -> Tensor
 
 def _weighted(choices: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     """``[T k, H]`` and ``[T, k]`` to ``[T, H]``."""
-    return (choices.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    return (choices.view(*weights.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)

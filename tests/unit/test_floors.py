@@ -36,8 +36,9 @@ FLOORS = {
 }  # fmt: skip
 # Rooms that see less than everything below them: the highest floor they see.
 SIGHT = {"ops": 1, "pipeline": 4, "optim": 4, "checkpoint": 4, "data": 4}
-# On one floor, `layers` call `context` for attention over several ranks, and `moe` is made of layers.
-NEIGHBOURS = {("layers", "context"), ("moe", "layers"), ("moe", "recompute")}
+# On one floor, `layers` call `context` for attention over several ranks and `recompute` for its core, and `moe` is made
+# of layers.
+NEIGHBOURS = {("layers", "context"), ("layers", "recompute"), ("moe", "layers"), ("moe", "recompute")}
 LIGHTNING_ROOMS = {"lightning", "cli", "testing", ""}
 DEVICE_ROOMS = {"device", "ops", "testing"}
 DEVICE_WORDS = {"cuda", "hpu", "nccl", "hccl", "gloo"}

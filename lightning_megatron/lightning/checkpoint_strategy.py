@@ -1,0 +1,117 @@
+"""A strategy that knows where the state of a run lies, and takes it to files and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_megatron.lightning.checkpoints import (
+    continue_randomness,
+    load_trainer_checkpoint,
+    remove_checkpoint,
+    save_trainer_checkpoint,
+)
+from lightning_megatron.lightning.mesh_strategy import MeshStrategy
+from lightning_megatron.lightning.optimizers import OptimizerSet
+from lightning_megatron.optim.zero import ShardedOptimizer
+
+
+class CheckpointStrategy(MeshStrategy):
+    """Sharded checkpoints of the model and of optimizers on flat buffers."""
+
+    _distributed_optimizer: bool = True
+    _optimizer_set: OptimizerSet | None = None
+    _saved_randomness: dict[str, Any] | None = None
+
+    @property
+    def sharded_optimizers(self) -> tuple[ShardedOptimizer, ...]:
+        """The distributed optimizers, one for each of the user's; none outside ``fit``."""
+        return () if self._optimizer_set is None else tuple(self._optimizer_set.sharded)
+
+    def _release_optimizers(self) -> None:
+        if self._optimizer_set is not None:
+            self._optimizer_set.close()
+        self._optimizer_set = None
+        self.optimizers = []
+        self.lr_scheduler_configs = []
+
+    def finish_param_gather(self) -> None:
+        """Wait until all parameters have the values of the last step; their modules' forwards wait by themselves."""
+        if self._optimizer_set is not None:
+            self._optimizer_set.finish_param_gather()
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Parameters and optimizer state are loaded where they lie, so they must be there first."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Optimizer state is loaded with the model."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's shard of the model."""
+        assert self.lightning_module is not None
+        self.finish_param_gather()
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: optimizer state goes from where it lies to the files, see :meth:`save_checkpoint`."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a sharded checkpoint; called by all ranks.
+
+        Raises:
+            TypeError: for ``storage_options``, which no sharded strategy of Lightning takes.
+        """
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} writes local directories and takes no storage_options")
+        assert self.lightning_module is not None
+        self.finish_param_gather()
+        save_trainer_checkpoint(
+            self.broadcast(str(filepath)),
+            checkpoint,
+            self.lightning_module,
+            self.sharded_optimizers,
+            self.mesh,
+            sharded=self._distributed_optimizer,
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint of any layout in place; called by all ranks."""
+        assert self.lightning_module is not None
+        checkpoint, self._saved_randomness = load_trainer_checkpoint(
+            self.broadcast(str(checkpoint_path)),
+            self.lightning_module,
+            self.sharded_optimizers,
+            self.mesh,
+            sharded=self._distributed_optimizer,
+            weights_only=weights_only,
+        )
+        if self._saved_randomness is not None:
+            continue_randomness(self._saved_randomness, self.mesh)
+        return checkpoint
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Resume in mid-epoch with the random numbers of the uninterrupted run.
+
+        A loader that begins draws a seed from torch's generator, which it would not have done in mid-epoch.
+        """
+        if self._saved_randomness is not None and batch_idx > 0:
+            continue_randomness(self._saved_randomness, self.mesh)
+        self._saved_randomness = None
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: :meth:`load_checkpoint` has filled the parameters."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: :meth:`load_checkpoint` has filled the optimizers."""
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint; one rank does it."""
+        if self.is_global_zero:
+            remove_checkpoint(filepath)

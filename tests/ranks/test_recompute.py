@@ -1,0 +1,101 @@
+"""Recomputation on tensor-parallel ranks: gradients bit for bit those without it, and what ranks keep meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.config import ParallelLayout
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.gpt import GPTModel
+from lightning_megatron.models.presets import preset
+from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan, recomputed
+
+GPT = TransformerConfig(3, 16, 4, 37, 12, hidden_dropout=0.3, attention_dropout=0.3, init_std=0.3, vocab_multiple=4)
+LLAMA = preset("llama-tiny").replace(
+    num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=37,
+    vocab_multiple=4, init_std=0.3, hidden_dropout=0.2, attention_dropout=0.2,
+)  # fmt: skip
+PLANS = {
+    "selective": RecomputePlan("selective"),
+    "attention and mlp": RecomputePlan(["attention", "mlp"]),
+    "each layer": RecomputePlan("full"),
+    "pairs of layers": RecomputePlan("full", num_layers=2),
+    "first layer": RecomputePlan("full", "block"),
+}
+IN_SHARES = {
+    "each layer, in shares": RecomputePlan("full", shard_saved=True),
+    "pairs of layers, in shares": RecomputePlan("full", num_layers=2, shard_saved=True),
+    "first layer, in shares": RecomputePlan("full", "block", shard_saved=True),
+}
+
+
+def mesh_of(tp: int, sp: bool) -> ParallelMesh:
+    mesh = ParallelMesh.create(ParallelLayout(tp=tp, sequence_parallel=sp), torch.device("cpu"))
+    mesh.rng.seed(11, tp_rank=mesh.tp.rank)
+    return mesh
+
+
+def gradients(config: TransformerConfig, plan: RecomputePlan, tp: int, sp: bool, deferred: bool) -> dict[str, Tensor]:
+    """This rank's gradients of two micro-batches, and what both of its streams draw afterwards."""
+    mesh = mesh_of(tp, sp)
+    mesh.deferred.enabled = deferred
+    torch.manual_seed(1)
+    model = GPTModel(config, mesh, recompute=plan)
+    tokens = torch.randint(37, (3, 7), generator=torch.Generator().manual_seed(1))  # 7 does not split over the ranks
+    loss = model(tokens, tokens) + model(tokens.flip(1), tokens)
+    with mesh.deferred.collecting() as weights:
+        loss.backward()
+    weights.play()
+    following = {"default stream": torch.rand(4)}
+    with mesh.rng.tensor_parallel():
+        following["tensor stream"] = torch.rand(4)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | following
+
+
+def wrong_gradients(tp: int, sp: bool) -> list[str]:
+    """Every way in which a plan's gradients are not exactly those without it."""
+    plans = PLANS if sp else PLANS | IN_SHARES
+    wrong = []
+    for family, config in {"gpt": GPT, "llama": LLAMA}.items():
+        for deferred in (False, True):
+            expected = gradients(config, NO_RECOMPUTE, tp, sp, deferred)
+            for name, plan in plans.items():
+                found = gradients(config, plan, tp, sp, deferred)
+                assert found.keys() == expected.keys()
+                unequal = [key for key in expected if not torch.equal(expected[key], found[key])]
+                wrong += [f"{family}, {name}, deferred={deferred}: {key}" for key in unequal]
+    return wrong
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_gradients_with_dropout_are_bit_for_bit_those_without_recomputation(ranks, sp):
+    assert ranks(2, wrong_gradients, 2, sp) == [[], []]
+
+
+def kept_in_shares(tp: int) -> dict[str, Any]:
+    """What comes back of inputs of any length, and what each rank keeps of them meanwhile."""
+    mesh = mesh_of(tp, sp=False)
+    found: dict[str, Any] = {"gradients": [], "gathered": []}
+    for length in (8, 7, 1):
+        x = torch.arange(1.0, length + 1).requires_grad_()
+        seen: list[Tensor] = []
+
+        def square(x: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(x.detach().clone())
+            return x * x
+
+        recomputed(square, x, rng=mesh.rng, shard_over=mesh.tp).sum().backward()
+        found["gathered"].append(torch.equal(*seen))
+        found["gradients"].append(torch.equal(x.grad, 2 * x) if x.grad is not None else None)
+    return found
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_inputs_kept_in_shares_come_back_whole(ranks, tp):
+    for found in ranks(tp, kept_in_shares, tp):
+        assert found == {"gradients": [True] * 3, "gathered": [True] * 3}
