@@ -107,11 +107,52 @@ def test_plain_collectives_change_no_input_and_refuse_what_does_not_split(ranks)
     ranks(R, check_plain)
 
 
+SPLITS = {
+    "even": [[2] * R] * R,
+    "uneven": [[1, 0, 3, 2], [0, 0, 0, 5], [2, 2, 1, 1], [0, 4, 0, 0]],
+    "rank 1 gets nothing": [[3, 0, 1, 0], [1, 0, 1, 1], [0, 0, 2, 2], [1, 0, 0, 0]],
+    "rank 2 sends nothing": [[1, 2, 3, 4], [4, 3, 2, 1], [0, 0, 0, 0], [1, 1, 1, 1]],
+    "nobody sends anything": [[0] * R] * R,
+}
+"""Rows that each rank (row) sends to each other (column)."""
+
+
+def check_exchange(dtype: torch.dtype) -> list[str]:
+    tp = tp_axis()
+    wrong = []
+    for name, table in SPLITS.items():
+        sent = [torch.randn(sum(row), 3, generator=torch.Generator().manual_seed(r)) for r, row in enumerate(table)]
+        sent = [x.to(dtype) for x in sent]
+        pieces = [x.split(row) for x, row in zip(sent, table, strict=True)]
+        x = sent[tp.rank].clone().requires_grad_()
+        out = comm.exchange(x, tp, table[tp.rank], [row[tp.rank] for row in table])
+        if not torch.equal(out, torch.cat([of_rank[tp.rank] for of_rank in pieces])):
+            wrong.append(f"{name}: forward")
+        # Whoever receives a row weighs it by one more than its rank: the sender can tell where its rows have been.
+        out.backward(torch.full_like(out, float(tp.rank + 1)))
+        weights = torch.arange(1, R + 1).repeat_interleave(torch.tensor(table[tp.rank]))
+        if x.grad is None or not torch.equal(x.grad, weights.to(dtype).unsqueeze(1).expand_as(x)):
+            wrong.append(f"{name}: backward")
+        if not torch.equal(x.detach(), sent[tp.rank]):
+            wrong.append(f"{name}: changed its input")
+        if name == "even" and not torch.equal(comm.exchange(x, tp), out):
+            wrong.append("without splits")
+    with pytest.raises(ValueError, match="all-to-all over tp: 3 rows do not split over 4 ranks"):
+        comm.exchange(torch.zeros(3), tp)
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exchange_and_its_gradients_also_of_pieces_without_rows(ranks, dtype):
+    assert ranks(R, check_exchange, dtype) == [[]] * R
+
+
 def test_on_one_rank_everything_is_the_identity():
     x, alone = torch.randn(3, 5, requires_grad=True), Axis("tp")
     for function, _, _ in PAIRS.values():
         assert function(x, alone) is x
     assert comm.all_reduce(x, alone) is x
+    assert comm.exchange(x, alone) is x
 
 
 class Uneven(nn.Module):
