@@ -6,7 +6,7 @@ from lightning_megatron.config import ConfigError, ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from lightning_megatron.lightning.callbacks import Throughput
 from lightning_megatron.lightning.datamodule import MegatronDataModule
-from lightning_megatron.lightning.module import GPTModule, LlamaModule, MegatronModule
+from lightning_megatron.lightning.module import GPTModule, LlamaModule, MegatronModule, MixtralModule
 from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.strategy import MegatronHPUStrategy, MegatronStrategy
 from lightning_megatron.models.config import TransformerConfig
@@ -23,6 +23,7 @@ __all__ = [
     "MegatronModule",
     "MegatronPrecision",
     "MegatronStrategy",
+    "MixtralModule",
     "ParallelLayout",
     "RowParallelLinear",
     "Throughput",

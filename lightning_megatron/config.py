@@ -97,6 +97,10 @@ class ModelShape(Protocol):
     def vocab_size(self) -> int: ...  # noqa: D102
     @property
     def max_position_embeddings(self) -> int: ...  # noqa: D102
+    @property
+    def num_experts(self) -> int: ...  # noqa: D102
+    @property
+    def expert_ffn_hidden_size(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -288,8 +292,24 @@ class ParallelLayout:
             stages = f"pp x vpp = {self.pp} x {self.vpp} stages"
             reason = f"{model.num_layers} layers (num_layers) do not split over {stages}"
             found += _indivisible({"pp": self.pp, "vpp": self.vpp}, model.num_layers, reason)
-        if self.ep > 1:
-            found.append(Problem("ep", self.ep, "the model has no experts to share", (1,)))
+        return found + self._expert_problems(model)
+
+    def _expert_problems(self, model: ModelShape) -> list[Problem]:
+        if not model.num_experts:
+            return [Problem("ep", self.ep, "the model has no experts to share", (1,))] if self.ep > 1 else []
+        etp = self.expert_tensor_parallel_size
+        shares = {
+            "ep": (self.ep, model.num_experts, "experts"),
+            "etp": (etp, model.expert_ffn_hidden_size, "features of an expert"),
+        }
+        found = [
+            Problem(name, size, f"{total} {what} do not split over {size} ranks", nearest_to(size, divisors(total)))
+            for name, (size, total, what) in shares.items()
+            if total % size
+        ]
+        if self.tp > 1 and not self.uses_sequence_parallel:
+            reason = "with experts and tp > 1 each rank must hold tokens of its own: leave it out"
+            found.append(Problem("sequence_parallel", False, reason, (True, None)))
         return found
 
     def _batch_problems(self, batch: BatchShape, world_size: int | None) -> list[Problem]:

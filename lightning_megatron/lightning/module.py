@@ -221,6 +221,15 @@ class LlamaModule(GPTModule):
     default_config = "llama3.1-8b"
 
 
+class MixtralModule(GPTModule):
+    """Mixtral: a :class:`GPTModule` whose default configuration is ``mixtral-8x7b``.
+
+    The losses that balance experts are differentiated with the loss of the model, and are no part of ``train_loss``.
+    """
+
+    default_config = "mixtral-8x7b"
+
+
 def _resolve(config: ConfigLike) -> TransformerConfig:
     if isinstance(config, TransformerConfig):
         return config

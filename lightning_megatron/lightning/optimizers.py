@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,15 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
 from lightning_megatron.pipeline.tied import sum_tied_gradients
+
+
+@runtime_checkable
+class SeesSteps(Protocol):
+    """A module that does something of its own after every optimizer step (balances of experts)."""
+
+    def after_optimizer_step(self) -> None:
+        """A step has been taken."""
+        ...
 
 
 class OptimizerSet:
@@ -67,6 +77,7 @@ class OptimizerSet:
         for sharded in self.sharded:
             sharded.install_gather_hooks(module)
         self._open: set[ShardedOptimizer] = set()
+        self._see_steps = [m for m in module.modules() if isinstance(m, SeesSteps)]
 
     def open_windows(self) -> None:
         """Zero gradients where a window of accumulation begins.
@@ -84,6 +95,9 @@ class OptimizerSet:
     def close_window(self, optimizer: Optimizer) -> None:
         """A step has been taken: the next gradient begins a new window."""
         self._open -= {sharded for sharded in self.sharded if sharded.optimizer is optimizer}
+        if optimizer is self.sharded[0].optimizer:
+            for module in self._see_steps:
+                module.after_optimizer_step()
 
     @contextmanager
     def last_backward(self, last: bool = True) -> Iterator[None]:

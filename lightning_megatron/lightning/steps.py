@@ -47,7 +47,8 @@ class _Work:
         """The activation for the next stage; on the last one, what :meth:`on_last_stage` makes of the step's output."""
         batch, weight = self._micro_batches[microbatch]
         is_last = stage == self._boundary.num_stages - 1
-        with self._boundary.at(stage, hidden), self.logs.micro_batch(weight, keep=is_last):
+        scale = self.loss_scale(weight)
+        with self._boundary.at(stage, hidden, scale), self.logs.micro_batch(weight, keep=is_last):
             try:
                 output = self._step(batch, *self._rest)
             except StageReached as reached:
@@ -63,6 +64,10 @@ class _Work:
     def on_last_stage(self, output: Any, weight: float) -> Tensor | None:
         """What is differentiated, of a step's output on a micro-batch."""
         raise NotImplementedError
+
+    def loss_scale(self, weight: float) -> float:
+        """What the loss of a micro-batch is multiplied with before backward."""
+        return weight
 
     def hidden_shape(self, microbatch: int) -> tuple[int, ...]:
         """Asked of the module, for the micro-batch in question."""
@@ -106,7 +111,11 @@ class TrainingWork(_Work):
         if isinstance(output, Mapping):
             self._extras.append({key: value for key, value in output.items() if key != "loss"})
         self._losses.append(loss.detach() * weight)
-        return loss * (weight * self._scale)
+        return loss * self.loss_scale(weight)
+
+    def loss_scale(self, weight: float) -> float:
+        """The share of the micro-batch, and the scale of them all."""
+        return weight * self._scale
 
     def last_backward(self) -> AbstractContextManager[None]:
         """As its owner says."""

@@ -8,14 +8,15 @@ from typing import Any
 from lightning_megatron.config import Problem, divisors, is_whole, nearest_names, nearest_to, raise_if_any
 from lightning_megatron.layers.norm import NORMS
 from lightning_megatron.layers.rotary import RopeScaling
-from lightning_megatron.ops.activation import ACTIVATIONS
+from lightning_megatron.moe.config import MoEConfig
+from lightning_megatron.ops.activation import ACTIVATIONS, GATED
 
 POSITION_EMBEDDINGS = ("learned", "rope", "none")
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
-    """The shape of a decoder-only transformer, in the field's words.
+class TransformerConfig(MoEConfig):
+    """The shape of a decoder-only transformer, in the field's words; of its experts, see :class:`MoEConfig`.
 
     Attributes:
         num_layers: transformer blocks.
@@ -76,6 +77,7 @@ class TransformerConfig:
             if not unknown:
                 object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         raise_if_any(found)
+        object.__setattr__(self, "moe_layers", tuple(self.moe_layers))
         object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
         object.__setattr__(self, "num_query_groups", self.num_query_groups or self.num_attention_heads)
         if not self.head_dim and self.hidden_size % self.num_attention_heads == 0:
@@ -105,6 +107,12 @@ class TransformerConfig:
         """Faults of fields that must fit together."""
         found = []
         heads, groups = self.num_attention_heads, self.num_query_groups
+        found += self.moe_problems()
+        beyond = [number for number in self.moe_layers if not 0 <= number < self.num_layers]
+        if beyond:
+            found.append(Problem("moe_layers", beyond, f"layers are numbered 0 to {self.num_layers - 1}"))
+        if self.num_experts and self.add_bias_linear:
+            found.append(Problem("add_bias_linear", True, "experts have no biases", (False,)))
         if not self.head_dim:
             near = nearest_to(heads, divisors(self.hidden_size))
             reason = f"hidden_size={self.hidden_size} does not split over the heads, and head_dim is not given"
@@ -116,6 +124,11 @@ class TransformerConfig:
             reason = f"num_attention_heads={heads} does not split into groups of equal size"
             found.append(Problem("num_query_groups", groups, reason, nearest_to(groups, divisors(heads))))
         return found
+
+    @property
+    def expert_ffn_hidden_size(self) -> int:
+        """Features inside one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def output_init_std(self) -> float:
@@ -144,28 +157,47 @@ class TransformerConfig:
                 overrides.setdefault("num_query_groups", 0)
         return replace(self, **overrides)
 
-    def num_parameters(self) -> int:
-        """Parameters of the model this describes, vocabulary padding not counted."""
-        h, layers = self.hidden_size, self.num_layers
-        q = self.num_attention_heads * self.head_dim
-        kv = 2 * self.num_query_groups * self.head_dim
-        fc1 = self.ffn_hidden_size * (2 if self.activation == "swiglu" else 1)
+    def num_parameters(self, *, active: bool = False) -> int:
+        """Parameters of the model this describes, vocabulary padding not counted.
+
+        Args:
+            active: of experts, and of their rows in the router, count only the ``moe_router_topk`` that a token visits.
+        """
+        h = self.hidden_size
         norm = h if self.norm == "rmsnorm" else 2 * h
-        block = h * (q + kv) + q * h + h * fc1 + self.ffn_hidden_size * h + 2 * norm
-        if self.add_bias_linear:
-            block += q + kv + h + fc1 + h
+        biases = self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups) + h
+        blocks = self.num_layers * (self._attention_weights + biases * self.add_bias_linear + 2 * norm)
+        blocks += sum(self._feed_forward_parameters(number, active) for number in range(self.num_layers))
         positions = self.max_position_embeddings * h if self.position_embedding == "learned" else 0
-        embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2) + positions
-        return layers * block + embeddings + norm
+        return blocks + self.vocab_size * h * (1 if self.tie_embeddings else 2) + positions + norm
+
+    @property
+    def _attention_weights(self) -> int:
+        return self.hidden_size * self.head_dim * 2 * (self.num_attention_heads + self.num_query_groups)
+
+    def _feed_forward_weights(self, features: int) -> int:
+        return self.hidden_size * features * (3 if self.activation in GATED else 2)
+
+    def _feed_forward_parameters(self, layer: int, active: bool) -> int:
+        if not self.has_experts(layer):
+            gates = 2 if self.activation in GATED else 1
+            biases = gates * self.ffn_hidden_size + self.hidden_size if self.add_bias_linear else 0
+            return self._feed_forward_weights(self.ffn_hidden_size) + biases
+        count = self.moe_router_topk if active else self.num_experts
+        expert = self._feed_forward_weights(self.expert_ffn_hidden_size) + self.hidden_size
+        return count * expert + self._feed_forward_weights(self.moe_shared_expert_ffn_hidden_size)
 
     def flops_per_token(self, seq_length: int) -> float:
         """Matmul FLOPs of forward and backward for one token, the causal half of attention counted.
 
-        Megatron-LM's formula (https://arxiv.org/abs/2104.04473, appendix, with the causal half).
+        Megatron-LM's formula (https://arxiv.org/abs/2104.04473, appendix, with the causal half); of experts those that
+        a token visits, and the router.
         """
-        q = self.num_attention_heads * self.head_dim
-        kv = self.num_query_groups * self.head_dim
-        gates = 3 if self.activation == "swiglu" else 2
-        dense = self.hidden_size * (2 * q + 2 * kv + gates * self.ffn_hidden_size)
-        matrices = self.num_layers * dense + self.hidden_size * self.vocab_size
-        return 6.0 * matrices + 6.0 * self.num_layers * q * seq_length
+        matrices = self.num_layers * self._attention_weights + self.hidden_size * self.vocab_size
+        for number in range(self.num_layers):
+            if self.has_experts(number):
+                matrices += self._feed_forward_parameters(number, active=True)
+            else:
+                matrices += self._feed_forward_weights(self.ffn_hidden_size)
+        scores = self.num_layers * self.num_attention_heads * self.head_dim * seq_length
+        return 6.0 * (matrices + scores)

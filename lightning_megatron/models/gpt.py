@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.config import ConfigError, Problem, raise_if_any
+from lightning_megatron.config import ConfigError, Problem, multiples_around, raise_if_any
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 from lightning_megatron.layers.init import draw_seed, seeded
@@ -22,6 +22,7 @@ from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Block, Embedding, Head
+from lightning_megatron.moe.balance import attach
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan, recomputed
 
 
@@ -44,6 +45,7 @@ class Boundary(Protocol):
 
     stage: int | None
     hidden: Tensor | None
+    loss_scale: float
 
     def leave(self, hidden: Tensor) -> NoReturn: ...
 
@@ -103,7 +105,11 @@ class GPTModel(nn.Module):
         for number in (number for part in self._parts.values() for number in part.layers):
             with seeded(base, number + 1):
                 self.layers[str(number)] = Block(
-                    config, mesh, sequence_parallel=self.sequence_parallel, recompute=recompute
+                    config,
+                    mesh,
+                    sequence_parallel=self.sequence_parallel,
+                    has_experts=config.has_experts(number),
+                    recompute=recompute,
                 )
         self.head: Head | None = None
         if predicts:
@@ -152,22 +158,24 @@ class GPTModel(nn.Module):
         hidden = self._begin(part, tokens, positions)
         rotary = self._angles(hidden, position_ids, first, tokens.shape[1])
         plan = NO_RECOMPUTE if caches else self.recompute  # caches would grow twice
+        aux_losses: list[Tensor] = []
         for group in plan.groups(part.layers):
             inputs = hidden, rotary, group.layers, caches
             if group.recomputed:
-                hidden = recomputed(self._through, *inputs, rng=self.rng, shard_over=self._shard_saved_over)
+                hidden, aux = recomputed(self._through, *inputs, rng=self.rng, shard_over=self._shard_saved_over)
             else:
-                hidden = self._through(*inputs)
+                hidden, aux = self._through(*inputs)
+            aux_losses += aux
         for cache in caches or ():
             cache.truncate(first + length)
         if not part.has_loss:
             assert self._boundary is not None
-            self._boundary.leave(hidden)
+            self._boundary.leave(_with_aux_losses(hidden, aux_losses, self._boundary.loss_scale))
         assert self.head is not None
         if labels is None:
             logits: Tensor = self.head(hidden, self.tied_weight, keep=slice(length - 1 if caches else 0, length))
             return logits.transpose(0, 1)
-        return self.loss(hidden, labels, loss_mask)
+        return _with_aux_losses(self.loss(hidden, labels, loss_mask), aux_losses)
 
     def hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
         """Shape of the activations between stages for ``tokens`` ``[B, S]``: ``[S, B, H]``, or a sequence shard."""
@@ -197,10 +205,13 @@ class GPTModel(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         layers: Sequence[int],
         caches: Sequence[KVCache] | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, list[Tensor]]:
+        aux_losses = []
         for i, number in enumerate(layers):
-            hidden = self.layers[str(number)](hidden, rotary, caches[i] if caches else None)
-        return hidden
+            hidden, aux_loss = self.layers[str(number)](hidden, rotary, caches[i] if caches else None)
+            if aux_loss is not None:
+                aux_losses.append(aux_loss)
+        return hidden, aux_losses
 
     def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
         """Mean loss of ``hidden`` ``[S, B, H]`` against labels ``[B, S]``, weighted by the mask."""
@@ -230,11 +241,24 @@ class GPTModel(nn.Module):
         self, tokens: Tensor, labels: Tensor | None, mask: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Lengthen a sequence that does not split over sequence-parallel ranks; causality keeps the rest untouched."""
-        missing = -tokens.shape[1] % self.axis.size if self.sequence_parallel else 0
+        ranks = self.axis.size if self.sequence_parallel else 1
+        missing = -tokens.shape[1] % ranks
         if not missing:
             return tokens, labels, mask, positions
+        if self.config.num_experts and self.training and torch.is_grad_enabled():
+            reason = f"padding to a multiple of {ranks} would be routed and counted like tokens"
+            near = multiples_around(tokens.shape[1], ranks)
+            raise ConfigError([Problem("seq_length", tokens.shape[1], reason, near)])
 
         def pad(x: Tensor | None, value: int) -> Tensor | None:
             return None if x is None else F.pad(x, (0, missing), value=value)
 
         return F.pad(tokens, (0, missing)), pad(labels, IGNORE_INDEX), pad(mask, 0), pad(positions, 0)
+
+
+def _with_aux_losses(carrier: Tensor, aux_losses: Sequence[Tensor], scale: float | None = None) -> Tensor:
+    """The loss, or the activation of a stage before it, whose backward differentiates the losses of experts too.
+
+    They are no part of the loss that is shown: that one is the same on every layout, and known on the last stage only.
+    """
+    return attach(carrier, torch.stack(list(aux_losses)).sum(), scale) if aux_losses else carrier

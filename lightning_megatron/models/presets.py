@@ -1,7 +1,8 @@
 """Named shapes, as data.
 
 GPT-3 sizes: table 1 of https://arxiv.org/abs/2104.04473 (vocabulary 51,200, sequence 2048). LLaMA: the published model
-cards' configurations. GPT-2: the published 124M configuration.
+cards' configurations. Mixtral: https://arxiv.org/abs/2401.04088 and the model cards; balance of load as Intel's recipe
+for Gaudi. GPT-2: the published 124M configuration.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ def _llama3(layers: int, hidden: int, heads: int, groups: int, ffn: int, factor:
     )
 
 
+def _mixtral(
+    layers: int, hidden: int, heads: int, groups: int, ffn: int, vocab: int, positions: int, **other: Any
+) -> TransformerConfig:
+    experts: dict[str, Any] = {"num_experts": 8, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.02}
+    return _llama(layers, hidden, heads, groups, ffn, vocab, positions, **experts | other)
+
+
 PRESETS: dict[str, TransformerConfig] = {
     "gpt-tiny": _gpt(8, 512, 8, 32000, 1024),
     "gpt2": _gpt(12, 768, 12, 50257, 1024, activation="gelu_tanh"),
@@ -57,6 +65,9 @@ PRESETS: dict[str, TransformerConfig] = {
     "llama3.1-8b": _llama3(32, 4096, 32, 8, 14336, 8.0),
     "llama3.1-70b": _llama3(80, 8192, 64, 8, 28672, 8.0),
     "llama3.1-405b": _llama3(126, 16384, 128, 8, 53248, 8.0),
+    "mixtral-tiny": _mixtral(4, 256, 8, 4, 512, 32000, 2048),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 8, 14336, 32000, 32768, rope_theta=1e6),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 8, 16384, 32768, 65536, rope_theta=1e6),
     "llama3.2-1b": _llama3(16, 2048, 32, 8, 8192, 32.0, tie_embeddings=True),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import NORMS
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.moe.layer import MoELayer
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
 
@@ -29,6 +31,7 @@ class Block(nn.Module):
         config: the model's shape.
         mesh: the ranks.
         sequence_parallel: the residual stream is a sequence shard.
+        has_experts: experts take the place of the feed-forward layer.
         recompute: which parts are computed again for their gradients.
     """
 
@@ -38,6 +41,7 @@ class Block(nn.Module):
         mesh: ParallelMesh,
         *,
         sequence_parallel: bool,
+        has_experts: bool = False,
         recompute: RecomputePlan = NO_RECOMPUTE,
     ) -> None:
         super().__init__()
@@ -61,31 +65,40 @@ class Block(nn.Module):
             output_init_std=config.output_init_std,
         )
         self.mlp_norm = norm(config.hidden_size, mesh, eps=config.norm_epsilon, sequence_parallel=sequence_parallel)
-        self.mlp = MLP(
-            config.hidden_size,
-            config.ffn_hidden_size,
-            mesh,
-            activation=config.activation,
-            bias=config.add_bias_linear,
-            sequence_parallel=sequence_parallel,
-            init_std=config.init_std,
-            output_init_std=config.output_init_std,
-        )
+        self.mlp: MLP | MoELayer
+        common: dict[str, Any] = {
+            "activation": config.activation,
+            "sequence_parallel": sequence_parallel,
+            "init_std": config.init_std,
+            "output_init_std": config.output_init_std,
+        }
+        if has_experts:
+            features, again = config.expert_ffn_hidden_size, recompute.wraps("moe")
+            self.mlp = MoELayer(config, config.hidden_size, features, mesh, recompute=again, **common)
+        else:
+            self.mlp = MLP(config.hidden_size, config.ffn_hidden_size, mesh, bias=config.add_bias_linear, **common)
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, cache: KVCache | None = None) -> Tensor:
-        """``[S, B, H] -> [S, B, H]`` (``[S/tp, B, H]`` under sequence parallelism)."""
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, cache: KVCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[S, B, H] -> [S, B, H]`` (``[S/tp, B, H]`` under sequence parallelism).
+
+        Returns:
+            The residual stream, and a scalar that its experts want minimized besides the loss, if any.
+        """
         plan = self.recompute if cache is None else NO_RECOMPUTE  # a cache would grow twice
         x = x + self.dropout(plan.run("attention", self._attend, x, rotary, cache, rng=self.rng))
-        return x + self.dropout(plan.run("mlp", self._feed, x, rng=self.rng))
+        out, aux_loss = plan.run("mlp", self._feed, x, rng=self.rng)
+        return x + self.dropout(out), aux_loss
 
     def _attend(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
         out: Tensor = self.attention(self.attention_norm(x), rotary, cache)
         return out
 
-    def _feed(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mlp(self.mlp_norm(x))
-        return out
+    def _feed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        out: Tensor | tuple[Tensor, Tensor | None] = self.mlp(self.mlp_norm(x))
+        return out if isinstance(out, tuple) else (out, None)
 
 
 class Embedding(nn.Module):

@@ -33,6 +33,7 @@ class StageBoundary:
         num_stages: stages of the whole pipeline.
         stage: the stage that runs now; ``None`` outside a schedule.
         hidden: its input activation; ``None`` on the first stage.
+        loss_scale: what the loss of this micro-batch is multiplied with before backward.
 
     Args:
         num_stages: stages of the whole pipeline.
@@ -42,16 +43,17 @@ class StageBoundary:
         self.num_stages = num_stages
         self.stage: int | None = None
         self.hidden: Tensor | None = None
+        self.loss_scale = 1.0
 
     @contextmanager
-    def at(self, stage: int, hidden: Tensor | None) -> Iterator[None]:
+    def at(self, stage: int, hidden: Tensor | None, loss_scale: float = 1.0) -> Iterator[None]:
         """Let the model's next call be that of ``stage``."""
-        before = self.stage, self.hidden
-        self.stage, self.hidden = stage, hidden
+        before = self.stage, self.hidden, self.loss_scale
+        self.stage, self.hidden, self.loss_scale = stage, hidden, loss_scale
         try:
             yield
         finally:
-            self.stage, self.hidden = before
+            self.stage, self.hidden, self.loss_scale = before
 
     def leave(self, hidden: Tensor) -> NoReturn:
         """End the step here, with the activation for the next stage."""

@@ -170,7 +170,7 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "unknown field": (
         lambda: LLAMA_8B.replace(num_layer=4),
-        ["num_layer=4: no such field of TransformerConfig; nearest valid: num_layers"],
+        ["num_layer=4: no such field of TransformerConfig; nearest valid: num_layers, moe_layers, num_experts"],
     ),
     "unknown names": (
         tiny(activation="swigul", norm="layer_norm", position_embedding="rotary"),

@@ -30,6 +30,8 @@ PARAMETERS = {
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,
     "llama3.1-8b": 8_030_261_248,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
     "llama3.1-70b": 70_553_706_496,
     "llama3.1-405b": 405_853_388_800,
     "llama3.2-1b": 1_235_814_400,
@@ -93,12 +95,23 @@ def test_the_vocabulary_of_gpt2_is_padded_to_a_multiple_of_128_tp(tp, padded):
 
 
 FLOPS = {
+    "mixtral": preset("mixtral-tiny").replace(
+        num_layers=2, hidden_size=64, ffn_hidden_size=96, vocab_size=256, moe_layers=(1,), moe_router_topk=3
+    ),
+    "mixtral, shared": preset("mixtral-tiny").replace(
+        num_layers=1, hidden_size=64, ffn_hidden_size=96, vocab_size=256, moe_shared_expert_ffn_hidden_size=40
+    ),
     "gpt": TransformerConfig(2, 64, 4, 256, 64),
     "llama": preset("llama-tiny").replace(num_layers=2, hidden_size=64, ffn_hidden_size=176, vocab_size=256),
     "llama, long, wide heads": preset("llama-tiny").replace(
         num_layers=1, hidden_size=64, ffn_hidden_size=176, vocab_size=256, head_dim=32
     ),
 }
+
+
+def test_active_parameters_of_mixtral():
+    assert preset("mixtral-8x7b").num_parameters(active=True) == 12_879_138_816
+    assert preset("llama2-7b").num_parameters(active=True) == preset("llama2-7b").num_parameters()
 
 
 def flops_of_addmm(out: torch.Size, a: torch.Size, b: torch.Size, **kwargs: object) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_megatron.checkpoint.hf import gpt2, llama
+from lightning_megatron.checkpoint.hf import gpt2, llama, mixtral
 from lightning_megatron.checkpoint.hf.rules import HFShape, Rule, WeightMap
 from lightning_megatron.config import ConfigError, Problem, nearest_names
 
@@ -29,7 +29,8 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    module.MODEL_TYPE: Family(module.weight_map, module.config_from_hf, module.config_to_hf) for module in (llama, gpt2)
+    module.MODEL_TYPE: Family(module.weight_map, module.config_from_hf, module.config_to_hf)
+    for module in (llama, gpt2, mixtral)
 }
 """By the ``model_type`` of ``config.json``."""
 

@@ -106,6 +106,7 @@ def config_to_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: naming every value that ``LlamaForCausalLM`` cannot reproduce.
     """
     fields = Fields(config)
+    fields.expect("num_experts", 0, (0,), "LlamaForCausalLM has no experts")
     for name, only in (("norm", "rmsnorm"), ("activation", "swiglu"), ("position_embedding", "rope")):
         fields.expect(name, None, (only,), "not what LlamaForCausalLM computes")
     fields.finish()

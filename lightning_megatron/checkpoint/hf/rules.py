@@ -32,6 +32,8 @@ class HFShape(Protocol):
     def add_bias_linear(self) -> bool: ...  # noqa: D102
     @property
     def tie_embeddings(self) -> bool: ...  # noqa: D102
+    @property
+    def num_experts(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True)

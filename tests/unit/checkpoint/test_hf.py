@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_megatron.checkpoint.hf import FAMILIES, family_of
 from lightning_megatron.checkpoint.hf.rules import fuse_qkv, split_qkv
@@ -17,6 +19,7 @@ from lightning_megatron.models.presets import preset
 from lightning_megatron.params import ShardRanks, load_full, spec_registry
 
 transformers = pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 LLAMA = {
     "model_type": "llama",
@@ -30,6 +33,7 @@ LLAMA = {
 }
 GPT2 = {"model_type": "gpt2", "vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
 GPT2 |= {"bos_token_id": None, "eos_token_id": None}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
 VARIANTS = [
     LLAMA,
     LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4},
@@ -46,13 +50,18 @@ VARIANTS = [
         }
     },
     GPT2,
+    MIXTRAL,
+    MIXTRAL | {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.1},
     GPT2 | {"tie_word_embeddings": False, "n_inner": 40, "activation_function": "relu"},
 ]
 
 
 def build(config: dict[str, Any]) -> Any:
-    kind = {"llama": "Llama", "gpt2": "GPT2"}[config["model_type"]]
-    cls = transformers.LlamaForCausalLM if kind == "Llama" else transformers.GPT2LMHeadModel
+    cls = {
+        "llama": transformers.LlamaForCausalLM,
+        "gpt2": transformers.GPT2LMHeadModel,
+        "mixtral": transformers.MixtralForCausalLM,
+    }[config["model_type"]]
     torch.manual_seed(0)
     model = cls(cls.config_class(**config)).eval()
     for param in model.parameters():  # biases and norms too, or a swap of two would not show
@@ -60,13 +69,21 @@ def build(config: dict[str, Any]) -> Any:
     return model
 
 
+def state_of(model: Any, folder: Path) -> dict[str, Tensor]:
+    """Tensors under the names of files, which are not always those in memory (experts)."""
+    if model.config.model_type != "mixtral":
+        return dict(model.state_dict())
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
 def ours(config: dict[str, Any]) -> TransformerConfig:
     return TransformerConfig(**FAMILIES[config["model_type"]].config_from_hf(config), vocab_multiple=1)
 
 
 @pytest.mark.parametrize("config", VARIANTS)
-def test_weights_survive_the_way_there_and_back_bit_for_bit(config: dict[str, Any]) -> None:
-    state = build(config).state_dict()
+def test_weights_survive_the_way_there_and_back_bit_for_bit(config: dict[str, Any], tmp_path: Path) -> None:
+    state = state_of(build(config), tmp_path)
     mapping = FAMILIES[config["model_type"]].weight_map(ours(config))
     back = mapping.to_hf(mapping.to_ours(state), repeats=True)
     assert back.keys() == state.keys()
@@ -74,10 +91,12 @@ def test_weights_survive_the_way_there_and_back_bit_for_bit(config: dict[str, An
 
 
 @pytest.mark.parametrize("config", VARIANTS)
-def test_our_model_has_exactly_these_tensors_and_computes_the_same_logits(config: dict[str, Any]) -> None:
+def test_our_model_has_exactly_these_tensors_and_computes_the_same_logits(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
     reference = build(config)
     shape = ours(config)
-    tensors = FAMILIES[config["model_type"]].weight_map(shape).to_ours(reference.state_dict())
+    tensors = FAMILIES[config["model_type"]].weight_map(shape).to_ours(state_of(reference, tmp_path))
     model = GPTModel(shape).eval()
     assert {name: tuple(x.shape) for name, x in tensors.items()} == {
         name: spec.global_shape for name, spec in spec_registry(model).items()
@@ -96,6 +115,22 @@ def test_configurations_survive_the_way_there_and_back(config: dict[str, Any]) -
     # What transformers itself makes of the file we write is the same model again.
     read = transformers.AutoConfig.for_model(**written).to_dict()
     assert TransformerConfig(**family.config_from_hf(read), vocab_multiple=1) == shape
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"moe_router_pre_softmax": True},
+        {"moe_router_score": "sigmoid"},
+        {"moe_layers": (1,)},
+        {"moe_shared_expert_ffn_hidden_size": 8},
+        {"moe_router_scaling_factor": 2.0},
+    ],
+)
+def test_experts_that_mixtral_cannot_compute_are_not_exported_as_mixtral(field: dict[str, Any]) -> None:
+    (name,) = field
+    with pytest.raises(ConfigError, match=name):
+        FAMILIES["mixtral"].config_to_hf(asdict(ours(MIXTRAL).replace(**field)))
 
 
 def test_old_and_new_spelling_of_rope_scaling_are_one() -> None:
