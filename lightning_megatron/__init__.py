@@ -4,7 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_megatron.config import ConfigError, ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from lightning_megatron.lightning.callbacks import Throughput
+from lightning_megatron.lightning.callbacks import ExpertTelemetry, Throughput
 from lightning_megatron.lightning.datamodule import MegatronDataModule
 from lightning_megatron.lightning.module import GPTModule, LlamaModule, MegatronModule, MixtralModule
 from lightning_megatron.lightning.precision import MegatronPrecision
@@ -16,6 +16,7 @@ MegatronStrategy.register_strategies(StrategyRegistry)
 __all__ = [
     "ColumnParallelLinear",
     "ConfigError",
+    "ExpertTelemetry",
     "GPTModule",
     "LlamaModule",
     "MegatronDataModule",

@@ -1,0 +1,124 @@
+"""Where tokens went: the load of every expert over all ranks, and the losses that should even it out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
+from lightning_megatron.lightning.strategy import MegatronStrategy
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.moe.picture import heat_map, text_table
+from lightning_megatron.moe.router import Router
+
+LOSSES = ("load_balancing_loss", "z_loss")
+
+
+class ExpertTelemetry(Callback):
+    """Tokens per expert as a table, a picture and numbers, once per window of optimizer steps.
+
+    Counts are of all ranks and all micro-batches of the window, before anything is dropped: a row of the table sums to
+    sequence length x ``moe_router_topk`` x global batch x steps. Logged: ``load_balancing_loss`` and ``z_loss`` (each
+    with its coefficient, mean over layers and micro-batches, once for the job and not once a stage) and
+    ``expert_imbalance`` (the fullest expert's tokens over an even share, the worst layer's).
+
+    Args:
+        every_n_steps: optimizer steps of a window.
+        table: whether the table is printed.
+        directory: where heat maps are written as PNG; ``None`` for nowhere. A TensorBoard logger gets them too.
+
+    Attributes:
+        counts: tokens of each expert in the last window, by number of the layer.
+    """
+
+    def __init__(self, every_n_steps: int = 50, table: bool = True, directory: str | Path | None = None) -> None:
+        self._every, self._table = every_n_steps, table
+        self._directory = None if directory is None else Path(directory)
+        self._seen = 0
+        self.counts: dict[int, list[int]] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin anew."""
+        self._seen = trainer.global_step
+        for _, router in _routers(pl_module):
+            router.load.take(pl_module.device)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """At the end of a window, put together what all ranks have seen."""
+        if trainer.global_step == self._seen or trainer.global_step % self._every:
+            return
+        self._seen = trainer.global_step
+        strategy = trainer.strategy
+        mesh = strategy.mesh if isinstance(strategy, MegatronStrategy) else ParallelMesh.single(pl_module.device)
+        counts, losses = gathered_load(pl_module, mesh)
+        if not counts:
+            return
+        self.counts = counts
+        worst = max(max(row) * len(row) / max(1, sum(row)) for row in counts.values())
+        pl_module.log_dict(losses | {"expert_imbalance": worst}, on_step=True, on_epoch=False)
+        if trainer.is_global_zero:
+            self._show(trainer)
+
+    def _show(self, trainer: Trainer) -> None:
+        step = trainer.global_step
+        if self._table:
+            rank_zero_info(f"tokens per expert, steps {step - self._every + 1} to {step}\n{text_table(self.counts)}")
+        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if self._directory is None and not boards:
+            return
+        figure = heat_map(self.counts, f"step {step}")
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            figure.savefig(self._directory / f"experts-step{step:08d}.png", dpi=120)
+        for board in boards:
+            board.experiment.add_figure("tokens_per_expert", figure, step)
+
+
+def _routers(module: LightningModule) -> Iterator[tuple[int, Router]]:
+    """Routers on this rank with the number of their layer."""
+    for position, (name, router) in enumerate((n, m) for n, m in module.named_modules() if isinstance(m, Router)):
+        number = re.search(r"layers\.(\d+)\.", name)
+        yield int(number.group(1)) if number else position, router
+
+
+def gathered_load(module: LightningModule, mesh: ParallelMesh) -> tuple[dict[int, list[int]], dict[str, float]]:
+    """What the routers of all ranks have seen since this was last asked; all ranks call this together.
+
+    Returns:
+        Tokens of each expert by layer, and the mean of each loss over layers and micro-batches.
+    """
+    device, own = module.device, list(_routers(module))
+    sizes = torch.tensor(
+        [max((n + 1 for n, _ in own), default=0), max((r.load.num_experts for _, r in own), default=0)], device=device
+    )
+    layers, experts = all_reduce_max(sizes, mesh.world).tolist()
+    if not layers:
+        return {}, {}
+    table = torch.zeros(layers, experts + 1, dtype=torch.int64, device=device)
+    values = torch.zeros(layers, len(LOSSES), dtype=torch.float32, device=device)
+    for number, router in own:
+        counts, losses, forwards = router.load.take(device)
+        table[number, : len(counts)] = counts
+        table[number, -1] = forwards
+        for column, name in enumerate(LOSSES):
+            values[number, column] = losses.get(name, 0.0)
+    table, values = all_reduce(table, mesh.world), all_reduce(values, mesh.world)
+    found = {n: row[:-1].tolist() for n, row in enumerate(table) if row[-1]}
+    return found, _means(values, table[:, -1], mesh)
+
+
+def _means(values: Tensor, forwards: Tensor, mesh: ParallelMesh) -> dict[str, float]:
+    """Each rank of a sequence has a part of a loss, so that a micro-batch's is the sum over them."""
+    has = forwards > 0
+    means = (values[has] * mesh.tp_cp.size / forwards[has].unsqueeze(1)).mean(0)
+    return {name: float(mean) for name, mean in zip(LOSSES, means, strict=True) if mean}
