@@ -20,6 +20,8 @@ from lightning_megatron.config import (
 )
 from lightning_megatron.device import HPU, DeviceKind
 from lightning_megatron.lightning.refusals import callback_problems, module_problems
+from lightning_megatron.moe.capacity_bins import bins_problems
+from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.scaler import grad_reduce_dtype_rule
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.recompute import RecomputePlan
@@ -66,6 +68,7 @@ def job_problems(
     split: LayerSplit,
     recompute: RecomputePlan,
     micro_batch_size: int | None,
+    dtype: torch.dtype,
 ) -> list[Problem]:
     """Faults of what the user hands to the Trainer, under a layout.
 
@@ -76,6 +79,7 @@ def job_problems(
         split: how layers are shared out over stages.
         recompute: what is computed again.
         micro_batch_size: samples of one forward.
+        dtype: of the parameters.
     """
     model = next((item.model_shape for item in objects if isinstance(item, HasModelShape)), None)
     batch = next((item.batch_shape for item in objects if isinstance(item, HasBatchShape)), None)
@@ -91,4 +95,19 @@ def job_problems(
     found += [p for p in layout.problems(model=model, batch=batch) if split.is_even or p.argument not in shared_out]
     if model is not None and not split.is_even:
         found += split.problems(model.num_layers, layout.pp, layout.vpp)
+    if isinstance(model, MoEConfig) and model.num_experts:
+        found += expert_problems(model, layout, batch, dtype)
     return found + recompute.problems(layout, model)
+
+
+def expert_problems(model: MoEConfig, layout: ParallelLayout, batch: BatchShape, dtype: torch.dtype) -> list[Problem]:
+    """What experts cannot do with these batches and this dtype."""
+    found = []
+    if model.moe_dynamic and dtype == torch.float16:
+        reason = "moe_dynamic computes in bf16 or fp32"
+        found.append(Problem("precision", "16-mixed", reason, ("bf16-mixed", "32-true")))
+    samples = batch.micro_batch_size or batch.batch_size
+    if model.moe_capacity_bins and batch.seq_length and samples:
+        tokens = batch.seq_length * samples // (layout.tp * layout.cp)
+        found += bins_problems(model, tokens)
+    return found

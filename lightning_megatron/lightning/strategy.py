@@ -192,7 +192,8 @@ class MegatronStrategy(CheckpointStrategy):
         found = self._environment_problems()
         wished = self._wished_layout
         layout = wished if found else wished.resolve(self.num_nodes * self.num_processes)
-        raise_if_any(found + job_problems(objects, trainer, layout, self._split, self.recompute, self.micro_batch_size))
+        given = layout, self._split, self.recompute, self.micro_batch_size, self.precision_plugin.mode.params
+        raise_if_any(found + job_problems(objects, trainer, *given))
 
     def stages(self, num_layers: int) -> list[StageLayers] | None:
         """What this rank's stages build of a model of ``num_layers`` layers; ``None`` without a pipeline."""

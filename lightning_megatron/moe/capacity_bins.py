@@ -127,12 +127,9 @@ class CapacityBins(nn.Module):
         return int(capacity)
 
     def _cut(self, tokens: int) -> None:
-        c = self.config
-        low, count = lowest_capacity(tokens, c.moe_router_topk, c.num_experts), c.moe_capacity_bins
-        edges = first_edges(low, tokens, count, c.moe_capacity_bins_base, self.alignment)
-        raise_if_any(bins_problems(edges, low, tokens, count, self.alignment))
-        self.edges.copy_(torch.tensor(edges))
-        self.low.fill_(low)
+        raise_if_any(bins_problems(self.config, tokens))
+        self.edges.copy_(torch.tensor(_edges_for(self.config, tokens)))
+        self.low.fill_(lowest_capacity(tokens, self.config.moe_router_topk, self.config.num_experts))
 
     @property
     def alignment(self) -> int:
@@ -162,10 +159,24 @@ class CapacityBins(nn.Module):
         self.rows.zero_()
 
 
-def bins_problems(edges: Sequence[int], low: int, tokens: int, count: int, alignment: int) -> list[Problem]:
-    """Whether there are as many capacities as bins wished for."""
+def _edges_for(config: MoEConfig, tokens: int) -> list[int]:
+    low = lowest_capacity(tokens, config.moe_router_topk, config.num_experts)
+    base, alignment = config.moe_capacity_bins_base, config.moe_capacity_bins_alignment
+    return first_edges(low, tokens, config.moe_capacity_bins, base, alignment)
+
+
+def bins_problems(config: MoEConfig, tokens: int) -> list[Problem]:
+    """Whether there are as many capacities as bins wished for.
+
+    Args:
+        config: of the mixture.
+        tokens: of one rank in one forward.
+    """
+    edges, count = _edges_for(config, tokens), config.moe_capacity_bins
     if len(edges) == count:
         return []
+    low = lowest_capacity(tokens, config.moe_router_topk, config.num_experts)
+    alignment = config.moe_capacity_bins_alignment
     reason = (
         f"between the {low} rows of an even load and the {tokens} of a rank's tokens there are only {len(edges)} "
         f"multiples of moe_capacity_bins_alignment={alignment} that differ: fewer bins, or a finer alignment"
