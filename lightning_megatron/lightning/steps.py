@@ -12,7 +12,13 @@ from torch import Tensor
 
 from lightning_megatron.lightning.logs import LogCapture
 from lightning_megatron.lightning.micro_batches import join_outputs
-from lightning_megatron.lightning.token_mean import NUM_TOKENS, as_count, check_all_alike, num_tokens_in
+from lightning_megatron.lightning.token_mean import (
+    NUM_TOKENS,
+    as_count,
+    check_all_alike,
+    check_stages_can_count,
+    num_tokens_in,
+)
 from lightning_megatron.pipeline.boundary import StageBoundary, StageReached
 
 MicroBatches = Sequence[tuple[Any, float]]
@@ -113,6 +119,8 @@ class TrainingWork(_Work):
         if isinstance(output, Mapping):
             self._extras.append({key: value for key, value in output.items() if key not in ("loss", NUM_TOKENS)})
         tokens = num_tokens_in(output)
+        if tokens is not None:
+            check_stages_can_count(self._module, self._boundary.num_stages)
         share = weight if tokens is None else 1.0  # sums are added up as they are
         self._tokens.append(None if tokens is None else as_count(tokens, loss.device))
         check_all_alike(self._tokens[0], self._tokens[-1])

@@ -42,6 +42,24 @@ def check_all_alike(one: Any, other: Any) -> None:
         )
 
 
+def check_stages_can_count(module: object, num_stages: int) -> None:
+    """Stages before the last weigh their experts' losses before anybody knows how many tokens there are.
+
+    Args:
+        module: whose ``training_step`` returned a number of tokens.
+        num_stages: of the pipeline.
+
+    Raises:
+        MisconfigurationException: for a model with experts in more than one stage.
+    """
+    num_experts: int = getattr(getattr(module, "model_shape", None), "num_experts", 0)
+    if num_stages > 1 and num_experts:
+        raise MisconfigurationException(
+            f"'{NUM_TOKENS}' does not go with experts in a pipeline: the losses that balance them would be divided by"
+            " the number of tokens; return a mean, or use pp=1"
+        )
+
+
 class TokenWindow:
     """The tokens of one window of accumulation, over all its batches and replicas.
 

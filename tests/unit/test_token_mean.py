@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,7 +107,7 @@ class Returns(LightningModule):
 
 def work(outputs: list[Any], scale: float = 1.0) -> tuple[TrainingWork, list[Tensor | None]]:
     pieces = [(output, 1 / len(outputs)) for output in outputs]
-    found = TrainingWork(Returns(), pieces, (0,), StageBoundary(1), scale, lambda: None)  # type: ignore[arg-type, return-value]
+    found = TrainingWork(Returns(), pieces, (0,), StageBoundary(1), scale, nullcontext)
     return found, [found.forward(0, i, None) for i in range(len(outputs))]
 
 
@@ -139,6 +141,20 @@ def test_a_stage_that_ran_no_whole_step_learns_loss_and_tokens() -> None:
 def test_micro_batches_that_differ_are_refused(outputs: list[Any]) -> None:
     with pytest.raises(MisconfigurationException, match="for some of the batches or micro-batches of one optimizer"):
         work(outputs)
+
+
+def test_experts_in_a_pipeline_are_refused() -> None:
+    class WithExperts(Returns):
+        model_shape = SimpleNamespace(num_experts=4)
+
+    def step(num_stages: int) -> None:
+        pieces, nothing = [(counted(1.0, 2), 1.0)], nullcontext
+        last = TrainingWork(WithExperts(), pieces, (0,), StageBoundary(num_stages), 1.0, nothing)
+        last.forward(num_stages - 1, 0, None)
+
+    step(1)
+    with pytest.raises(MisconfigurationException, match="does not go with experts in a pipeline"):
+        step(2)
 
 
 # Gradients
