@@ -16,11 +16,14 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from peer import TOKENS_PER_STEP
 
 HERE = Path(__file__).parent
+LAST_WORDS = 4000  # characters
 
 
 class Contestant:
@@ -29,12 +32,13 @@ class Contestant:
     def __init__(self, arguments: str) -> None:
         self.name = arguments
         self.rounds: list[dict[str, float]] = []
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the process
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "peer.py"), *shlex.split(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=environment,
         )
@@ -42,17 +46,24 @@ class Contestant:
     def run(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has died: what it said follows below
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("ROUND "):
                 self.rounds.append(json.loads(line.removeprefix("ROUND ")))
                 return
-        raise RuntimeError(f"{self.name}: ended without a report; run peer.py {self.name} to see why")
+        code = self._process.wait()
+        raise RuntimeError(f"{self.name}: ended with exit code {code} and no report\n{self._last_words()}")
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()[-LAST_WORDS:]
 
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._errors.close()
 
     def median(self, what: str) -> float:
         return statistics.median(r[what] for r in self.rounds[1:])

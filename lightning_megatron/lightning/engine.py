@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from lightning_megatron.comm.objects import broadcast_object
 from lightning_megatron.lightning.logs import LogSharing
@@ -88,8 +87,7 @@ class StepEngine:
         if optimizers is not None:
             optimizers.sum_tied()
         self._metrics.step_is_over()
-        loss: Tensor | None = self._logs.finish("training_step", work.logs, work.loss)
-        return work.output(loss)
+        return work.output(self._logs.finish("training_step", work.logs, work.totals))
 
     def evaluate(
         self, module: LightningModule, name: str, micro_batches: MicroBatches, rest: tuple[Any, ...], broadcast: bool
@@ -107,5 +105,5 @@ class StepEngine:
         layout, axis = self._mesh.layout, self._mesh.pp
         self._runtime.run(evaluation_plan(layout.pp, layout.vpp, len(micro_batches), axis.rank), work)
         self._metrics.step_is_over()
-        self._logs.finish(name, work.logs, None)
+        self._logs.finish(name, work.logs, [])
         return broadcast_object(work.output(), axis, axis.size - 1, self._device) if broadcast else work.output()

@@ -157,42 +157,41 @@ class LogSharing:
         device: of the tensor that travels.
     """
 
-    _ROOM = 62
+    _ROOM = 63
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._axis, self._device = axis, device
-        self._known: dict[str, tuple[list[_Line], bool]] = {}
+        self._known: dict[str, tuple[list[_Line], int]] = {}
 
-    def finish(self, step: str, capture: LogCapture, loss: Tensor | None) -> Tensor | None:
-        """Log, on every stage, what the last one collected, and give every stage its loss.
+    def finish(self, step: str, capture: LogCapture, totals: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Log, on every stage, what the last one collected, and give every stage its totals.
 
         Args:
             step: name of the step method, whose names are remembered.
             capture: what this rank collected.
-            loss: of the batch, on the last stage.
+            totals: scalars of the batch (its loss), on the last stage.
         """
         if self._axis.size == 1:
             capture.replay(capture.lines(), capture.values(self._device))
-            return loss
+            return totals
         speaks = self._axis.rank == self._axis.size - 1
-        lines, has_loss = (capture.lines(), loss is not None) if speaks else ([], False)
-        values = capture.values(self._device) if speaks else []
+        lines, first = (capture.lines(), len(totals)) if speaks else ([], 0)
+        values = [*totals, *capture.values(self._device)] if speaks else []
         plain = [0.0 if v is None else v for v in values]
-        changed = speaks and ((lines, has_loss) != self._known.get(step) or len(plain) > self._ROOM)
-        packed = torch.zeros(self._ROOM + 2, device=self._device)
+        changed = speaks and ((lines, first) != self._known.get(step) or len(plain) > self._ROOM)
+        packed = torch.zeros(self._ROOM + 1, device=self._device)
         if speaks:
-            head = [torch.tensor(float(changed)), torch.tensor(0.0) if loss is None else loss.float()]
-            row = [torch.as_tensor(v).to(self._device, torch.float32) for v in [*head, *plain[: self._ROOM]]]
+            row = [torch.as_tensor(v).to(self._device, torch.float32) for v in [float(changed), *plain[: self._ROOM]]]
             packed[: len(row)] = torch.stack(row)
         source = self._axis.ranks[-1]
         dist.broadcast(packed, source, group=self._axis.group)
         rest: list[float] = []
         if bool(packed[0]):
-            box = [(lines, has_loss, [float(v) for v in plain[self._ROOM :]])]
+            box = [(lines, first, [float(v) for v in plain[self._ROOM :]])]
             dist.broadcast_object_list(box, source, group=self._axis.group, device=self._device)
-            lines, has_loss, rest = box[0]
-            self._known[step] = lines, has_loss
-        lines, has_loss = self._known[step]
-        numbers = [*packed[2 : 2 + min(len(lines), self._ROOM)].clone(), *rest]
-        capture.replay(lines, numbers)
-        return packed[1].clone() if has_loss else None
+            lines, first, rest = box[0]
+            self._known[step] = lines, first
+        lines, first = self._known[step]
+        numbers = [*packed[1 : 1 + min(first + len(lines), self._ROOM)].clone(), *rest]
+        capture.replay(lines, numbers[first:])
+        return numbers[:first]

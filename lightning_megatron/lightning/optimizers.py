@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from lightning_megatron.lightning.precision import PrecisionMode
+from lightning_megatron.lightning.token_mean import TokenWindow
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
@@ -78,6 +79,7 @@ class OptimizerSet:
             sharded.install_gather_hooks(module)
         self._open: set[ShardedOptimizer] = set()
         self._see_steps = [m for m in module.modules() if isinstance(m, SeesSteps)]
+        self._tokens = TokenWindow(mesh.dp)
 
     def open_windows(self) -> None:
         """Zero gradients where a window of accumulation begins.
@@ -85,12 +87,29 @@ class OptimizerSet:
         Lightning's own ``zero_grad``, which comes between ``training_step`` and ``backward``, reaches only the main
         parameters, whose gradients are not there yet.
         """
+        if not self._open:
+            self._tokens.restart()
         for sharded in self.sharded:
             if sharded in self._open:
                 sharded.attach_grads()
             else:
                 sharded.zero_grads()
                 self._open.add(sharded)
+
+    def mean_over_tokens(self, output: Any, batches: int) -> Any:
+        """Count a batch whose ``training_step`` said how many tokens its loss is the sum of; others pass.
+
+        Args:
+            output: of the step, on this replica's whole batch.
+            batches: what Lightning divides the loss of each accumulated batch by.
+
+        Returns:
+            The same with the mean loss, see :meth:`TokenWindow.mean_of`.
+        """
+        output = self._tokens.mean_of(output)
+        for sharded in self.sharded:
+            sharded.grad_factor = self._tokens.gradient_factor(batches)
+        return output
 
     def close_window(self, optimizer: Optimizer) -> None:
         """A step has been taken: the next gradient begins a new window."""

@@ -13,6 +13,19 @@ from lightning_megatron.params import spec_registry
 ModuleT = TypeVar("ModuleT", bound=MegatronModule)
 
 
+def module_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the module of a checkpoint was built with.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, it is damaged, or it does not say.
+    """
+    arguments = load(path, {}, ParallelMesh.single()).meta.get("hyper_parameters")
+    if arguments is None:
+        raise CheckpointError(f"{path} holds no hyper-parameters: its module did not call save_hyperparameters")
+    # LightningCLI notes for itself which class it built; the class is the caller's choice here, not the file's.
+    return {name: value for name, value in arguments.items() if name not in ("_class_path", "_instantiator")}
+
+
 @overload
 def load_module(path: str | os.PathLike[str]) -> GPTModule: ...
 @overload
@@ -33,13 +46,8 @@ def load_module(path: str | os.PathLike[str], module_class: type[Any] = GPTModul
     Raises:
         CheckpointError: if there is no such checkpoint, it is damaged, or it does not fit the class.
     """
-    mesh = ParallelMesh.single()
-    arguments = load(path, {}, mesh).meta.get("hyper_parameters")
-    if arguments is None:
-        raise CheckpointError(f"{path} holds no hyper-parameters: its module did not call save_hyperparameters")
-    # LightningCLI notes for itself which class it built; the class is the caller's choice here, not the file's.
-    arguments = {name: value for name, value in arguments.items() if name not in ("_class_path", "_instantiator")}
-    module = module_class(**arguments)
+    module = module_class(**module_arguments(path))
     module.configure_model()
+    mesh = ParallelMesh.single()
     load(path, model_state(local_tensors(module), spec_registry(module), mesh), mesh)
     return module.eval()

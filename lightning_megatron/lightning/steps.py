@@ -12,6 +12,13 @@ from torch import Tensor
 
 from lightning_megatron.lightning.logs import LogCapture
 from lightning_megatron.lightning.micro_batches import join_outputs
+from lightning_megatron.lightning.token_mean import (
+    NUM_TOKENS,
+    as_count,
+    check_all_alike,
+    check_stages_can_count,
+    num_tokens_in,
+)
 from lightning_megatron.pipeline.boundary import StageBoundary, StageReached
 
 MicroBatches = Sequence[tuple[Any, float]]
@@ -99,6 +106,7 @@ class TrainingWork(_Work):
         super().__init__(module, module.training_step, micro_batches, rest, boundary)
         self._scale, self._last_backward = scale, last_backward
         self._losses: list[Tensor] = []
+        self._tokens: list[Tensor | None] = []
         self._extras: list[Mapping[str, Any]] = []
 
     def on_last_stage(self, output: Any, weight: float) -> Tensor | None:
@@ -109,9 +117,15 @@ class TrainingWork(_Work):
         if not isinstance(loss, Tensor):
             raise TypeError(f"training_step must return a tensor, a dict with 'loss', or None; got {type(output)}")
         if isinstance(output, Mapping):
-            self._extras.append({key: value for key, value in output.items() if key != "loss"})
-        self._losses.append(loss.detach() * weight)
-        return loss * self.loss_scale(weight)
+            self._extras.append({key: value for key, value in output.items() if key not in ("loss", NUM_TOKENS)})
+        tokens = num_tokens_in(output)
+        if tokens is not None:
+            check_stages_can_count(self._module, self._boundary.num_stages)
+        share = weight if tokens is None else 1.0  # sums are added up as they are
+        self._tokens.append(None if tokens is None else as_count(tokens, loss.device))
+        check_all_alike(self._tokens[0], self._tokens[-1])
+        self._losses.append(loss.detach() * share)
+        return loss * self.loss_scale(share)
 
     def loss_scale(self, weight: float) -> float:
         """The share of the micro-batch, and the scale of them all."""
@@ -122,16 +136,27 @@ class TrainingWork(_Work):
         return self._last_backward()
 
     @property
-    def loss(self) -> Tensor | None:
-        """Mean loss of the batch, without its graph; ``None`` if there was none, or on a stage that is not the last."""
-        return torch.stack(self._losses).sum() if self._losses else None
+    def totals(self) -> list[Tensor]:
+        """Loss of the batch, without its graph, and its number of tokens if there was one.
 
-    def output(self, loss: Tensor | None) -> Any:
+        Nothing if there was no loss, or on a stage that is not the last.
+        """
+        tokens = [count for count in self._tokens if count is not None]
+        return [torch.stack(parts).sum() for parts in (self._losses, tokens) if parts]
+
+    def output(self, totals: Sequence[Tensor]) -> Any:
         """What one ``training_step`` on the whole batch would have returned, without its graph.
 
-        Besides the loss, other entries of a dict exist on the last stage only.
+        Besides the loss and the number of tokens, entries of a dict exist on the last stage only.
+
+        Args:
+            totals: those of the last stage.
         """
-        return loss if loss is None or not self._extras else {"loss": loss, **join_outputs(self._extras)}
+        if not totals:
+            return None
+        named = dict(zip(("loss", NUM_TOKENS), totals, strict=False))
+        extras = join_outputs(self._extras) if self._extras else {}
+        return {**named, **extras} if self._extras or len(totals) > 1 else totals[0]
 
 
 class EvaluationWork(_Work):

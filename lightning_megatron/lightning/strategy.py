@@ -17,11 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
-from lightning_megatron.config import (
-    ParallelLayout,
-    Problem,
-    raise_if_any,
-)
+from lightning_megatron.config import ParallelLayout, Problem, raise_if_any
 from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
 from lightning_megatron.lightning.checks import GradReduceDtype, argument_problems, job_problems, reduce_dtype
 from lightning_megatron.lightning.engine import StepEngine
@@ -271,14 +267,16 @@ class MegatronStrategy(CheckpointStrategy):
         optimizers.open_windows()
         batch, *rest = [*args, *kwargs.values()]
         micro_batches = self.engine.split(batch) if module.automatic_optimization else None
+        batches = module.trainer.accumulate_grad_batches
         with self.precision_plugin.train_step_context():
             if micro_batches is None:
-                return module.training_step(*args, **kwargs)
-            scale = self.precision_plugin.scale_of_loss() / module.trainer.accumulate_grad_batches
-            finishing = None if self._accumulating else optimizers
-            output = self.engine.train(module, micro_batches, tuple(rest), scale, finishing)
-        self._backward_is_done = True
-        return output
+                output = module.training_step(*args, **kwargs)
+            else:
+                finishing = None if self._accumulating else optimizers
+                scale = self.precision_plugin.scale_of_loss() / batches
+                output = self.engine.train(module, micro_batches, tuple(rest), scale, finishing)
+        self._backward_is_done = micro_batches is not None
+        return optimizers.mean_over_tokens(output, batches) if module.automatic_optimization else output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Differentiate, unless the schedule has done so; the hooks fire either way."""

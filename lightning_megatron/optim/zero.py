@@ -49,6 +49,8 @@ class ShardedOptimizer:
         optimizer: the user's. ``param_groups[i]["params"]`` are main parameters; all else in the groups is untouched.
         buffers: flat parameters and gradients by kind.
         grads_are_complete: whether :meth:`finish_grad_sync` has run in this window of accumulation.
+        grad_factor: what :meth:`finish_grad_sync` multiplies gradients with, for a loss whose denominator is known only
+            after the last forward (a number of tokens); ``None`` for nothing. Forgotten where a window begins.
 
     Args:
         optimizer: an element-wise torch optimizer without state, over parameters of the model.
@@ -93,6 +95,7 @@ class ShardedOptimizer:
         self._mesh = mesh
         self._device = mesh.rng.device
         self.grads_are_complete = False
+        self.grad_factor: Tensor | None = None
         self._user_params: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         owned = assign(optimizer, named_params, mesh, hold)
         self.buffers = [
@@ -163,6 +166,7 @@ class ShardedOptimizer:
         """Begin a window of accumulation: all gradients are zero, which ``param.grad`` says as ``None``."""
         self._reducer.reset()
         self.grads_are_complete = False
+        self.grad_factor = None
         for bucket, main in self._mains.items():
             main.grad = None
             for slot in bucket.slots:
@@ -188,6 +192,8 @@ class ShardedOptimizer:
         self._reducer.finish()
         for bucket, main in self._mains.items():
             main.grad = bucket.own_grads.to(main.dtype)  # the buffer itself where dtypes agree
+        if self.grad_factor is not None:
+            self.scale_grads(self.grad_factor)
 
     @property
     def main_params(self) -> list[nn.Parameter]:

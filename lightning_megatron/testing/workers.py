@@ -2,7 +2,10 @@
 
 Importing torch and Lightning takes seconds, so a spawn per test would cost more than the test. Here a fork server
 imports them once, workers are forked from it once, and each call costs milliseconds: it sends a function to the first
-``n`` workers, which join a fresh process group of size ``n``, run it, and leave the group again.
+``n`` workers, which join a fresh process group of size ``n``, run it, answer, and leave the group again.
+
+Leaving may hang (seen with torch 2.6), and so may ending: neither costs an answer, and no process outlives its pool or
+whoever made it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import pickle
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -45,6 +49,9 @@ class WorkerTimeoutError(TimeoutError):
     """Workers did not answer in time; the text has the stack of every worker."""
 
 
+_LEFT = b"left"
+
+
 @dataclass(frozen=True)
 class _Task:
     function: bytes
@@ -58,6 +65,7 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
     import torch
     import torch.distributed as dist
 
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     torch.set_num_threads(1)
     stack_file = open(stacks, "w")  # noqa: SIM115 - faulthandler keeps it for the life of the process
     faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
@@ -77,15 +85,23 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
             outcome: tuple[bool, Any] = (True, function(*args, **kwargs))
         except BaseException as error:  # a worker outlives whatever a test does, SystemExit included
             outcome = (False, (error, traceback.format_exc()))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
         try:
             payload = pickle.dumps(outcome)
         except Exception:
             what = outcome[1] if outcome[0] else outcome[1][1]
             payload = pickle.dumps((False, (None, f"the result cannot be pickled: {what!r}")))
         tasks.send_bytes(payload)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        tasks.send_bytes(_LEFT)
+
+
+def _end_with_the_parent() -> None:
+    """A worker that is stuck in a collective would not see that nobody is left to ask."""
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class WorkerPool:
@@ -94,11 +110,13 @@ class WorkerPool:
     Args:
         size: the most ranks a call may ask for.
         timeout: seconds after which a call is given up, all stacks are shown and the pool is started anew.
+        grace: seconds that workers have to leave a group after a call, or to end, before they are killed.
     """
 
-    def __init__(self, size: int = 8, timeout: float = 600.0) -> None:
+    def __init__(self, size: int = 8, timeout: float = 600.0, grace: float = 10.0) -> None:
         self.size = size
         self.timeout = timeout
+        self.grace = grace
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._directory = Path(tempfile.mkdtemp(prefix="lm-workers-"))
@@ -128,6 +146,7 @@ class WorkerPool:
         for tasks in busy.values():
             tasks.send(task)
         outcomes = self._collect(busy)
+        self._see_off(busy)
         store.unlink(missing_ok=True)
         # A rank that fails makes its peers fail in gloo: show the one that began it.
         failed = {rank: value for rank, (fine, value) in outcomes.items() if not fine}
@@ -162,11 +181,25 @@ class WorkerPool:
             # Once a rank has failed its peers may wait for it in a collective: give them a few seconds, then restart.
             if any(not fine for fine, _ in outcomes.values()):
                 deadline = min(deadline, time.monotonic() + 10.0)
-                if len(outcomes) < len(busy) and not wait([t for t in busy.values() if t not in ready], timeout=10.0):
+                unheard = [tasks for rank, tasks in busy.items() if rank not in outcomes]
+                if unheard and not wait(unheard, timeout=10.0):
                     failed = dict(outcomes)
                     self.close()
                     return failed
         return outcomes
+
+    def _see_off(self, busy: dict[int, Connection]) -> None:
+        """Wait until all have left their group. If one has not in time, or has died of it, the pool is started anew."""
+        if not self._workers:  # given up already
+            return
+        deadline = time.monotonic() + self.grace
+        try:
+            for tasks in busy.values():
+                if not tasks.poll(max(0.0, deadline - time.monotonic())):
+                    raise EOFError
+                tasks.recv_bytes()
+        except (EOFError, OSError):
+            self.close()
 
     def _stacks(self, ranks: Any) -> str:
         shown = []
@@ -192,15 +225,16 @@ class WorkerPool:
             self._workers.append((process, ours))
 
     def close(self) -> None:
-        """End all workers; the next :meth:`run` starts new ones."""
+        """End all workers, by force if need be; the next :meth:`run` starts new ones."""
         for process, tasks in self._workers:
-            if process.is_alive():
-                process.terminate()
+            process.terminate()
             tasks.close()
+        deadline = time.monotonic() + self.grace
         for process, _ in self._workers:
-            process.join(5)
-            if process.is_alive():
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():  # deaf to it: it runs a handler of its own, or never comes back to Python
                 process.kill()
+                process.join()
         self._workers.clear()
         shutil.rmtree(self._directory, ignore_errors=True)
 

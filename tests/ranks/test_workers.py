@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -31,6 +34,17 @@ def die_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(7)
     dist.barrier()
+
+
+def hang_in_leaving(rank: int) -> int:
+    if dist.get_rank() == rank:
+        dist.destroy_process_group = lambda: time.sleep(600)  # in a worker that will not see another call
+    return os.getpid()
+
+
+def be_deaf() -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return os.getpid()
 
 
 def process_id() -> int:
@@ -68,3 +82,45 @@ def test_a_hang_ends_with_the_stack_of_the_rank_that_hangs():
 def test_a_dead_worker_is_reported_with_its_exit_code():
     with WorkerPool(2) as pool, pytest.raises(WorkerError, match=r"rank 1 .*\n.*exit code 7"):
         pool.run(2, die_on, 1)
+
+
+def is_alive(process_id: int) -> bool:
+    """Whether it still runs; one that has ended and that nobody has asked about does not."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(process_id)], capture_output=True, text=True, check=False)
+    return state.stdout.strip()[:1] not in ("", "Z")
+
+
+def test_a_group_that_is_never_left_costs_no_answer_and_leaves_no_process():
+    with WorkerPool(2, grace=1.5) as pool:
+        before = pool.run(2, process_id)
+        assert pool.run(2, hang_in_leaving, 1) == before
+        assert not any(is_alive(worker) for worker in before)
+        after = pool.run(2, process_id)
+        assert not set(before) & set(after)
+    assert not any(is_alive(worker) for worker in after)
+
+
+def test_a_worker_that_does_not_end_is_killed():
+    with WorkerPool(2, grace=1.0) as pool:
+        workers = pool.run(2, be_deaf)
+        assert all(is_alive(worker) for worker in workers)
+    assert not any(is_alive(worker) for worker in workers)
+
+
+def test_workers_that_hang_end_with_the_process_that_made_them():
+    code = """
+import os, threading, time
+from lightning_megatron.testing.workers import WorkerPool
+pool = WorkerPool(2)
+print(*pool.run(2, os.getpid), flush=True)
+threading.Thread(target=pool.run, args=(2, time.sleep, 600), daemon=True).start()
+time.sleep(1)
+os._exit(0)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
+    workers = [int(word) for word in result.stdout.split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 30
+    while any(is_alive(worker) for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not any(is_alive(worker) for worker in workers)

@@ -130,14 +130,44 @@ def test_validate_reads_what_fit_wrote(trained: Path, work: Path, capsys: pytest
     assert "val_loss" in capsys.readouterr().out
 
 
-def test_generate_continues_a_prompt(trained: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def generating(trained: Path, work: Path) -> list[str]:
     words = ["generate", "--checkpoint", str(trained), "--prompt", "the 7 cats", "--max-new-tokens", "8", "--seed", "1"]
-    words += ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(work / "tokenizer.model")]
+    return [*words, "--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(work / "tokenizer.model")]
+
+
+def script(words: list[str], work: Path) -> subprocess.CompletedProcess[str]:
+    """Run the console script, which may start other processes with the same words."""
+    # What Trainers of other tests have left behind would look like a launcher's variables.
+    clean = {name: value for name, value in os.environ.items() if "RANK" not in name and "MASTER" not in name}
+    command = [str(Path(sys.executable).with_name("lightning-megatron")), *words]
+    return subprocess.run(command, cwd=work, env=clean, timeout=900, capture_output=True, text=True, check=False)
+
+
+def test_generate_continues_a_prompt(trained: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = generating(trained, work)
     assert main(words) == 0
     text = capsys.readouterr().out
     assert text.startswith("the 7 cats")
     assert main(words) == 0
     assert capsys.readouterr().out == text, "one seed, one text"
+
+
+@pytest.mark.slow
+def test_generate_over_two_devices_says_what_one_says(
+    trained: Path, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = generating(trained, work)
+    assert main(words) == 0
+    result = script([*words, "--tp", "2", "--device", "cpu"], work)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == capsys.readouterr().out
+
+
+def test_generate_over_more_devices_than_the_model_divides_into(
+    trained: Path, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*generating(trained, work), "--tp", "3", "--device", "cpu"]) == 2
+    assert "tp=3" in capsys.readouterr().err
 
 
 def test_generate_without_a_checkpoint(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,13 +222,7 @@ def test_the_console_script_starts_the_other_ranks(work: Path) -> None:
           init_args: {{data_path: {work / "data_text_document"}, seq_length: 16, batch_size: 4}}
         """
     )
-    script = Path(sys.executable).with_name("lightning-megatron")
-    words = ["fit", "--config", str(config), *MODEL, *QUIET]
-    # What Trainers of other tests have left behind would look like a launcher's variables.
-    clean = {name: value for name, value in os.environ.items() if "RANK" not in name and "MASTER" not in name}
-    result = subprocess.run(
-        [script, *words], cwd=work, env=clean, timeout=900, capture_output=True, text=True, check=False
-    )
+    result = script(["fit", "--config", str(config), *MODEL, *QUIET], work)
     assert result.returncode == 0, result.stderr
     assert {file.name for file in (run / "last.ckpt").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
     assert load_module(run / "last.ckpt").config.hidden_size == 32

@@ -211,9 +211,16 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks, distributed
     assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
 
 
-def test_the_scale_itself_does_not_show_in_the_update() -> None:
-    def trained(scale: float) -> Tensor:
-        module = Overflows()
+class SumsTwo(Overflows):
+    """The same loss, as a sum over two outputs."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:  # type: ignore[override]
+        return {"loss": 2 * super().training_step(batch, batch_idx), "num_tokens": 2}
+
+
+def test_the_scale_itself_does_not_show_in_the_update_nor_does_a_sum() -> None:
+    def trained(scale: float, kind: type[Overflows] = Overflows) -> Tensor:
+        module = kind()
         plugin = MegatronPrecision("16-mixed", DynamicLossScale(scale=scale))
         with a_cpu_that_trains_fp16():
             trainer = quiet_trainer(MegatronStrategy(), plugins=[plugin], max_epochs=1, gradient_clip_val=0.5)
@@ -221,6 +228,7 @@ def test_the_scale_itself_does_not_show_in_the_update() -> None:
         return module.weights[-1]
 
     assert torch.equal(trained(1.0), trained(2.0**8))
+    assert torch.equal(trained(2.0**8, SumsTwo), trained(2.0**8))
 
 
 def test_the_loss_scale_rides_in_checkpoints(tmp_path: Path) -> None:
