@@ -6,7 +6,9 @@ rank; each takes its share by data-parallel rank and, inside, its sequence shard
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.comm.collectives import all_reduce, own_slice
+from lightning_megatron.comm.collectives import all_reduce, all_reduce_max, own_slice
 from lightning_megatron.config import ConfigError, ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.balance import count_tokens
 from lightning_megatron.moe.config import MoEConfig
+from lightning_megatron.moe.dispatch import ExpertGrid, allgather, alltoall, padded_alltoall
 from lightning_megatron.moe.layer import MoELayer
 from lightning_megatron.testing.parity import differences, load_whole, whole_gradients
 
@@ -222,3 +225,77 @@ def test_experts_and_features_must_split_and_tp_ranks_need_tokens_of_their_own()
         MoELayer(
             CONFIG, H, FFN, mesh, activation="gelu", sequence_parallel=False, init_std=1.0, output_init_std=1.0
         )  # fmt: skip
+
+
+class ScaledById:
+    """Experts that multiply by their number + 1, and by a share of it where ranks hold slices: what arrives is seen."""
+
+    def __init__(self, grid: ExpertGrid, mesh: ParallelMesh) -> None:
+        self.first, self.local, self.etp = mesh.ep.rank * grid.local, grid.local, grid.etp
+        self.rows = 0
+
+    def grouped(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        self.rows += len(x)
+        scales = torch.arange(self.local) + self.first + 1.0
+        return x * scales.repeat_interleave(torch.tensor(list(counts))).unsqueeze(1) / self.etp
+
+    def batched(self, x: Tensor) -> Tensor:
+        self.rows += int((x != 0).any(-1).sum())
+        return x * (torch.arange(self.local) + self.first + 1.0).view(-1, 1, 1) / self.etp
+
+    def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        here = (experts >= self.first) & (experts < self.first + self.local)
+        self.rows += int(here.sum())
+        return x * ((experts + 1) * weights * here).sum(1, keepdim=True) / self.etp
+
+
+def conserved(layout: dict[str, int], seeds: range) -> list[str]:
+    """Any routing, also one that names an expert twice or nobody: nothing is lost, doubled or sent astray."""
+    mesh = ParallelMesh.create(ParallelLayout(**layout), torch.device("cpu"))
+    grid = ExpertGrid(E, mesh)
+    wrong = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(1000 * seed + mesh.rank)
+        shared = torch.Generator().manual_seed(seed)
+        tokens, topk, favourite, dropped = (int(torch.randint(n, (), generator=shared)) for n in (9, 3, E, 2))
+        x = 1.0 + torch.rand(tokens, 3, generator=generator)
+        experts = torch.randint(E + dropped, (tokens, topk + 1), generator=generator)
+        experts = torch.where(torch.rand(experts.shape, generator=generator) < 0.4, favourite, experts)
+        weights = torch.rand(experts.shape, generator=generator)
+        expected = x * ((experts + 1) * weights * (experts < E)).sum(1, keepdim=True)
+        most = all_reduce_max(count_tokens(experts, E).max(), mesh.world)
+        ways: dict[str, Callable[[ScaledById], Tensor]] = {
+            "alltoall": partial(alltoall_with, x, experts, weights, grid),
+            "padded": partial(padded_with, x, experts, weights, grid, int(most) + seed % 3),
+            "allgather": partial(allgather_with, x, experts, weights, grid),
+        }
+        for name, way in ways.items():
+            compute = ScaledById(grid, mesh)
+            if not torch.allclose(way(compute), expected, rtol=1e-5, atol=1e-6):
+                wrong.append(f"seed {seed}, {name}")
+            arrived = all_reduce(torch.tensor(compute.rows), mesh.world)
+            choices = all_reduce((experts < E).sum(), mesh.world)
+            if int(arrived) != int(choices) * grid.etp:
+                wrong.append(f"seed {seed}, {name}: {arrived} rows for {choices} choices")
+    return wrong
+
+
+def alltoall_with(x: Tensor, experts: Tensor, weights: Tensor, grid: ExpertGrid, compute: ScaledById) -> Tensor:
+    return alltoall(x, experts, weights, compute, grid)
+
+
+def padded_with(
+    x: Tensor, experts: Tensor, weights: Tensor, grid: ExpertGrid, capacity: int, compute: ScaledById
+) -> Tensor:
+    return padded_alltoall(x, experts, weights, compute, grid, capacity)
+
+
+def allgather_with(x: Tensor, experts: Tensor, weights: Tensor, grid: ExpertGrid, compute: ScaledById) -> Tensor:
+    return allgather(x, experts, weights, compute.routed, grid.axis)
+
+
+@pytest.mark.parametrize("layout", ["one", "ep4", "dp4 ep2 etp2, more than tp", "tp2 ep2 etp1", "dp2"])
+def test_tokens_are_conserved_by_every_dispatcher_whatever_the_routing(ranks, layout):
+    sizes = LAYOUTS[layout]
+    world = sizes.get("tp", 1) * sizes.get("dp", 1)
+    assert ranks(world, conserved, sizes, range(60)) == [[]] * world
