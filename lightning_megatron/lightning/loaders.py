@@ -1,4 +1,4 @@
-"""DataLoaders of ranks that read the same samples: they must also draw the same random numbers."""
+"""DataLoaders of ranks that belong together: those that read the same samples, and those that share experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.comm.collectives import all_reduce_max
+from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.mesh import ParallelMesh, coordinate, dense_grid
 
 
 def share_randomness(loader: Any, mesh: ParallelMesh, seed: int) -> Any:
@@ -39,3 +41,32 @@ def share_randomness(loader: Any, mesh: ParallelMesh, seed: int) -> Any:
         if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
             loader.sampler.generator = loader.generator
     return loader
+
+
+def refuse_uneven(loader: Any, mesh: ParallelMesh, device: torch.device) -> None:
+    """Refuse loaders of different lengths where replicas wait for each other in every forward, to share experts.
+
+    Lightning gives the replicas of ``predict`` the samples as they come, without repeating any to even out the rest.
+
+    Args:
+        loader: anything; what has no length is left alone.
+        mesh: this rank's; all ranks that share experts call this together.
+        device: of this rank.
+
+    Raises:
+        ConfigError: if a rank that shares experts with this one has more or fewer batches.
+    """
+    shared = {coordinate(dense_grid(mesh.layout), rank)["dp"] for rank in mesh.etp_ep.ranks}
+    try:
+        length = len(loader)
+    except TypeError:
+        return
+    if len(shared) == 1:
+        return
+    most, least = all_reduce_max(torch.tensor([length, -length], device=device), mesh.etp_ep).abs().tolist()
+    if most != least:
+        reason = (
+            f"batches on this rank, and between {least} and {most} on those that share its experts, who would wait for "
+            "each other for ever: pad the data to a multiple of batch_size x dp, or predict with ep=1 and etp=tp"
+        )
+        raise ConfigError([Problem("dataloader", length, reason)])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout
-from lightning_megatron.lightning.loaders import share_randomness
+from lightning_megatron.lightning.loaders import refuse_uneven, share_randomness
 from lightning_megatron.mesh import ParallelMesh
 
 _log = logging.getLogger(__name__)
@@ -143,6 +143,7 @@ class MeshStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let ranks that read the same samples draw the same random numbers in workers."""
+        refuse_uneven(dataloader, self.mesh, self.root_device)
         return share_randomness(dataloader, self.mesh, self._seed)
 
     def model_to_device(self) -> None:
