@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.ops.dropout import dropout as drop
+
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0) -> Tensor:
     """Attention in plain torch, softmax in fp32: the meaning of :func:`attention` without dropout."""
@@ -39,10 +41,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float =
     mask = None
     if causal and first_query and q.shape[2] > 1:
         # torch's causal flag aligns the corners at the first key: it cannot say that the queries begin later.
-        queries = torch.arange(q.shape[2], device=q.device) + first_query
-        mask = torch.arange(k.shape[2], device=q.device)[None, :] <= queries[:, None]
+        mask = _past(q, k, first_query)
     plain_causal = causal and first_query == 0 and q.shape[2] > 1
+    if dropout and q.device.type == "cpu":
+        return _op_by_op(q, k, v, _past(q, k) if plain_causal else mask, dropout).permute(2, 0, 1, 3)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=plain_causal, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.permute(2, 0, 1, 3)
+
+
+def _past(q: Tensor, k: Tensor, first_query: int = 0) -> Tensor:
+    """``[S, T]``: which keys each query sees."""
+    queries = torch.arange(q.shape[2], device=q.device) + first_query
+    return torch.arange(k.shape[2], device=q.device)[None, :] <= queries[:, None]
+
+
+def _op_by_op(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
+    """Attention with dropout of its weights, ``[B, N, S, D]``.
+
+    A CPU has no fused kernel for this, and torch's fallback keeps twelve bytes a score, in fp32. This keeps five, in 16
+    bits: softmax, what is left of it, and a mask of one byte (https://arxiv.org/abs/2205.05198, section 4.1).
+    """
+    groups, queries = k.shape[1], q.shape[2]
+    # Heads that share a key lie one below the other, so that keys are not copied.
+    below = q.unflatten(1, (groups, -1)).flatten(2, 3)
+    scores = below.matmul(k.mT).mul_(q.shape[-1] ** -0.5)
+    if seen is not None:
+        scores.masked_fill_(~seen.repeat(scores.shape[2] // queries, 1), float("-inf"))
+    out = drop(scores.softmax(-1), dropout).matmul(v)
+    return out.unflatten(2, (-1, queries)).flatten(1, 2)

@@ -51,6 +51,11 @@ def not_causal(op: Op) -> Op:
     return lambda q, k, v: op(q, k, v, causal=False)
 
 
+def hardly_dropping(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Attention in the way it is computed with dropout."""
+    return attention(q, k, v, causal=causal, dropout=1e-9)
+
+
 def at_positions(op: Op) -> Op:
     return lambda x: op(x, *RotaryEmbedding(D).first(S, x.device, x.dtype))
 
@@ -69,6 +74,9 @@ OPS: dict[str, tuple[Op, Op, list[tuple[int, ...]]]] = {
     "causal attention": (causal(attention), causal(attention_reference), FULL),
     "causal attention, grouped": (causal(attention), causal(attention_reference), GROUPED),
     "attention": (not_causal(attention), not_causal(attention_reference), GROUPED),
+    "causal attention with dropout": (causal(hardly_dropping), causal(attention_reference), FULL),
+    "causal attention with dropout, grouped": (causal(hardly_dropping), causal(attention_reference), GROUPED),
+    "attention with dropout": (not_causal(hardly_dropping), not_causal(attention_reference), GROUPED),
 }
 
 
