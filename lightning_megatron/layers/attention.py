@@ -123,7 +123,8 @@ class SelfAttention(nn.Module):
         # One split, not three slices: its backward is one concatenation.
         q, k, v = (part.flatten(2, 3) for part in groups.split((self.heads_per_group, 1, 1), dim=3))
         if rotary is not None:
-            q, k = rope(q, *rotary), rope(k, *rotary)
+            # A copy of the values, or the little that they are of `groups` keeps all of it alive for the backward.
+            q, k, v = rope(q, *rotary), rope(k, *rotary), v.contiguous()
         first = 0
         if cache is not None:
             first = cache.length
