@@ -20,6 +20,10 @@ LLAMA = preset("llama-tiny").replace(
     num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=37,
     vocab_multiple=4, init_std=0.3, hidden_dropout=0.2, attention_dropout=0.2,
 )  # fmt: skip
+MIXTRAL = preset("mixtral-tiny").replace(
+    num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=37,
+    vocab_multiple=4, init_std=0.3, hidden_dropout=0.2, moe_z_loss_coeff=0.01,
+)  # fmt: skip
 PLANS = {
     "selective": RecomputePlan("selective"),
     "attention and mlp": RecomputePlan(["attention", "mlp"]),
@@ -27,6 +31,7 @@ PLANS = {
     "pairs of layers": RecomputePlan("full", num_layers=2),
     "first layer": RecomputePlan("full", "block"),
 }
+EXPERTS = {"experts": RecomputePlan("moe"), "experts and attention": RecomputePlan(["moe", "attention"])}
 IN_SHARES = {
     "each layer, in shares": RecomputePlan("full", shard_saved=True),
     "pairs of layers, in shares": RecomputePlan("full", num_layers=2, shard_saved=True),
@@ -34,19 +39,22 @@ IN_SHARES = {
 }
 
 
-def mesh_of(tp: int, sp: bool) -> ParallelMesh:
-    mesh = ParallelMesh.create(ParallelLayout(tp=tp, sequence_parallel=sp), torch.device("cpu"))
+def mesh_of(tp: int, sp: bool, experts: bool = False) -> ParallelMesh:
+    ep = tp if experts else 1
+    layout = ParallelLayout(tp=tp, ep=ep, etp=tp // ep, sequence_parallel=sp)
+    mesh = ParallelMesh.create(layout, torch.device("cpu"))
     mesh.rng.seed(11, tp_rank=mesh.tp.rank)
     return mesh
 
 
 def gradients(config: TransformerConfig, plan: RecomputePlan, tp: int, sp: bool, deferred: bool) -> dict[str, Tensor]:
     """This rank's gradients of two micro-batches, and what both of its streams draw afterwards."""
-    mesh = mesh_of(tp, sp)
+    mesh = mesh_of(tp, sp, experts=config.num_experts > 0)
     mesh.deferred.enabled = deferred
     torch.manual_seed(1)
     model = GPTModel(config, mesh, recompute=plan)
-    tokens = torch.randint(37, (3, 7), generator=torch.Generator().manual_seed(1))  # 7 does not split over the ranks
+    length = 8 if config.num_experts else 7  # 7 does not split over the ranks, and experts refuse it
+    tokens = torch.randint(37, (3, length), generator=torch.Generator().manual_seed(1))
     loss = model(tokens, tokens) + model(tokens.flip(1), tokens)
     with mesh.deferred.collecting() as weights:
         loss.backward()
@@ -59,9 +67,10 @@ def gradients(config: TransformerConfig, plan: RecomputePlan, tp: int, sp: bool,
 
 def wrong_gradients(tp: int, sp: bool) -> list[str]:
     """Every way in which a plan's gradients are not exactly those without it."""
-    plans = PLANS if sp else PLANS | IN_SHARES
     wrong = []
-    for family, config in {"gpt": GPT, "llama": LLAMA}.items():
+    families = {"gpt": GPT, "llama": LLAMA} | ({"mixtral": MIXTRAL} if sp else {})
+    for family, config in families.items():
+        plans = PLANS | (EXPERTS if config.num_experts else {} if sp else IN_SHARES)
         for deferred in (False, True):
             expected = gradients(config, NO_RECOMPUTE, tp, sp, deferred)
             for name, plan in plans.items():

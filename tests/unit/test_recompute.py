@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
+from lightning_megatron.moe.experts import RoutedExperts
 from lightning_megatron.recompute import LayerGroup, RecomputePlan, recomputed
 from lightning_megatron.rng import RNGStreams
 
@@ -25,6 +27,10 @@ GPT = TransformerConfig(3, 16, 4, 37, 12, hidden_dropout=0.3, attention_dropout=
 LLAMA = preset("llama-tiny").replace(
     num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=37,
     init_std=0.3, hidden_dropout=0.2, attention_dropout=0.2,
+)  # fmt: skip
+MIXTRAL = preset("mixtral-tiny").replace(
+    num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=37,
+    init_std=0.3, hidden_dropout=0.2, attention_dropout=0.2, moe_input_jitter_eps=0.1, moe_z_loss_coeff=0.01,
 )  # fmt: skip
 TOKENS = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(1))
 EVERYTHING = ("attention_norm", "attention", "mlp_norm", "mlp")
@@ -62,7 +68,7 @@ def built(config: TransformerConfig, plan: RecomputePlan) -> GPTModel:
     return GPTModel(config, recompute=plan)
 
 
-def calls(model: GPTModel) -> Counter[str]:
+def calls(model: GPTModel, parts: Sequence[str] = EVERYTHING) -> Counter[str]:
     """Count how often each part of each layer is begun, from now on."""
     counts: Counter[str] = Counter()
 
@@ -70,7 +76,7 @@ def calls(model: GPTModel) -> Counter[str]:
         return lambda *_: counts.update([name])
 
     for number, block in model.layers.items():
-        for part in EVERYTHING:
+        for part in parts:
             block.get_submodule(part).register_forward_pre_hook(count(f"{number}.{part}"))
     return counts
 
@@ -103,6 +109,26 @@ def test_gradients_with_dropout_are_bit_for_bit_those_without_recomputation(name
     assert expected.keys() == found.keys()
     for parameter, gradient in expected.items():
         assert torch.equal(found[parameter], gradient), parameter
+
+
+EXPERTS = {"experts": RecomputePlan("moe"), "experts inside another part": RecomputePlan(["moe", "mlp"])}
+
+
+@pytest.mark.parametrize("name", [*PLANS, *EXPERTS])
+def test_gradients_of_experts_too(name):
+    expected, found = gradients(built(MIXTRAL, RecomputePlan())), gradients(built(MIXTRAL, (PLANS | EXPERTS)[name]))
+    assert expected.keys() == found.keys()
+    for parameter, gradient in expected.items():
+        assert torch.equal(found[parameter], gradient), parameter
+
+
+def test_experts_run_twice_and_their_router_once(monkeypatch):
+    model, experts = built(MIXTRAL, RecomputePlan("moe")), Mock(wraps=RoutedExperts.grouped)
+    monkeypatch.setattr(RoutedExperts, "grouped", lambda *args: experts(*args))
+    counts = calls(model, ("mlp.router", "attention"))
+    model(TOKENS, TOKENS).backward()
+    assert set(counts.values()) == {1}
+    assert len(counts) == experts.call_count == 6
 
 
 @pytest.mark.parametrize("name", PLANS)
