@@ -26,13 +26,14 @@ CONFIGS = {
     "gpt": WITHOUT(),
     "gpt, attention dropout": WITHOUT(attention_dropout=0.1),
     "llama": preset("llama-tiny").replace(
-        num_layers=LAYERS, hidden_size=H, num_attention_heads=A, num_query_groups=2, head_dim=64, ffn_hidden_size=2 * H,
+        num_layers=LAYERS, hidden_size=H, num_attention_heads=A, num_query_groups=A, head_dim=64, ffn_hidden_size=2 * H,
         vocab_size=64, max_position_embeddings=S,
     ),
 }  # fmt: skip
-# Inputs of two norms, of qkv and of fc1: 8. After rope q, k, v: 4; the core's output, which is the projection's input:
-# 2. fc1's output, gate and up, and fc2's input: 8 + 4. No dropout, and rms_norm keeps one number a token.
-LLAMA_LAYER = 26
+# Inputs of two norms, of qkv and of fc1: 8. After rope q, k, v: 6; the core's output, which is the projection's input:
+# 2. fc1's output, gate and up, and fc2's input: 8 + 4. No dropout, and rms_norm keeps one number a token. As many key
+# heads as query heads: for fewer, torch 2.6 has no fused kernel on a CPU.
+LLAMA_LAYER = 28
 FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective")
 Case = tuple[str, RecomputePlan, bool, float]
 # Model, plan, sequence parallelism, formula.
