@@ -144,7 +144,7 @@ def block_gradients(tp: int, how: str) -> dict[str, Tensor]:
         "not rewound": partial(checkpoint, use_reentrant=False),
     }[how]
     # Two calls: the streams have moved on since the first forward when its recomputation begins.
-    (run(block, x).square().sum() + run(block, 2 * x).square().sum()).backward()
+    (run(block, x)[0].square().sum() + run(block, 2 * x)[0].square().sum()).backward()
     assert x.grad is not None
     following = {"default stream": torch.rand(4)}
     with mesh.rng.tensor_parallel():
