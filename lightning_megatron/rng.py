@@ -1,8 +1,9 @@
 """Random streams of one rank.
 
 Outside tensor-parallel regions every tp rank must draw the same dropout mask, inside they must differ
-(Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). The first kind uses torch's default generator, which
-Lightning seeds alike on all ranks; the second a stream of its own that is swapped in for the time of a ``with``.
+(Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). Context-parallel ranks hold other tokens and must differ in
+both. What all ranks draw alike comes from torch's default generator, which Lightning seeds alike; the rest from streams
+of their own that are swapped in for the time of a ``with``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 from lightning_megatron import device as devices
 
 # Megatron-LM's offsets: far enough apart that no two coordinates of a real job share a seed.
-_TENSOR_OFFSET = 2718
+_OFFSETS = {"tensor": 2718, "context": 314}
+_CONTEXT_STRIDE = 1000
 _STAGE_STRIDE = 100_000
 
 
 class RNGStreams:
-    """The default random stream of a device and a second one that differs between tensor-parallel ranks.
+    """The default random stream of a device and two more, which differ between ranks.
 
     Attributes:
         replaying: a forward is running for the second time, for its gradients: what it counts has been counted.
@@ -32,53 +34,53 @@ class RNGStreams:
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
         self.replaying = False
-        self._tensor_state: torch.Tensor | None = None
+        self._states: dict[str, torch.Tensor] = {}
 
-    def seed(self, seed: int, *, tp_rank: int, pp_rank: int = 0) -> None:
-        """Start the tensor-parallel stream; the default stream is left to whoever seeded it."""
-        seed += _TENSOR_OFFSET + tp_rank + _STAGE_STRIDE * pp_rank
-        self._tensor_state = devices.seeded_rng_state(seed, self.device)
+    def seed(self, seed: int, *, tp_rank: int, pp_rank: int = 0, cp_rank: int = 0) -> None:
+        """Start the streams that differ between ranks; the default stream is left to whoever seeded it."""
+        seed += _CONTEXT_STRIDE * cp_rank + _STAGE_STRIDE * pp_rank
+        seeds = {"tensor": seed + _OFFSETS["tensor"] + tp_rank, "context": seed + _OFFSETS["context"]}
+        self._states = {name: devices.seeded_rng_state(value, self.device) for name, value in seeds.items()}
 
     def tensor_parallel(self) -> AbstractContextManager[None]:
-        """Draw from the stream that differs between tensor-parallel ranks (the default one if never seeded)."""
-        return nullcontext() if self._tensor_state is None else self._swapped()
+        """Draw from the stream that differs over tp and cp (the default one if never seeded)."""
+        return self._swapped("tensor") if self._states else nullcontext()
+
+    def context_parallel(self) -> AbstractContextManager[None]:
+        """Draw from the stream that differs over cp and not over tp (the default one if never seeded)."""
+        return self._swapped("context") if self._states else nullcontext()
 
     @contextmanager
-    def _swapped(self) -> Iterator[None]:
-        assert self._tensor_state is not None
+    def _swapped(self, name: str) -> Iterator[None]:
         default = devices.rng_state(self.device)
-        devices.set_rng_state(self._tensor_state, self.device)
+        devices.set_rng_state(self._states[name], self.device)
         try:
             yield
         finally:
-            self._tensor_state = devices.rng_state(self.device)
+            self._states[name] = devices.rng_state(self.device)
             devices.set_rng_state(default, self.device)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Both streams, as byte tensors."""
-        state = {"default": devices.rng_state(self.device)}
-        if self._tensor_state is not None:
-            state["tensor"] = self._tensor_state
-        return state
+        """All streams, as byte tensors."""
+        return {"default": devices.rng_state(self.device), **self._states}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Continue both streams where :meth:`state_dict` was taken."""
+        """Continue all streams where :meth:`state_dict` was taken."""
         devices.set_rng_state(state["default"].cpu(), self.device)
-        self._tensor_state = state["tensor"].cpu() if "tensor" in state else None
+        self._states = {name: stream.cpu() for name, stream in state.items() if name != "default"}
 
     def replay_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """``context_fn`` for ``torch.utils.checkpoint``: the recomputation draws what the first forward drew.
 
-        Torch rewinds the default generator itself; it does not know of the second stream.
+        Torch rewinds the default generator itself; it does not know of the others.
         """
-        state = self._tensor_state
-        return nullcontext(), self._rewound(state)
+        return nullcontext(), self._rewound(dict(self._states))
 
     @contextmanager
-    def _rewound(self, state: torch.Tensor | None) -> Iterator[None]:
-        before = self._tensor_state, self.replaying
-        self._tensor_state, self.replaying = state, True
+    def _rewound(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
+        before = self._states, self.replaying
+        self._states, self.replaying = states, True
         try:
             yield
         finally:
-            self._tensor_state, self.replaying = before
+            self._states, self.replaying = before

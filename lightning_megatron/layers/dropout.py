@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import ParallelMesh
@@ -9,24 +11,28 @@ from lightning_megatron.ops.dropout import dropout
 
 
 class Dropout(nn.Module):
-    """Dropout that draws the same mask on all tensor-parallel ranks, or a different one where they hold shards.
+    """Dropout that draws one mask on ranks that hold the same tokens, and another where they hold different ones.
 
     Args:
         p: probability of zeroing an element.
         mesh: whose random streams are drawn from.
-        sequence_parallel: the input is a sequence shard, so that masks must differ.
+        sequence_parallel: the input is a sequence shard, so that masks must differ over tp. Over cp they always do.
     """
 
     def __init__(self, p: float, mesh: ParallelMesh, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.p, self.rng = p, mesh.rng
-        self.sharded = sequence_parallel and mesh.tp.size > 1
+        self.over_tp = sequence_parallel and mesh.tp.size > 1
+        self.over_cp = mesh.cp.size > 1
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape; the identity in evaluation."""
         if not self.p or not self.training:
             return x
-        if not self.sharded:
+        with self._stream():
             return dropout(x, self.p)
-        with self.rng.tensor_parallel():
-            return dropout(x, self.p)
+
+    def _stream(self) -> AbstractContextManager[None]:
+        if self.over_tp:
+            return self.rng.tensor_parallel()
+        return self.rng.context_parallel() if self.over_cp else nullcontext()

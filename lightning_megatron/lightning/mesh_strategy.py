@@ -139,7 +139,8 @@ class MeshStrategy(ParallelStrategy):
         seed = self._seed = self.broadcast(torch.initial_seed())
         if seed != torch.initial_seed():
             torch.manual_seed(seed)
-        self.mesh.rng.seed(seed % (1 << 62), tp_rank=self.mesh.tp.rank, pp_rank=self.mesh.pp.rank)
+        mesh = self.mesh
+        mesh.rng.seed(seed % (1 << 62), tp_rank=mesh.tp.rank, pp_rank=mesh.pp.rank, cp_rank=mesh.cp.rank)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let ranks that read the same samples draw the same random numbers in workers."""
@@ -171,11 +172,12 @@ class MeshStrategy(ParallelStrategy):
     ) -> Tensor | Any:
         """Reduce over ``group``; by default over data-parallel ranks, so that each sample counts once.
 
+        Context-parallel ranks have seen the same samples: a model gives them all the whole loss and whole logits.
         A mean is a sum divided by us: not every backend has one.
         """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        axis = self.mesh.dp_cp
+        axis = self.mesh.dp
         if group is None and axis.size == 1:
             return tensor
         group = axis.group if group is None else group

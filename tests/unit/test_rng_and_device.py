@@ -39,6 +39,19 @@ def test_streams_differ_between_ranks_stages_and_seeds():
     assert len(drawn) == 24
 
 
+def test_tokens_differ_over_cp_alone_in_one_stream_and_over_tp_too_in_the_other():
+    drawn = {}
+    for tp_rank in range(3):
+        for cp_rank in range(3):
+            streams = RNGStreams()
+            streams.seed(1, tp_rank=tp_rank, cp_rank=cp_rank)
+            with streams.context_parallel():
+                drawn[tp_rank, cp_rank] = inside(streams), torch.rand(()).item()
+    assert len({both for both, _ in drawn.values()}) == 9
+    assert {drawn[tp_rank, 1][1] for tp_rank in range(3)} == {drawn[0, 1][1]}
+    assert len({tokens for _, tokens in drawn.values()}) == 3
+
+
 def test_a_stream_goes_on_and_is_restored_even_after_an_error():
     streams = RNGStreams()
     streams.seed(3, tp_rank=1)
