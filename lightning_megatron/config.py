@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol, runtime_checkable
 
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
+"""How context-parallel ranks attend to what the others hold; ``context.attention`` has one function for each."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -98,6 +101,8 @@ class ModelShape(Protocol):
     @property
     def max_position_embeddings(self) -> int: ...  # noqa: D102
     @property
+    def attention_dropout(self) -> float: ...  # noqa: D102
+    @property
     def num_experts(self) -> int: ...  # noqa: D102
     @property
     def expert_ffn_hidden_size(self) -> int: ...  # noqa: D102
@@ -158,6 +163,8 @@ class ParallelLayout:
         vpp: model chunks a pipeline rank holds (interleaved schedules).
         sequence_parallel: shard norms and dropout over the sequence inside tp
             (https://arxiv.org/abs/2205.05198). ``None`` means on where ``tp > 1``.
+        cp_comm_type: how context-parallel ranks attend: ``"p2p"`` (keys and values go round a ring), ``"all_gather"``
+            (of keys and values) or ``"a2a"`` (all-to-all, heads for tokens).
     """
 
     tp: int = 1
@@ -168,6 +175,7 @@ class ParallelLayout:
     dp: int | None = None
     vpp: int = 1
     sequence_parallel: bool | None = None
+    cp_comm_type: str = "p2p"
 
     def __post_init__(self) -> None:
         raise_if_any(self._own_problems())
@@ -203,6 +211,15 @@ class ParallelLayout:
     def uses_sequence_parallel(self) -> bool:
         """``sequence_parallel`` with its default filled in."""
         return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence must be a multiple of, or is padded to: every rank gets an equal part.
+
+        Two chunks for each context-parallel rank, and each of them split again where sequences are sharded over tp.
+        """
+        chunks = 2 * self.cp if self.cp > 1 else 1
+        return chunks * self.tp if self.uses_sequence_parallel else chunks
 
     def resolve(self, world_size: int) -> ParallelLayout:
         """Fill in ``dp`` and the defaults for a job of ``world_size`` ranks.
@@ -246,6 +263,9 @@ class ParallelLayout:
             for name, size in sizes.items()
             if size is not None and not is_whole(size, at_least=1)
         ]
+        if self.cp_comm_type not in CP_COMM_TYPES:
+            near = nearest_names(str(self.cp_comm_type), CP_COMM_TYPES)
+            found.append(Problem("cp_comm_type", self.cp_comm_type, "unknown", near))
         if found:
             return found
         if self.sequence_parallel and self.tp == 1:
@@ -292,7 +312,24 @@ class ParallelLayout:
             stages = f"pp x vpp = {self.pp} x {self.vpp} stages"
             reason = f"{model.num_layers} layers (num_layers) do not split over {stages}"
             found += _indivisible({"pp": self.pp, "vpp": self.vpp}, model.num_layers, reason)
-        return found + self._expert_problems(model)
+        return found + self.context_problems(heads, model.attention_dropout) + self._expert_problems(model)
+
+    def context_problems(self, heads: int, dropout: float) -> list[Problem]:
+        """Why context-parallel ranks cannot share attention of so many query heads (over all tp ranks)."""
+        found: list[Problem] = []
+        if self.cp == 1:
+            return found
+        if self.cp_comm_type == "p2p" and dropout:
+            reason = (
+                f"attention on a ring cannot drop weights (attention_dropout={dropout}): what is merged are sums over"
+                " all of them"
+            )
+            found.append(Problem("cp_comm_type", "p2p", reason, ("a2a", "all_gather")))
+        if self.cp_comm_type == "a2a" and heads % self.tp == 0 and heads // self.tp % self.cp:
+            local = heads // self.tp
+            reason = f"cp_comm_type='a2a' shares out heads, and {local} a rank ({heads} over tp={self.tp}) do not split"
+            found.append(Problem("cp", self.cp, reason, nearest_to(self.cp, divisors(local))))
+        return found
 
     def _expert_problems(self, model: ModelShape) -> list[Problem]:
         if not model.num_experts:
@@ -320,12 +357,8 @@ class ParallelLayout:
         elif size is not None and micro is not None and size % micro:
             reason = f"a batch of {size} samples does not split into micro-batches of {micro}"
             found.append(Problem("micro_batch_size", micro, reason, nearest_to(micro, divisors(size))))
-        if seq is not None and self.uses_sequence_parallel and seq % self.tp:
-            reason = f"sequence parallelism splits every sequence over tp={self.tp} ranks"
-            found.append(Problem("seq_length", seq, reason, multiples_around(seq, self.tp)))
-        if seq is not None and self.cp > 1 and seq % (2 * self.cp):
-            reason = f"context parallelism cuts every sequence into 2 x cp = {2 * self.cp} pieces"
-            found.append(Problem("seq_length", seq, reason, multiples_around(seq, 2 * self.cp)))
+        if seq is not None and seq % self.sequence_multiple:
+            found.append(Problem("seq_length", seq, self._why_cut(), multiples_around(seq, self.sequence_multiple)))
         dp = self.dp if self.dp is not None else None if world_size is None else world_size // self.model_parallel_size
         if batch.global_batch_size is not None and size is not None and dp:
             real = size * dp * batch.accumulate_grad_batches
@@ -333,6 +366,15 @@ class ParallelLayout:
                 reason = f"batch_size x dp x accumulate_grad_batches = {size} x {dp} x {batch.accumulate_grad_batches}"
                 found.append(Problem("global_batch_size", batch.global_batch_size, f"{reason} = {real}", (real,)))
         return found
+
+    def _why_cut(self) -> str:
+        """Why sequences have to split into :attr:`sequence_multiple` parts."""
+        if self.cp == 1:
+            return f"sequence parallelism splits every sequence over tp={self.tp} ranks"
+        pieces = f"{self.sequence_multiple} pieces"
+        if not self.uses_sequence_parallel:
+            return f"context parallelism cuts every sequence into 2 x cp = {pieces}"
+        return f"context and sequence parallelism cut every sequence into 2 x cp x tp = {pieces}"
 
 
 def _indivisible(sizes: dict[str, int], total: int, reason: str) -> list[Problem]:

@@ -24,3 +24,29 @@ def start_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     """Begin to receive a tensor from position ``peer`` of the axis."""
     out = torch.empty(shape, dtype=dtype, device=device)
     return Pending(out, dist.irecv(out, axis.ranks[peer], group=axis.group))
+
+
+class Rotation:
+    """A tensor on its way to the next rank, and one of the same shape on its way here from the rank before."""
+
+    def __init__(self, sent: Pending, received: Pending) -> None:
+        self._sent, self._received = sent, received
+
+    def wait(self) -> Tensor:
+        """What came; what was sent may be changed from here on."""
+        self._sent.wait()
+        return self._received.wait()
+
+
+def start_rotation(x: Tensor, axis: Axis) -> Rotation:
+    """Begin to send ``x`` to the next position on the axis, the last one's to the first.
+
+    Positions of even number send first and those of odd number receive first, so that nobody waits in a circle even
+    where a send blocks until its receive is there. ``x`` must not change before ``wait``.
+    """
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    if axis.rank % 2 == 0:
+        sent = start_send(x, axis, after)
+        return Rotation(sent, start_receive(tuple(x.shape), x.dtype, x.device, axis, before))
+    received = start_receive(tuple(x.shape), x.dtype, x.device, axis, before)
+    return Rotation(start_send(x, axis, after), received)

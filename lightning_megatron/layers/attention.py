@@ -1,11 +1,14 @@
-"""Self-attention whose heads are shared by the tensor-parallel ranks."""
+"""Self-attention whose heads are shared by the tensor-parallel ranks, and its tokens by the context-parallel ones."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.config import ConfigError, Problem, divisors, nearest_to
+from lightning_megatron.config import Problem, divisors, nearest_to, raise_if_any
+from lightning_megatron.context.attention import CONTEXT_ATTENTION
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.attention import attention
@@ -44,6 +47,9 @@ class SelfAttention(nn.Module):
     group, its key, its value. A tensor-parallel rank holds whole groups, so its shard is a plain slice. Fewer groups
     than ranks is refused: a replicated key would need its own gradient sum.
 
+    Context-parallel ranks hold zigzag shards of the sequence (``context.split``) and attend to all of it in the way
+    that the layout's ``cp_comm_type`` says.
+
     Args:
         hidden_size: features ``H``.
         num_heads: query heads ``N`` over all ranks.
@@ -61,7 +67,8 @@ class SelfAttention(nn.Module):
         device: of the parameters.
 
     Raises:
-        ConfigError: if the groups do not split over the ranks.
+        ConfigError: if the groups do not split over the tensor-parallel ranks, or the context-parallel ranks cannot
+            share the heads that are left.
     """
 
     def __init__(
@@ -83,13 +90,15 @@ class SelfAttention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        found = mesh.layout.context_problems(num_heads, dropout)
         if num_groups % mesh.tp.size:
             reason = f"{num_groups} query groups (key/value heads) do not split over {mesh.tp.size} ranks"
-            near = nearest_to(mesh.tp.size, divisors(num_groups))
-            raise ConfigError([Problem("tp", mesh.tp.size, reason, near)])
+            found.append(Problem("tp", mesh.tp.size, reason, nearest_to(mesh.tp.size, divisors(num_groups))))
+        raise_if_any(found)
         self.head_dim, self.heads_per_group = head_dim, num_heads // num_groups
         self.causal, self.dropout, self.rng = causal, dropout, mesh.rng
         self.recompute = recompute
+        self.context, self.share_context = mesh.cp, CONTEXT_ATTENTION[mesh.layout.cp_comm_type]
         self.qkv = ColumnParallelLinear(
             hidden_size,
             (num_heads + 2 * num_groups) * head_dim,
@@ -112,7 +121,7 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, cache: KVCache | None = None) -> Tensor:
-        """``[S, B, H] -> [S, B, H]``.
+        """``[S, B, H] -> [S, B, H]``, or shards of it.
 
         Args:
             x: the input.
@@ -134,7 +143,7 @@ class SelfAttention(nn.Module):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, first_query: int) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        if not dropout:
-            return attention(q, k, v, causal=self.causal, first_query=first_query)
-        with self.rng.tensor_parallel():
+        with self.rng.tensor_parallel() if dropout else nullcontext():
+            if self.context.size > 1:
+                return self.share_context(q, k, v, self.context, causal=self.causal, dropout=dropout)
             return attention(q, k, v, causal=self.causal, dropout=dropout, first_query=first_query)

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatron.comm.collectives import copy_to_region, reduce_from_region
 from lightning_megatron.config import ConfigError, Problem, multiples_around, raise_if_any
+from lightning_megatron.context.split import gather_context, split_context
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 from lightning_megatron.layers.init import draw_seed, seeded
@@ -64,6 +66,9 @@ class GPTModel(nn.Module):
     Layers carry their global number, so that a parameter has one name on every layout. Of a pipeline, this builds the
     parts of the stages on this rank, and a call runs the stage that the boundary names.
 
+    Context-parallel ranks are all called with whole sequences. Each takes its part before the embedding, and the loss
+    or the logits are again those of all tokens, on every rank.
+
     Args:
         config: the model's shape.
         mesh: the ranks; ``None`` for one process.
@@ -86,9 +91,11 @@ class GPTModel(nn.Module):
         super().__init__()
         mesh = mesh or ParallelMesh.single()
         raise_if_any(recompute.problems(mesh.layout, config))
-        self.config, self.axis, self.rng, self.recompute = config, mesh.tp, mesh.rng, recompute
+        self.config, self.axis, self.context = config, mesh.tp, mesh.cp
+        self.rng, self.recompute = mesh.rng, recompute
         self.sequence_parallel = mesh.layout.uses_sequence_parallel
         self._shard_saved_over = mesh.tp if recompute.shard_saved else None
+        self._multiple = mesh.layout.sequence_multiple
         self._boundary = boundary
         whole = (_Whole(range(config.num_layers)),)
         self._parts: dict[int, ModelPart] = {part.stage: part for part in parts or whole}
@@ -140,7 +147,7 @@ class GPTModel(nn.Module):
             ``[B, S, V]`` (``[B, 1, V]`` of the last token with caches), or the mean loss over tokens of weight 1.
 
         Raises:
-            ConfigError: for a sequence longer than the learned positions.
+            ConfigError: for a sequence longer than the learned positions, or caches on context-parallel ranks.
             RuntimeError: if the model is cut into stages and no schedule is running.
         """
         part = self._part()
@@ -149,13 +156,16 @@ class GPTModel(nn.Module):
         if self.config.position_embedding == "learned" and first + length > self.config.max_position_embeddings:
             reason = f"longer than max_position_embeddings={self.config.max_position_embeddings}"
             raise ConfigError([Problem("seq_length", first + length, reason)])
+        if caches and self.context.size > 1:
+            reason = "decoding with caches needs every token on every rank: load the checkpoint with cp=1"
+            raise ConfigError([Problem("cp", self.context.size, reason, (1,))])
         tokens, labels, loss_mask, position_ids = self._padded(tokens, labels, loss_mask, position_ids)
         if position_ids is not None:
             positions = position_ids.t()
         else:
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
             positions[length:] = 0  # padding, which could lie beyond the learned positions
-        hidden = self._begin(part, tokens, positions)
+        hidden = self._begin(part, split_context(tokens, self.context, 1), split_context(positions, self.context))
         rotary = self._angles(hidden, position_ids, first, tokens.shape[1])
         plan = NO_RECOMPUTE if caches else self.recompute  # caches would grow twice
         aux_losses: list[Tensor] = []
@@ -173,15 +183,16 @@ class GPTModel(nn.Module):
             self._boundary.leave(_with_aux_losses(hidden, aux_losses, self._boundary.loss_scale))
         assert self.head is not None
         if labels is None:
-            logits: Tensor = self.head(hidden, self.tied_weight, keep=slice(length - 1 if caches else 0, length))
-            return logits.transpose(0, 1)
+            keep = slice(length - 1, length) if caches else slice(None)
+            logits = gather_context(self.head(hidden, self.tied_weight, keep=keep), self.context)
+            return logits[:length].transpose(0, 1)
         return _with_aux_losses(self.loss(hidden, labels, loss_mask), aux_losses)
 
     def hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
         """Shape of the activations between stages for ``tokens`` ``[B, S]``: ``[S, B, H]``, or a sequence shard."""
         batch, length = tokens.shape
-        ranks = self.axis.size if self.sequence_parallel else 1
-        return -(-length // ranks), batch, self.config.hidden_size
+        ranks = self.context.size * (self.axis.size if self.sequence_parallel else 1)
+        return -(-length // self._multiple) * self._multiple // ranks, batch, self.config.hidden_size
 
     def _part(self) -> ModelPart:
         if self._boundary is None:
@@ -214,12 +225,21 @@ class GPTModel(nn.Module):
         return hidden, aux_losses
 
     def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-        """Mean loss of ``hidden`` ``[S, B, H]`` against labels ``[B, S]``, weighted by the mask."""
+        """Mean loss over the whole sequence, weighted by the mask.
+
+        Args:
+            hidden: ``[S, B, H]``, or this rank's part of it.
+            labels: ``[B, S]``, whole.
+            loss_mask: ``[B, S]``, whole.
+        """
         assert self.head is not None
         kept = labels != IGNORE_INDEX
         weights = kept.float() if loss_mask is None else loss_mask.float() * kept
         weights = weights / weights.sum().clamp_min(1.0)
-        return self.head.loss(hidden, labels.t(), weights.t(), self.tied_weight)
+        # Every rank has all labels, so it knows what a token weighs in the mean; only sums of losses are exchanged.
+        labels, weights = (split_context(x, self.context, 1) for x in (labels, weights))
+        part = self.head.loss(hidden, labels.t(), weights.t(), self.tied_weight)
+        return reduce_from_region(copy_to_region(part, self.context), self.context)
 
     @property
     def tied_weight(self) -> Tensor | None:
@@ -232,22 +252,22 @@ class GPTModel(nn.Module):
         if self.rotary is None:
             return None
         if position_ids is not None:
-            angles: tuple[Tensor, Tensor] = self.rotary(position_ids.t(), hidden.dtype)
+            mine = split_context(position_ids, self.context, 1)
+            angles: tuple[Tensor, Tensor] = self.rotary(mine.t(), hidden.dtype)
             return angles
         cos, sin = self.rotary.first(first + length, hidden.device, hidden.dtype)
-        return cos[first:], sin[first:]
+        return split_context(cos[first:], self.context), split_context(sin[first:], self.context)
 
     def _padded(
         self, tokens: Tensor, labels: Tensor | None, mask: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Lengthen a sequence that does not split over sequence-parallel ranks; causality keeps the rest untouched."""
-        ranks = self.axis.size if self.sequence_parallel else 1
-        missing = -tokens.shape[1] % ranks
+        """Lengthen a sequence that does not split over the ranks that share it; causality keeps the rest untouched."""
+        missing = -tokens.shape[1] % self._multiple
         if not missing:
             return tokens, labels, mask, positions
         if self.config.num_experts and self.training and torch.is_grad_enabled():
-            reason = f"padding to a multiple of {ranks} would be routed and counted like tokens"
-            near = multiples_around(tokens.shape[1], ranks)
+            reason = f"padding to a multiple of {self._multiple} would be routed and counted like tokens"
+            near = multiples_around(tokens.shape[1], self._multiple)
             raise ConfigError([Problem("seq_length", tokens.shape[1], reason, near)])
 
         def pad(x: Tensor | None, value: int) -> Tensor | None:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_megatron.config import BatchShape, ConfigError, ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
@@ -113,6 +115,21 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
         check(ParallelLayout(pp=4, vpp=3), None, LLAMA_8B),
         ["vpp=3: 32 layers (num_layers) do not split over pp x vpp = 4 x 3 stages; nearest valid: 2, 4, 1"],
     ),
+    "unknown way to share a context, and a size": (
+        lambda: ParallelLayout(cp=0, cp_comm_type="allgather"),
+        [f"cp=0: {SIZE}", "cp_comm_type='allgather': unknown; nearest valid: all_gather"],
+    ),
+    "heads left by tp do not split over cp": (
+        check(ParallelLayout(tp=4, cp=3, cp_comm_type="a2a"), 12, LLAMA_8B),
+        ["cp=3: cp_comm_type='a2a' shares out heads, and 8 a rank (32 over tp=4) do not split; nearest valid: 2, 4, 1"],
+    ),
+    "attention dropout on a ring": (
+        check(ParallelLayout(cp=2), 2, LLAMA_8B.replace(attention_dropout=0.1)),
+        [
+            "cp_comm_type='p2p': attention on a ring cannot drop weights (attention_dropout=0.1): what is merged are "
+            "sums over all of them; nearest valid: a2a, all_gather"
+        ],
+    ),
     "experts without a mixture": (
         check(ParallelLayout(ep=2), None, LLAMA_8B),
         ["ep=2: the model has no experts to share; nearest valid: 1"],
@@ -137,6 +154,13 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     "sequence does not split over cp": (
         check(ParallelLayout(cp=2), seq_length=1022),
         ["seq_length=1022: context parallelism cuts every sequence into 2 x cp = 4 pieces; nearest valid: 1020, 1024"],
+    ),
+    "sequence does not split over cp and tp": (
+        check(ParallelLayout(tp=2, cp=2), seq_length=1020),
+        [
+            "seq_length=1020: context and sequence parallelism cut every sequence into 2 x cp x tp = 8 pieces; "
+            "nearest valid: 1016, 1024"
+        ],
     ),
     "sequence longer than positions": (
         check(TP4, model=LLAMA_8B, seq_length=262144),
@@ -231,6 +255,16 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     "query groups do not split, built by hand": (
         lambda: GPTModel(tiny(num_query_groups=2)(), ParallelMesh(TP4.resolve(4))),
         ["tp=4: 2 query groups (key/value heads) do not split over 4 ranks; nearest valid: 2, 1"],
+    ),
+    "heads do not split over cp, built by hand": (
+        lambda: GPTModel(tiny()(), ParallelMesh(ParallelLayout(cp=3, cp_comm_type="a2a").resolve(3))),
+        ["cp=3: cp_comm_type='a2a' shares out heads, and 4 a rank (4 over tp=1) do not split; nearest valid: 2, 4, 1"],
+    ),
+    "decoding with caches over cp": (
+        lambda: GPTModel(tiny()(), ParallelMesh(ParallelLayout(cp=2).resolve(2)))(
+            torch.zeros(1, 4, dtype=torch.long), caches=[KVCache(), KVCache()]
+        ),
+        ["cp=2: decoding with caches needs every token on every rank: load the checkpoint with cp=1; nearest valid: 1"],
     ),
     "input features do not split": (
         on_tp(4, RowParallelLinear, 6, 8),
