@@ -40,14 +40,13 @@ def reduce_dtype(
 
 
 def argument_problems(
-    layout: ParallelLayout,
     micro_batch_size: int | None,
     bucket_size: int | None,
     grad_reduce_dtype: str | None,
     checkpoint_io: CheckpointIO | None,
 ) -> list[Problem]:
     """Faults of the strategy's own arguments."""
-    found = [Problem(name, size, "not in this release", (1,)) for name, size in {"cp": layout.cp}.items() if size > 1]
+    found: list[Problem] = []
     if micro_batch_size is not None and micro_batch_size < 1:
         found.append(Problem("micro_batch_size", micro_batch_size, "holds at least one sample", (1, None)))
     if bucket_size is not None and bucket_size < 1:

@@ -1,8 +1,8 @@
 """torchmetrics objects over ranks that partly see the same samples.
 
 Of the ranks of a job only those on the last pipeline stage run a step to its end, and of these, ranks that differ in tp
-have seen the same samples. So a metric is gathered over the data-parallel ranks of the last stage alone, and the stages
-before it are told.
+or cp have seen the same samples. So a metric is gathered over the data-parallel ranks of the last stage alone, and the
+stages before it are told.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MetricSharing:
     """
 
     def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
-        self._replicas, self._pipeline, self._device = mesh.dp_cp, mesh.pp, device
+        self._replicas, self._pipeline, self._device = mesh.dp, mesh.pp, device
         self._metrics: list[Metric] = []
 
     def install(self, module: nn.Module) -> None:

@@ -32,6 +32,7 @@ from lightning_megatron.pipeline.schedule import schedule_problems
 from lightning_megatron.recompute import RecomputeMethod, RecomputePlan, recompute_problems
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+CPCommType = Literal["p2p", "all_gather", "a2a"]
 
 
 class MegatronStrategy(CheckpointStrategy):
@@ -44,7 +45,7 @@ class MegatronStrategy(CheckpointStrategy):
     Args:
         tp: tensor-parallel ranks.
         pp: pipeline-parallel ranks.
-        cp: context-parallel ranks.
+        cp: context-parallel ranks, which share every sequence.
         ep: expert-parallel ranks.
         etp: ranks that share one expert; ``None`` means ``tp``.
         vpp: model chunks of a pipeline rank.
@@ -52,6 +53,7 @@ class MegatronStrategy(CheckpointStrategy):
         micro_batch_size: samples of one forward; ``None`` means the whole batch.
         pipeline_schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"`` or ``"zero-bubble"``; ``None`` means 1F1B,
             interleaved where ``vpp > 1``.
+        cp_comm_type: how context-parallel ranks attend: ``"p2p"`` (a ring), ``"all_gather"`` or ``"a2a"`` (heads).
         first_stage_layers: layers of the first stage; ``None`` for an even share.
         last_stage_layers: layers of the last stage; ``None`` for an even share.
         count_embedding: let the embedding take the place of one layer when layers are shared out.
@@ -99,6 +101,7 @@ class MegatronStrategy(CheckpointStrategy):
         sequence_parallel: bool | None = None,
         micro_batch_size: int | None = None,
         pipeline_schedule: PipelineSchedule | None = None,
+        cp_comm_type: CPCommType = "p2p",
         first_stage_layers: int | None = None,
         last_stage_layers: int | None = None,
         count_embedding: bool = False,
@@ -122,7 +125,9 @@ class MegatronStrategy(CheckpointStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        layout = ParallelLayout(tp, pp, cp, ep, etp, vpp=vpp, sequence_parallel=sequence_parallel)
+        layout = ParallelLayout(
+            tp, pp, cp, ep, etp, vpp=vpp, sequence_parallel=sequence_parallel, cp_comm_type=cp_comm_type
+        )
         super().__init__(
             layout,
             process_group_backend,
@@ -146,7 +151,7 @@ class MegatronStrategy(CheckpointStrategy):
         self._accumulating = False
         self._backward_is_done = False
         found = schedule_problems(pipeline_schedule, pp, vpp, 1)
-        found += argument_problems(layout, micro_batch_size, bucket_size, grad_reduce_dtype, checkpoint_io)
+        found += argument_problems(micro_batch_size, bucket_size, grad_reduce_dtype, checkpoint_io)
         wish = recompute, recompute_method, recompute_num_layers, recompute_shard_saved
         raise_if_any(found + recompute_problems(*wish, layout))
         self.recompute = RecomputePlan(*wish)
