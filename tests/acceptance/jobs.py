@@ -36,11 +36,12 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     stock: bool = False
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     @property
     def batch_size(self) -> int:
@@ -50,19 +51,19 @@ class Layout:
     def __str__(self) -> str:
         if self.stock:
             return "stock"
-        return (
-            "".join(f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp") if getattr(self, name) > 1) or "one"
-        )
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
+        return "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one"
 
     def strategy(self, **options: Any) -> Any:
         if self.stock:
             return SingleDeviceStrategy(torch.device("cpu"))
         micro = {"micro_batch_size": self.batch_size // 2} if self.pp > 1 else {}
-        return MegatronStrategy(tp=self.tp, pp=self.pp, **micro | options)
+        return MegatronStrategy(tp=self.tp, pp=self.pp, cp=self.cp, **micro | options)
 
 
 STOCK, ONE, TP2, PP2, TP2PP2, DP2 = Layout(stock=True), Layout(), Layout(2), Layout(1, 2), Layout(2, 2), Layout(dp=2)
-LAYOUTS = (ONE, TP2, PP2, TP2PP2, DP2)
+CP2 = Layout(cp=2)
+LAYOUTS = (ONE, TP2, PP2, TP2PP2, CP2, DP2)
 SPREAD = LAYOUTS[1:]
 
 
@@ -84,7 +85,7 @@ def texts(samples: int) -> list[dict[str, Tensor]]:
 
 def shard(layout: Layout, rows: Sequence[Any]) -> Sequence[Any]:
     """The samples of this rank, so that the batches of all replicas together are those of one process, in order."""
-    rank = dist.get_rank() // layout.tp % layout.dp if dist.is_initialized() else 0
+    rank = dist.get_rank() // (layout.tp * layout.cp) % layout.dp if dist.is_initialized() else 0
     return rows[rank :: layout.dp]
 
 

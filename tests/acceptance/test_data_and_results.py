@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from jobs import (
+    CP2,
     DP2,
     ONE,
     PP2,
@@ -70,7 +71,7 @@ def test_11_every_rank_gets_full_results_and_one_trainer_does_it_all(ranks: Rank
     expected = on_all(ranks, STOCK, everything)
     assert expected[0][0]["val_samples"] == 20
     assert [len(batch) for batch in expected[2]] == [8, 8, 4]
-    for layout in (ONE, TP2, PP2, TP2PP2):
+    for layout in (ONE, TP2, PP2, TP2PP2, CP2):
         assert_close(on_all(ranks, layout, everything), expected)
 
 
@@ -101,7 +102,7 @@ def uneven_training(layout: Layout) -> list[float]:
 def test_13_a_smaller_last_batch_is_weighted_in_training(ranks: Ranks) -> None:
     # Batches of 8, 8 and 6 in micro-batches of 3, 3, 2: in the mean each sample counts the same.
     expected = on_all(ranks, STOCK, uneven_stock)
-    for layout in (ONE, TP2, PP2, TP2PP2):
+    for layout in (ONE, TP2, PP2, TP2PP2, CP2):
         assert_close(on_all(ranks, layout, uneven_training), expected)
 
 
@@ -266,7 +267,7 @@ def augmented(layout: Layout) -> list[Any]:
     return module.drawn
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, DP2, TP2PP2], ids=str)
+@pytest.mark.parametrize("layout", [TP2, PP2, CP2, DP2, TP2PP2], ids=str)
 def test_15_peers_draw_the_same_numbers_in_workers_and_replicas_others(ranks: Ranks, layout: Layout) -> None:
     replicas = distinct(ranks(layout.world_size, augmented, layout))
     assert len(replicas) == layout.dp
