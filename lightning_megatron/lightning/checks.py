@@ -88,7 +88,7 @@ def job_problems(
     batch = replace(batch, micro_batch_size=micro_batch_size)
     found = [] if trainer is None else callback_problems(trainer.callbacks)  # type: ignore[attr-defined]
     for module in (item for item in objects if isinstance(item, LightningModule)):
-        found += module_problems(module, layout.pp, trainer)
+        found += module_problems(module, layout, trainer)
     # Whether layers can be shared out is the split's to say where the user wants it uneven.
     shared_out = ("pp", "vpp", "pp x vpp")
     found += [p for p in layout.problems(model=model, batch=batch) if split.is_even or p.argument not in shared_out]

@@ -31,7 +31,13 @@ class MegatronModule(LightningModule):
     layers that take :attr:`mesh`. Nothing else differs from an ordinary LightningModule; a module need not even derive
     from this class to use the layers. To be cut into pipeline stages it also has a method ``hidden_shape(batch)``: the
     shape of the activations that stages hand on for a micro-batch. :class:`GPTModule` is an example.
+
+    Attributes:
+        splits_context: whether each context-parallel rank takes its part of the sequences that all of them are given;
+            a module that does not is refused with ``cp > 1``.
     """
+
+    splits_context = False
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -88,6 +94,7 @@ class GPTModule(MegatronModule):
     """
 
     default_config = "gpt2"
+    splits_context = True
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_megatron.config import Problem
+from lightning_megatron.config import ParallelLayout, Problem
 
 # By name of a class anywhere in the callback's ancestry: not every supported Lightning has all of them.
 _CALLBACKS: Mapping[str, str] = {
@@ -45,8 +45,23 @@ def plugin_problems(checkpoint_io: CheckpointIO, syncs_batchnorm: bool) -> list[
     return found
 
 
-def module_problems(module: LightningModule, pp: int, trainer: Trainer | None) -> list[Problem]:
+def module_problems(module: LightningModule, layout: ParallelLayout, trainer: Trainer | None) -> list[Problem]:
     """What a module does that cannot work; a module compiled whole is refused by Lightning itself."""
+    return _context_problems(module, layout.cp) + _pipeline_problems(module, layout.pp, trainer)
+
+
+def _context_problems(module: LightningModule, cp: int) -> list[Problem]:
+    """Attention would take whole sequences for shards, and train on something else without a word."""
+    if cp == 1 or getattr(module, "splits_context", False):
+        return []
+    reason = (
+        f"{type(module).__name__} does not say that each rank takes its part of a sequence: build it like GPTModel,"
+        " which calls split_context, and set splits_context = True, or use cp=1"
+    )
+    return [Problem("cp", cp, reason, (1,))]
+
+
+def _pipeline_problems(module: LightningModule, pp: int, trainer: Trainer | None) -> list[Problem]:
     if pp == 1:
         return []
     found = []
