@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 4 << 20
 
 
 class Attended(NamedTuple):

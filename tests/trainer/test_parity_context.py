@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from parity import Curve
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
-from lightning_megatron import GPTModule, MegatronStrategy
+from lightning_megatron import GPTModule, MegatronStrategy, Throughput
 from lightning_megatron.config import CP_COMM_TYPES, ConfigError
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
@@ -149,6 +149,9 @@ LAYOUTS: list[dict[str, Any]] = [
     {"cp": 2, "dp": 2, "micro_batches": 2},
     {"cp": 2, "dp": 2, "micro_batches": 2, "options": (("distributed_optimizer", False),)},
     {"cp": 2, "pp": 2, "micro_batches": 2},
+    {"cp": 2, "pp": 2, "micro_batches": 4, "options": (("pipeline_schedule", "zero-bubble"),)},
+    {"cp": 2, "options": (("recompute", "selective"),)},
+    {"cp": 2, "tp": 2, "options": (("recompute", "full"),)},
 ]
 GRID = [
     Run(comm_type=comm_type, training=training, **layout)
@@ -164,6 +167,24 @@ def test_covering_layouts_equal_one_process(ranks: Ranks, record_property: Any) 
 @pytest.mark.parametrize("comm_type", CP_COMM_TYPES)
 def test_all_layouts_equal_one_process(ranks: Ranks, record_property: Any, comm_type: str) -> None:
     check(ranks, [run for run in GRID if run.comm_type == comm_type and run not in QUICK], record_property)
+
+
+def bf16(strategy: dict[str, Any]) -> list[float]:
+    seed_everything(SEED, verbose=False)
+    recorder = Recorder()
+    trainer = quiet_trainer(
+        MegatronStrategy(**strategy), max_epochs=1, precision="bf16-mixed", gradient_clip_val=1.0, logger=recorder
+    )
+    trainer.fit(LLAMA.module(), DataLoader(LLAMA.samples(), batch_size=BATCH))  # type: ignore[arg-type]
+    return recorder.series("train_loss")
+
+
+@pytest.mark.parametrize("comm_type", CP_COMM_TYPES)
+def test_bf16_differs_by_its_rounding(ranks: Ranks, comm_type: str) -> None:
+    (expected,) = ranks(1, bf16, {})
+    assert len(expected) == STEPS
+    for found in ranks(2, bf16, {"cp": 2, "cp_comm_type": comm_type}):
+        assert found == pytest.approx(expected, rel=2e-3)
 
 
 # Everything around training
@@ -187,9 +208,12 @@ def evaluation(strategy: dict[str, Any], batch_size: int) -> dict[str, Any]:
     seed_everything(SEED, verbose=False)
     module = ODD.module(Counting)
     data = DataLoader(ODD.samples(8), batch_size=batch_size)  # type: ignore[arg-type]
-    trainer = quiet_trainer(MegatronStrategy(**strategy), max_epochs=1)
+    throughput = Throughput()
+    trainer = quiet_trainer(MegatronStrategy(**strategy), max_epochs=1, callbacks=[throughput], logger=Recorder())
     trainer.fit(module, DataLoader(ODD.samples(12), batch_size=batch_size), data)  # type: ignore[arg-type]
-    fitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    timed = ("step_time", "per_second", "flops")
+    metrics = {name: float(x) for name, x in trainer.callback_metrics.items() if not any(t in name for t in timed)}
+    fitted = metrics | {"samples trained on": throughput.total.samples, "tokens trained on": throughput.total.tokens}
     predicted = trainer.predict(module, data)
     assert predicted is not None
     return {"fitted": fitted, "predicted": torch.cat(predicted)}  # type: ignore[arg-type]
@@ -207,6 +231,7 @@ def test_evaluation_returns_on_every_rank_what_one_process_does_and_counts_a_sam
     (expected,) = ranks(1, evaluation, {"micro_batch_size": 1}, 4)
     assert expected["fitted"]["tokens"] == 8 * ODD.length
     assert expected["fitted"]["samples"] == 8
+    assert expected["fitted"]["tokens trained on"] == 12 * ODD.length
     assert expected["predicted"].shape == (8, ODD.length, VOCABULARY)
     for size, strategy, batch_size in EVALUATIONS:
         for rank, found in enumerate(ranks(size, evaluation, {"micro_batch_size": 1} | strategy, batch_size)):
@@ -243,6 +268,19 @@ def test_a_checkpoint_of_cp_2_continues_without_cp_and_the_other_way_round(ranks
         for rest in ranks(second, train_and_save, {"cp": second}, folder / "on", str(folder / "end.ckpt"), 2):
             assert rest.losses == pytest.approx(whole.losses[3:], rel=BOUND)
             assert rest.norms == pytest.approx(whole.norms[3:], rel=BOUND)
+
+
+class Ordinary(LightningModule):
+    pass
+
+
+def test_a_module_that_does_not_split_sequences_is_refused() -> None:
+    """Its attention would take whole sequences for shards."""
+    strategy = MegatronStrategy(cp=2)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    strategy.check(GPTModule("gpt-tiny"))
+    with pytest.raises(ConfigError, match="cp=2: Ordinary does not say that each rank takes its part of a sequence"):
+        strategy.check(Ordinary())
 
 
 def refused(strategy: dict[str, Any], options: dict[str, Any]) -> list[str]:

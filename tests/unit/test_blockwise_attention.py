@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.ops.attention import attention
 from lightning_megatron.ops.blockwise_attention import (
@@ -135,14 +136,14 @@ def test_gradients_by_finite_differences():
     assert torch.autograd.gradcheck(lambda q, k, v: blockwise_attention(q, k, v, causal=True, first_query=2), leaves)
 
 
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+class Largest(TorchFunctionMode):
     """Elements of the largest tensor made inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor):
