@@ -84,7 +84,7 @@ def shapes(layout: ParallelLayout) -> list[tuple[int, ...]]:
     _, model = reference_and(mesh, MODELS["gpt"])
     found: list[tuple[int, ...]] = []
     for block in model.layers.values():
-        block.register_forward_hook(lambda module, args, out: found.append(tuple(out.shape)))
+        block.register_forward_hook(lambda module, args, out: found.append(tuple(out[0].shape)))
     for length in (16, 11, 1):
         tokens = torch.zeros(B, length, dtype=torch.long)
         assert model(tokens).shape == (B, length, VOCAB)
