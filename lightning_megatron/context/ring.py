@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_megatron.comm.p2p import Rotation, start_rotation
 from lightning_megatron.mesh import Axis
-from lightning_megatron.ops.blockwise_attention import Attended, attend, attend_backward, inner, merge
+from lightning_megatron.ops.blockwise_attention import Attended, attend, attend_backward, inner, merge_
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool = True, dropout: float = 0.0) -> Tensor:
@@ -91,8 +91,7 @@ class _Ring(torch.autograd.Function):
             if total is None:
                 total = part
                 continue
-            merged = merge(Attended(total.out[seen.queries], total.lse[seen.queries]), part)
-            total.out[seen.queries], total.lse[seen.queries] = merged
+            merge_(Attended(total.out[seen.queries], total.lse[seen.queries]), part)
         assert total is not None
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse)
@@ -108,8 +107,8 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         axis: Axis = ctx.axis
         delta = inner(out, grad)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        own = torch.zeros((2, *k.shape), dtype=lse.dtype, device=k.device)
+        dq: Tensor
+        own: Tensor
         travelling: Rotation | None = None
         for source, keys, values in _keys_of_all(k, v, axis):
             seen = seen_at(axis.rank, source, q.shape[0], ctx.causal)
@@ -117,12 +116,13 @@ class _Ring(torch.autograd.Function):
             dq_part, *d_keys = attend_backward(
                 grad[rows], q[rows], keys[seen.keys], values[seen.keys], lse[rows], delta[rows], causal=seen.causal
             )
-            dq[rows] += dq_part
-            if source == axis.rank:
-                own += torch.stack(d_keys)
+            if source == axis.rank:  # the first step
+                dq, own = dq_part, torch.stack(d_keys)
                 continue
+            dq[rows] += dq_part
             others = torch.zeros_like(own) if travelling is None else travelling.wait()
-            others[:, seen.keys] += torch.stack(d_keys)
+            for gradient, part in zip(others, d_keys, strict=True):
+                gradient[seen.keys] += part
             travelling = start_rotation(others, axis)
         if travelling is not None:
             own += travelling.wait()

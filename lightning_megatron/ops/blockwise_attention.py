@@ -35,7 +35,7 @@ class Attended(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0, block_bytes: int = BLOCK_BYTES
 ) -> Attended:
-    """Attention with the log-sum-exp that its backward pass and :func:`merge` need; no gradient.
+    """Attention with the log-sum-exp that its backward pass and :func:`merge_` need; no gradient.
 
     Args:
         q: ``[S, B, N, D]``.
@@ -110,11 +110,12 @@ def inner(out: Tensor, grad: Tensor) -> Tensor:
     return _wide(out).mul(_wide(grad)).sum(-1)
 
 
-def merge(a: Attended, b: Attended) -> Attended:
-    """What the same queries took from two sets of keys together."""
-    lse = torch.logaddexp(a.lse, b.lse)
-    mine, its = ((part.lse - lse).exp_().unsqueeze(-1) for part in (a, b))
-    return Attended(a.out * mine + b.out * its, lse)
+def merge_(whole: Attended, part: Attended) -> None:
+    """Add what the same queries took from other keys, in place."""
+    lse = torch.logaddexp(whole.lse, part.lse)
+    kept, added = ((x.lse - lse).exp_().unsqueeze(-1) for x in (whole, part))
+    whole.out.mul_(kept).addcmul_(part.out, added)
+    whole.lse.copy_(lse)
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0) -> Tensor:

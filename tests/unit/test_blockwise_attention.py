@@ -17,7 +17,7 @@ from lightning_megatron.ops.blockwise_attention import (
     attend_backward,
     blockwise_attention,
     inner,
-    merge,
+    merge_,
 )
 from lightning_megatron.testing.parity import assert_same
 
@@ -112,7 +112,9 @@ def test_pieces_of_the_keys_merge_to_all_of_them_and_their_gradients_add_up():
     cuts = [slice(0, 5), slice(5, 6), slice(6, 12)]
     parts = [attend(q, k[cut], v[cut], causal=False) for cut in cuts]
     for order in ([0, 1, 2], [2, 0, 1]):
-        whole = merge(merge(parts[order[0]], parts[order[1]]), parts[order[2]])
+        whole, *rest = (Attended(*(x.clone() for x in parts[i])) for i in order)
+        for part in rest:
+            merge_(whole, part)
         delta = inner(whole.out, grad)
         grads = [attend_backward(grad, q, k[c], v[c], whole.lse, delta, causal=False) for c in cuts]
         dk, dv = (torch.cat([part[i] for part in grads]) for i in (1, 2))
@@ -121,13 +123,11 @@ def test_pieces_of_the_keys_merge_to_all_of_them_and_their_gradients_add_up():
 
 
 def test_merging_holds_where_one_part_outweighs_the_other_by_more_than_fp32_can_say():
-    far, near = (
-        Attended(torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), -200.0)),
-        Attended(torch.full((1, 1, 1, 2), 3.0), torch.full((1, 1, 1), 200.0)),
-    )
-    for merged in (merge(far, near), merge(near, far)):
-        assert merged.out.flatten().tolist() == [3.0, 3.0]
-        assert merged.lse.item() == 200.0
+    for first, second in ((-200.0, 200.0), (200.0, -200.0)):
+        whole, part = (Attended(torch.full((1, 1, 1, 2), x), torch.full((1, 1, 1), x)) for x in (first, second))
+        merge_(whole, part)
+        assert whole.out.flatten().tolist() == [200.0, 200.0]
+        assert whole.lse.item() == 200.0
 
 
 def test_gradients_by_finite_differences():
