@@ -42,7 +42,7 @@ class Training:
         # Large weights, so that gradients are above the clipping norm.
         sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "head_dim": 4}
         sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "vocab_multiple": 4, "init_std": 0.1}
-        sizes |= {"num_query_groups": 2, "ffn_hidden_size": 48} if self.family == "llama" else {}
+        sizes |= {"num_query_groups": 2, "ffn_hidden_size": 48} if self.family != "gpt" else {}
         return kind(f"{self.family}-tiny", lr=1e-3, **sizes | options)
 
     def samples(self, count: int = STEPS * BATCH) -> list[dict[str, Tensor]]:
@@ -129,8 +129,8 @@ def check(ranks: Ranks, runs: Sequence[Run], record: Callable[[str, Any], None])
     assert not wrong, "\n".join(wrong)
 
 
-LLAMA, ODD = Training("llama"), Training("llama", length=21)
-FLAT = (("sequence_parallel", False),)
+LLAMA, ODD, MIXTRAL = Training("llama"), Training("llama", length=21), Training("mixtral")
+FLAT, EXPERTS = (("sequence_parallel", False),), (("ep", 2),)
 # Every layout, way of communication and family is met at least once by these.
 QUICK = [
     Run(2, "p2p"),
@@ -140,6 +140,7 @@ QUICK = [
     Run(2, "a2a", pp=2, micro_batches=4),
     Run(2, "all_gather", dp=2, micro_batches=2, training=LLAMA),
     Run(4, "p2p", training=ODD),
+    Run(2, "p2p", training=MIXTRAL, options=EXPERTS),
 ]
 LAYOUTS: list[dict[str, Any]] = [
     {"cp": 2},
@@ -156,6 +157,11 @@ LAYOUTS: list[dict[str, Any]] = [
 GRID = [
     Run(comm_type=comm_type, training=training, **layout)
     for layout, comm_type, training in product(LAYOUTS, CP_COMM_TYPES, (Training(), LLAMA))
+]
+GRID += [
+    Run(2, "p2p", training=MIXTRAL),
+    Run(2, "a2a", tp=2, training=MIXTRAL, options=EXPERTS),
+    Run(2, "all_gather", dp=2, micro_batches=2, training=MIXTRAL, options=EXPERTS),
 ]
 
 
