@@ -159,6 +159,26 @@ def barrier_device_ids(device: torch.device) -> list[int] | None:
     return [device.index] if device.type == "cuda" and device.index is not None else None
 
 
+_BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx10_1", "avx10_2", "bf16")
+
+
+def has_bf16_arithmetic(device: torch.device, capabilities: Mapping[str, Any] | None = None) -> bool:
+    """Whether ``device`` multiplies bf16 as such, and does not turn every element into fp32 on the way.
+
+    Assumed wherever it cannot be known: for other devices than CPUs, and for CPUs of which torch says nothing.
+
+    Args:
+        device: where the product is made.
+        capabilities: of its CPU, names as in ``torch.cpu.get_capabilities()``; ``None`` asks torch.
+    """
+    if device.type != "cpu":
+        return True
+    ask = getattr(torch.cpu, "get_capabilities", dict)  # newer than the oldest torch supported; nothing is known there
+    known: Mapping[str, Any] = ask() if capabilities is None else capabilities
+    answers = [bool(known[name]) for name in _BF16_INSTRUCTIONS if name in known]
+    return any(answers) or not answers
+
+
 def has_fused_adamw(device: torch.device) -> bool:
     """Whether ``torch.optim.AdamW(fused=True)`` has a kernel here."""
     return device.type in ("cpu", "cuda")

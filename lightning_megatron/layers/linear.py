@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import (
@@ -36,6 +35,7 @@ from lightning_megatron.config import Problem, divisors, multiples_around, neare
 from lightning_megatron.deferred import DeferredGradients
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.ops.matmul import linear, matmul, product
 from lightning_megatron.params import ParamSpec
 
 
@@ -65,7 +65,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias)
         ctx.axis, ctx.sequence_parallel, ctx.deferred, ctx.leaves = axis, sequence_parallel, deferred, leaves
         whole = all_gather(x, axis) if sequence_parallel else x
-        return F.linear(whole, weight.flatten(0, -2), None if bias is None else bias.flatten())
+        return linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
@@ -75,11 +75,11 @@ class _Linear(torch.autograd.Function):
             needs_dw, needs_db = (leaf is not None and leaf.requires_grad for leaf in ctx.leaves)
         whole_x = start_all_gather(x, ctx.axis) if ctx.sequence_parallel and needs_dw else Pending(x)
         start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
-        pending_dx = start(dy.matmul(weight.flatten(0, -2)), ctx.axis) if needs_dx else None
+        pending_dx = start(matmul(dy, weight.flatten(0, -2)), ctx.axis) if needs_dx else None
 
         def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
             flat = dy.flatten(0, -2)
-            dw = flat.t().matmul(whole_x.wait().flatten(0, -2)).view_as(weight) if needs_dw else None
+            dw = product(flat.t(), whole_x.wait().flatten(0, -2)).view_as(weight) if needs_dw else None
             db = flat.sum(0).view_as(bias) if bias is not None and needs_db else None
             return dw, db
 
@@ -183,7 +183,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[S, B, in]`` (``[S/tp, B, in]`` under sequence parallelism) to ``[S, B, out/tp]``; blocks side by side."""
         if self.axis.size == 1 and not self.deferred.enabled:
-            return F.linear(x, self.weight.flatten(0, -2), None if self.bias is None else self.bias.flatten())
+            return linear(x, self.weight, self.bias)
         out = _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.deferred)
         if not self.gather_output:
             return out
@@ -253,7 +253,7 @@ class RowParallelLinear(nn.Module):
         if self.deferred.enabled:
             partial = _linear(x, self.weight, added, _ALONE, False, self.deferred)
         else:
-            partial = F.linear(x, self.weight, added)
+            partial = linear(x, self.weight, added)
         if self.axis.size == 1:
             return partial
         out = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_region)(partial, self.axis)

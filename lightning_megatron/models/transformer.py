@@ -20,6 +20,7 @@ from lightning_megatron.layers.norm import NORMS
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.moe.layer import MoELayer
+from lightning_megatron.ops.matmul import linear
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
 
@@ -194,7 +195,7 @@ class Head(nn.Module):
             tied: the embedding's weight where the model shares it.
             keep: positions of the whole sequence to make logits of.
         """
-        logits = F.linear(self._enter(hidden)[keep], self._weight(tied))
+        logits = linear(self._enter(hidden)[keep], self._weight(tied))
         return gather_features(logits, self.axis)[..., : self.vocab_size]
 
     def loss(self, hidden: Tensor, labels: Tensor, token_weights: Tensor, tied: Tensor | None = None) -> Tensor:

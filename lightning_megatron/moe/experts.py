@@ -11,7 +11,7 @@ from lightning_megatron.config import Problem, divisors, nearest_to, raise_if_an
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.activation import ACTIVATIONS, GATED
-from lightning_megatron.ops.grouped_linear import grouped_linear
+from lightning_megatron.ops.grouped_linear import batched_linear, grouped_linear
 from lightning_megatron.ops.mixture_of_experts import mixture_of_experts
 from lightning_megatron.params import ParamSpec
 
@@ -85,8 +85,8 @@ class RoutedExperts(nn.Module):
 
     def batched(self, x: Tensor) -> Tensor:
         """``[experts here, n, H] -> [experts here, n, H]``, as many rows for each."""
-        inner = self.activation(torch.bmm(x, self.fc1.flatten(1, -2).transpose(1, 2)))
-        return torch.bmm(inner, self.fc2.transpose(1, 2))
+        inner = self.activation(batched_linear(x, self.fc1.flatten(1, -2)))
+        return batched_linear(inner, self.fc2)
 
     def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """``[T, H] -> [T, H]``: tokens through those of their experts ``[T, k]`` that are here, weighted and summed."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.ops.matmul import matmul_into, widens
+
 
 class _GroupedLinear(torch.autograd.Function):
     """Writes each group's product where it belongs: no gradient as long as all weights is made once a group."""
@@ -18,7 +20,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.counts = counts
         out = x.new_empty(x.shape[0], weight.shape[1])
         for rows, w, product in zip(x.split(counts), weight, out.split(counts), strict=True):
-            torch.mm(rows, w.t(), out=product)
+            matmul_into(product, rows, w.t())
         return out
 
     @staticmethod
@@ -29,11 +31,11 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             for dy, w, product in zip(grad.split(counts), weight, dx.split(counts), strict=True):
-                torch.mm(dy, w, out=product)
+                matmul_into(product, dy, w)
         if ctx.needs_input_grad[1]:
             dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
             for dy, rows, product in zip(grad.split(counts), x.split(counts), dw, strict=True):
-                torch.mm(dy.t(), rows, out=product)  # of no rows: zeros
+                matmul_into(product, dy.t(), rows)  # of no rows: zeros
         return dx, dw, None
 
 
@@ -50,3 +52,13 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """
     out: Tensor = _GroupedLinear.apply(x, weight, tuple(counts))
     return out
+
+
+def batched_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """:func:`grouped_linear` of groups of one length, ``[G, n, in] -> [G, n, out]``: one product where that is best."""
+    transposed = weight.transpose(1, 2)
+    if not widens(x, transposed):
+        return torch.bmm(x, transposed)
+    # Group by group, only one weight at a time has a wide copy.
+    groups, rows, _ = x.shape
+    return grouped_linear(x.flatten(0, 1), weight, [rows] * groups).unflatten(0, (groups, rows))

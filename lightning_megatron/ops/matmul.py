@@ -1,0 +1,116 @@
+"""Matrix products of bf16 operands, also for processors that have no arithmetic for bf16.
+
+Such a processor turns bf16 into fp32 on the way into every multiplication, which takes about four times as long as to
+turn whole operands into fp32 once and multiply those. Either way products are summed in fp32; the detour rounds once,
+at the end, and where the result is wanted in fp32 not at all. The fp32 copies live as long as their product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatron.device import has_bf16_arithmetic
+
+FEW = 16
+"""With fewer rows or columns than this, copying the operands costs more than the faster product gains."""
+
+
+def widens(a: Tensor, b: Tensor, *, native: bool | None = None) -> bool:
+    """Whether ``a b`` is made in fp32 of widened copies: the one place that chooses.
+
+    Ranks that meet in a collective need not agree: shapes and dtypes of results are the same.
+
+    Args:
+        a: ``[..., n, k]``.
+        b: ``[k, m]``, or ``[..., k, m]`` with a matrix for each of ``a``.
+        native: whether the device has arithmetic for bf16; ``None`` asks it.
+    """
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
+        return False
+    if has_bf16_arithmetic(a.device) if native is None else native:
+        return False
+    if torch.is_autocast_enabled(a.device.type):  # autocast would narrow the copies again
+        return False
+    rows = a.shape[:-1].numel() if b.dim() == 2 else a.shape[-2]
+    return min(rows, *b.shape[-2:]) >= FEW
+
+
+def product_reference(a: Tensor, b: Tensor) -> Tensor:
+    """The meaning of :func:`product` in plain torch, but for one rounding."""
+    return a.matmul(b)
+
+
+def product(a: Tensor, b: Tensor, *, native: bool | None = None) -> Tensor:
+    """``a b`` with the digits it was computed with: fp32 if the operands were widened. Not for autograd to record.
+
+    Args:
+        a: ``[..., n, k]``.
+        b: ``[k, m]``.
+        native: see :func:`widens`.
+    """
+    return a.float().matmul(b.float()) if widens(a, b, native=native) else product_reference(a, b)
+
+
+def matmul(a: Tensor, b: Tensor, *, native: bool | None = None) -> Tensor:
+    """:func:`product` rounded to the dtype of its operands."""
+    return product(a, b, native=native).to(a.dtype)
+
+
+def matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write ``a b`` where it belongs; ``out`` is ``[n, m]``, maybe a view."""
+    if widens(a, b):
+        out.copy_(product(a, b))
+    else:
+        torch.mm(a, b, out=out)
+
+
+class _WideLinear(torch.autograd.Function):
+    """Keeps the narrow operands, not their copies. The gradient of a weight leaves in fp32, for who accumulates so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_shape = None if bias is None else bias.shape
+        added = None if bias is None else bias.flatten().float()
+        return F.linear(x.float(), weight.flatten(0, -2).float(), added).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad
+        dx = dw = db = None
+        if needs_dx:
+            dx = matmul(dy, weight.flatten(0, -2), native=False)
+        flat = dy.flatten(0, -2)
+        if needs_dw:
+            dw = product(flat.t(), x.flatten(0, -2), native=False).view_as(weight)
+        if needs_db:
+            db = flat.sum(0, dtype=torch.float32).view(ctx.bias_shape)
+        return dx, dw, db
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The meaning of :func:`linear` in plain torch."""
+    return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, native: bool | None = None) -> Tensor:
+    """``x W^T + b``.
+
+    Args:
+        x: ``[..., in]``.
+        weight: ``[..., in]``; all dimensions before the last are output features.
+        bias: like ``weight`` without its last dimension.
+        native: see :func:`widens`.
+
+    Returns:
+        ``[..., out]``.
+    """
+    if not widens(x, weight.flatten(0, -2).t(), native=native):
+        return linear_reference(x, weight, bias)
+    out: Tensor = _WideLinear.apply(x, weight, bias)
+    return out
