@@ -29,8 +29,8 @@ class BufferKey(NamedTuple):
         replicated_over_tp: every tp rank holds the same elements: they count once in a norm.
         grad_sum_over_tp: gradients are summed over tp before data parallelism sees them.
         tied_copy: the elements repeat a parameter of another pipeline stage: they do not count in a norm.
-        expert: experts own the elements: their replicas, and so the ranks that share their gradients and state, are
-            those of the expert-data axis.
+        expert: experts own the elements, and their replicas, who share gradients and state, are other ranks than those
+            of dense layers: the expert-data axis.
         held: gradients are not final when backward is (tied embeddings): not reduced before the end of the step.
     """
 

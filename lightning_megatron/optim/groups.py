@@ -99,7 +99,7 @@ def assign(
             replicated_over_tp=shared,
             grad_sum_over_tp=shared and spec.grad_sum_over_tp,
             tied_copy=spec.tied_with is not None,
-            expert=spec.is_expert,
+            expert=spec.is_expert and mesh.edp.ranks != mesh.dp_cp.ranks,
             held=name in hold,
         )
         buffers.setdefault(key, []).append(OwnedParam(name, param, spec, order))

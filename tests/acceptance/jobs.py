@@ -24,7 +24,7 @@ from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 Ranks = Callable[..., list[Any]]
 
-GLOBAL_BATCH, LENGTH, VOCABULARY, SEED = 8, 6, 32, 7
+GLOBAL_BATCH, LENGTH, VOCABULARY, SEED = 8, 8, 32, 7
 # AdamW amplifies what sums in another order leave in the last bit; a fault shows as 1e-3 and more.
 ROUNDING = 1e-5
 
@@ -37,6 +37,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
     stock: bool = False
 
     @property
@@ -51,29 +52,35 @@ class Layout:
     def __str__(self) -> str:
         if self.stock:
             return "stock"
-        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp, "ep": self.ep}
         return "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one"
 
     def strategy(self, **options: Any) -> Any:
         if self.stock:
             return SingleDeviceStrategy(torch.device("cpu"))
         micro = {"micro_batch_size": self.batch_size // 2} if self.pp > 1 else {}
-        return MegatronStrategy(tp=self.tp, pp=self.pp, cp=self.cp, **micro | options)
+        return MegatronStrategy(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, **micro | options)
 
 
 STOCK, ONE, TP2, PP2, TP2PP2, DP2 = Layout(stock=True), Layout(), Layout(2), Layout(1, 2), Layout(2, 2), Layout(dp=2)
-CP2 = Layout(cp=2)
-LAYOUTS = (ONE, TP2, PP2, TP2PP2, CP2, DP2)
+CP2, EP2 = Layout(cp=2), Layout(dp=2, ep=2)
+LAYOUTS = (ONE, TP2, PP2, TP2PP2, CP2, DP2, EP2)
 SPREAD = LAYOUTS[1:]
 
 
-def language_model(kind: type[GPTModule] = GPTModule, preset: str = "llama-tiny", **options: Any) -> Any:
-    """Two layers, weights large enough for gradients that matter; the same weights in every layout."""
+def language_model(kind: type[GPTModule] = GPTModule, preset: str = "mixtral-tiny", **options: Any) -> Any:
+    """Two layers, weights large enough for gradients that matter; the same weights in every layout.
+
+    By default it has two experts, of which each token visits both: ``ep`` has something to share out, and rounding
+    cannot send a token elsewhere.
+    """
     seed_everything(SEED, verbose=False)
     sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": VOCABULARY}
     sizes |= {"max_position_embeddings": 16, "vocab_multiple": 2, "init_std": 0.1}
-    if preset.startswith("llama"):
+    if not preset.startswith("gpt"):
         sizes |= {"num_query_groups": 2, "ffn_hidden_size": 24, "head_dim": 8}
+    if preset.startswith("mixtral"):
+        sizes |= {"num_experts": 2, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.0}
     return kind(preset, **{"lr": 1e-3} | sizes | options)
 
 

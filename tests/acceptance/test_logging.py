@@ -157,7 +157,7 @@ def test_19_callback_metrics_are_identical_on_all_ranks_after_every_batch(ranks:
 def test_20_and_21_sums_and_metric_objects_count_every_sample_once(ranks: Ranks) -> None:
     expected, _ = on_all(ranks, STOCK, measured)
     last = expected[-1]
-    assert (last["samples"], last["total_epoch"], last["val_samples"]) == (32, 32 * 6, 16)
+    assert (last["samples"], last["total_epoch"], last["val_samples"]) == (32, 32 * LENGTH, 16)
     for layout in LAYOUTS:
         for seen, _ in ranks(layout.world_size, measured, layout):
             ours = seen[-1]
