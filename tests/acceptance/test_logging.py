@@ -12,6 +12,7 @@ import torch
 from jobs import (
     DP2,
     LAYOUTS,
+    LENGTH,
     ONE,
     PP2,
     STOCK,
