@@ -19,6 +19,7 @@ from lightning_megatron.layers.rotary import RopeScaling, RotaryEmbedding
 from lightning_megatron.ops.activation import gelu_tanh, swiglu, swiglu_reference
 from lightning_megatron.ops.attention import attention, attention_reference
 from lightning_megatron.ops.dropout import dropout
+from lightning_megatron.ops.grouped_linear import grouped_linear, grouped_product
 from lightning_megatron.ops.norm import layer_norm, rms_norm, rms_norm_reference
 from lightning_megatron.ops.rope import rope, rope_reference
 from lightning_megatron.testing.parity import assert_same
@@ -194,3 +195,27 @@ def test_gradients_of_own_functions_by_finite_differences():
     cos, sin = (t.double() for t in RotaryEmbedding(4).first(3, x.device, torch.float64))
     assert torch.autograd.gradcheck(swiglu, (x,))
     assert torch.autograd.gradcheck(lambda x: rope(x, cos, sin), (x,))
+
+
+def products_of_groups(function, dtype):
+    generator = torch.Generator().manual_seed(4)
+    x, weight = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in ((9, 16), (4, 8, 16)))
+    counts = [3, 0, 5, 1]
+    out = function(x, weight, counts)
+    out.backward(torch.randn(9, 8, generator=generator).to(dtype))
+    return out, x.grad, weight.grad
+
+
+def test_grouped_products_are_those_of_each_group():
+    def one_by_one(x, weight, counts):
+        return torch.cat([rows @ w.t() for rows, w in zip(x.split(counts), weight, strict=True)])
+
+    for ours, right in zip(*(products_of_groups(f, torch.float32) for f in (grouped_linear, one_by_one)), strict=True):
+        torch.testing.assert_close(ours, right)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="torch has no grouped product")
+def test_the_kernel_for_all_groups_means_the_same():
+    ours, right = (products_of_groups(f, torch.bfloat16) for f in (grouped_product, grouped_linear))
+    for a, b in zip(ours, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)
