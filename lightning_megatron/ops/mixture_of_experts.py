@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_megatron.ops.activation import swiglu
 from lightning_megatron.ops.grouped_linear import grouped_linear
 
 Activation = Callable[[Tensor], Tensor]
@@ -52,4 +53,39 @@ def mixture_of_experts(
     Returns:
         ``[T, H]``.
     """
+    if x.device.type == "hpu" and activation is swiglu and has_fused_operator():
+        return mixture_of_experts_fused(x, experts, weights, fc1, fc2, first)
     return mixture_of_experts_reference(x, experts, weights, fc1, fc2, activation, first)
+
+
+def has_fused_operator() -> bool:
+    """Whether Intel's bridge brings the operator with its gradients: from 1.20.1 on, told by an argument."""
+    operator = getattr(torch.ops.hpu, "mixture_of_experts", None)
+    if operator is None or "fused_weights" not in operator.overloads():
+        return False
+    return any(argument.name == "recomp" for argument in operator.fused_weights._schema.arguments)
+
+
+def mixture_of_experts_fused(
+    x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, first: int = 0
+) -> Tensor:
+    """:func:`mixture_of_experts` of SwiGLU experts by the Gaudi's operator; never run on a real one.
+
+    Its eager path without gradients ignores the range of experts it is given. So ids are made local, the range is
+    always all of it, and choices of other ranks go to the first expert with weight 0.
+    """
+    here = fc2.shape[0]
+    local = experts - first
+    outside = (local < 0) | (local >= here)
+    out: Tensor = torch.ops.hpu.mixture_of_experts.fused_weights(
+        x,
+        local.masked_fill(outside, 0),
+        weights.masked_fill(outside, 0.0).to(x.dtype),
+        list(fc1.flatten(1, -2).unbind()),
+        list(fc2.unbind()),
+        permuted_weights=True,
+        activation="silu",
+        experts_min=0,
+        experts_max=here - 1,
+    )
+    return out
