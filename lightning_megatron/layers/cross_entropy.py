@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_gather
 from lightning_megatron.mesh import Axis
-from lightning_megatron.ops.matmul import widens
+from lightning_megatron.ops.matmul import wide_product, widens
 
 IGNORE_INDEX = -100
 CHUNK_BYTES = 64 << 20
@@ -173,12 +173,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_bytes: int,
     ) -> Tensor:
         rows = weight[: part.size]
-        if widens(hidden, weight.t()):
-            # Logits are wanted in fp32 anyway, and the sum of the chunks' gradients keeps its digits until it leaves.
-            rows = rows.float()
+        # Where products are made in fp32, logits and gradients stay as they are made until they leave.
+        wide = widens(hidden, weight.t())
+        multiply, dtype = (wide_product, torch.float32) if wide else (torch.matmul, weight.dtype)
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if wants_dx else None
-        d_weight = torch.empty_like(weight, dtype=rows.dtype) if wants_dw else None
+        d_weight = torch.empty_like(weight, dtype=dtype) if wants_dw else None
         if d_weight is not None:
             d_weight[part.size if hidden.shape[0] else 0 :].zero_()
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -186,14 +186,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         step = _chunk_length(hidden.shape[0], weight.dtype, weight.shape[0], chunk_bytes)
         for start in range(0, hidden.shape[0], step):
             some = slice(start, start + step)
-            x = hidden[some].to(rows.dtype)
-            chunk = _losses_(x.matmul(rows.t()).float(), labels[some], part, smoothing)
+            x = hidden[some].to(dtype)
+            chunk = _losses_(multiply(x, rows.t()).float(), labels[some], part, smoothing)
             loss += chunk.loss.dot(weights[some])
             if d_hidden is None and d_weight is None:
                 continue
-            grad = _gradient_(chunk, scales[some], part, smoothing).to(rows.dtype)
+            grad = _gradient_(chunk, scales[some], part, smoothing).to(dtype)
             if d_hidden is not None:
-                d_hidden[some] = grad.matmul(rows)
+                d_hidden[some] = multiply(grad, rows)
             if d_weight is not None:
                 # beta 0 on the first chunk: what has not been written is not read.
                 d_weight[: part.size].addmm_(grad.t(), x, beta=1 if start else 0, alpha=1 / ctx.headroom)

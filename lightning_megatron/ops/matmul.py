@@ -2,7 +2,8 @@
 
 Such a processor turns bf16 into fp32 on the way into every multiplication, which takes about four times as long as to
 turn whole operands into fp32 once and multiply those. Either way products are summed in fp32; the detour rounds once,
-at the end, and where the result is wanted in fp32 not at all. The fp32 copies live as long as their product.
+at the end, and where the result is wanted in fp32 not at all. The fp32 copies live as long as their product, and of a
+large weight there is only a block at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from lightning_megatron.device import has_bf16_arithmetic
 
 FEW = 16
 """With fewer rows or columns than this, copying the operands costs more than the faster product gains."""
+BLOCK_BYTES = 16 << 20
+"""About what the fp32 copy of a block of the second operand may take."""
 
 
 def widens(a: Tensor, b: Tensor, *, native: bool | None = None) -> bool:
@@ -52,7 +55,31 @@ def product(a: Tensor, b: Tensor, *, native: bool | None = None) -> Tensor:
         b: ``[k, m]``.
         native: see :func:`widens`.
     """
-    return a.float().matmul(b.float()) if widens(a, b, native=native) else product_reference(a, b)
+    return wide_product(a, b) if widens(a, b, native=native) else product_reference(a, b)
+
+
+def wide_product(a: Tensor, b: Tensor, *, block_bytes: int = BLOCK_BYTES) -> Tensor:
+    """``a b`` in fp32, whatever the dtype of the operands; not for autograd to record.
+
+    Args:
+        a: ``[..., n, k]``.
+        b: ``[k, m]``, widened block by block along the longer side.
+        block_bytes: of one block.
+    """
+    a = a.float()
+    k, m = b.shape
+    blocks = -(-4 * k * m // block_bytes)
+    if blocks <= 1:
+        return a.matmul(b.float())
+    if m >= k:
+        out = a.new_empty(*a.shape[:-1], m)
+        step = -(-m // blocks)
+        for some, here in zip(b.split(step, 1), out.split(step, -1), strict=True):
+            here.copy_(a.matmul(some.float()))
+        return out
+    step = -(-k // blocks)
+    parts = zip(a.split(step, -1), b.split(step), strict=True)
+    return sum((x.matmul(some.float()) for x, some in parts), start=a.new_zeros(*a.shape[:-1], m))
 
 
 def matmul(a: Tensor, b: Tensor, *, native: bool | None = None) -> Tensor:
@@ -75,8 +102,8 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_shape = None if bias is None else bias.shape
-        added = None if bias is None else bias.flatten().float()
-        return F.linear(x.float(), weight.flatten(0, -2).float(), added).to(x.dtype)
+        out = wide_product(x, weight.flatten(0, -2).t())
+        return (out if bias is None else out.add_(bias.flatten())).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

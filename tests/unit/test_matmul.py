@@ -14,7 +14,16 @@ from lightning_megatron.device import has_bf16_arithmetic
 from lightning_megatron.layers.cross_entropy import linear_cross_entropy
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.grouped_linear import batched_linear, grouped_linear
-from lightning_megatron.ops.matmul import FEW, linear, linear_reference, matmul, product, product_reference, widens
+from lightning_megatron.ops.matmul import (
+    FEW,
+    linear,
+    linear_reference,
+    matmul,
+    product,
+    product_reference,
+    wide_product,
+    widens,
+)
 from lightning_megatron.testing.parity import assert_same
 
 N, IN, OUT = 48, 32, 40
@@ -70,6 +79,13 @@ def test_a_widened_product_is_the_fp32_product_rounded_once_and_the_native_one_i
     assert torch.equal(matmul(a, b, native=False), exact.bfloat16())
     assert torch.equal(product(a, b, native=True), a @ b)
     assert_same({"native": product_reference(a, b)}, {"native": exact}, rtol=HALF_UNIT)
+
+
+@pytest.mark.parametrize("block_bytes", [4 * IN, 1000, 1 << 20])
+def test_a_large_operand_is_widened_block_by_block(block_bytes):
+    for a, b in ((random(2, N, IN), random(IN, OUT)), (random(N, OUT), random(OUT, IN))):
+        blocked = wide_product(a, b, block_bytes=block_bytes)
+        torch.testing.assert_close(blocked.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
