@@ -103,7 +103,7 @@ def _write_shard(file: Path, shard: Header, values: Iterator[Tensor]) -> None:
 
 
 def _write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
-    stream.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+    stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _header(shard: Header) -> bytes:
