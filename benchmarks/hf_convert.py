@@ -1,7 +1,7 @@
 """How much memory a conversion takes: peak resident memory of ``convert`` both ways, against the size of the model.
 
 Makes a LLaMA-shaped directory of random weights, converts it in a process of its own each way, and prints by how much
-the peak grew over what the imports take. Run: ``python benchmarks/hf_convert.py [--layers 16]``.
+resident memory grew at most over what the imports take. Linux. Run: ``python benchmarks/hf_convert.py [--layers 16]``.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from lightning_megatron.params import spec_registry
 
 MB = 1e6
 
-# The peak of a process includes what it maps; a thread of ours would not see what the library has freed again.
+# The kernel's own high-water mark, set back once all is imported: it sees mapped files, and what has been freed again.
 CHILD = """
-import resource, sys
+import re, sys
+from pathlib import Path
 import torch
 from lightning_megatron.cli.main import main
 import lightning_megatron.cli.convert
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-# The largest buffers that imports and the first use of the machinery need are no part of the model.
-before = peak()
+def kilobytes(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+Path("/proc/self/clear_refs").write_text("5")
+before = kilobytes("VmRSS")
 assert main(sys.argv[1:]) == 0
-print(before, peak())
+print(1024 * (kilobytes("VmHWM") - before))
 """
 
 
@@ -56,10 +57,9 @@ def random_splits(shapes: dict[str, tuple[int, ...]], rules: WeightMap) -> Itera
 
 
 def growth(*words: str) -> float:
-    """Bytes by which the peak of a conversion exceeds that of its imports."""
+    """Bytes by which resident memory grows at most while a conversion runs."""
     done = subprocess.run([sys.executable, "-c", CHILD, "convert", *words], check=True, capture_output=True, text=True)
-    before, after = map(int, done.stdout.splitlines()[-1].split())
-    return after - before
+    return int(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
