@@ -23,7 +23,7 @@ from lightning_megatron.mesh import ParallelMesh
 def write(directory: Path, state: State, mesh: ParallelMesh, doing: str) -> None:
     """Write a state as ``.metadata`` and one ``__R_0.distcp`` a rank. Every rank must call this.
 
-    Tensors that are made while they are written have a file each: DCP keeps what it writes to a file until it closes it.
+    Tensors that are made while they are written have a file each: DCP keeps what it writes until it closes the file.
 
     Raises:
         CheckpointError: on every rank, if any step failed on any.

@@ -236,6 +236,14 @@ def test_differences_of_configuration_are_all_named_before_anything_starts(folde
         module_of(folder / "gpt2", weights=True, max_position_embeddings=8)
 
 
+def test_a_wrong_directory_is_known_before_a_process_is_spawned(folder: Path) -> None:
+    strategy = quiet_trainer(MegatronStrategy()).strategy
+    assert isinstance(strategy, MegatronStrategy)
+    strategy.check(module_of(folder / "llama"), folder / "llama")
+    with pytest.raises(ConfigError, match=r"norm='rmsnorm'.*nearest valid: layernorm"):
+        strategy.check(module_of(folder / "llama"), str(folder / "gpt2"))
+
+
 def test_a_directory_that_fits_no_module_is_refused(folder: Path) -> None:
     trainer, _ = trainer_of({})
     other = LlamaModule("llama-tiny", num_layers=2)
