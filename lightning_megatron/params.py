@@ -40,6 +40,11 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def is_empty(self) -> bool:
         """Whether the piece holds no element."""
@@ -160,14 +165,22 @@ def load_full(model: nn.Module, tensors: Mapping[str, Tensor], ranks: ShardRanks
         KeyError: for a parameter that ``tensors`` does not have.
         ValueError: for one of another shape.
     """
-    with torch.no_grad():
-        for name, param, spec in named_specs(model):
-            whole = tensors[name]
-            if tuple(whole.shape) != spec.global_shape:
-                raise ValueError(f"{name} is {list(spec.global_shape)}, and the given tensor {list(whole.shape)}")
-            box = spec.local_box(tuple(param.shape), ranks)
-            local, part = param.data, whole
-            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                local, part = local.narrow(dim, 0, size), part.narrow(dim, offset, size)
-            param.zero_()
-            local.copy_(part)
+    for name, param, spec in named_specs(model):
+        copy_slice(name, param, spec, tensors[name], ranks)
+
+
+@torch.no_grad()
+def copy_slice(name: str, param: Tensor, spec: ParamSpec, whole: Tensor, ranks: ShardRanks) -> None:
+    """Copy this rank's slice of a whole parameter, as :func:`load_full` does for all of them.
+
+    Raises:
+        ValueError: if ``whole`` has another shape.
+    """
+    if tuple(whole.shape) != spec.global_shape:
+        raise ValueError(f"{name} is {list(spec.global_shape)}, and the given tensor {list(whole.shape)}")
+    box = spec.local_box(tuple(param.shape), ranks)
+    local, part = param.data, whole
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        local, part = local.narrow(dim, 0, size), part.narrow(dim, offset, size)
+    param.zero_()
+    local.copy_(part)

@@ -24,6 +24,7 @@ from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
 from lightning_megatron.checkpoint.transfer import read, read_metadata, write
 from lightning_megatron.checkpoint.verify import hash_faults, size_faults
+from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.config import nearest_names
 from lightning_megatron.mesh import ParallelMesh
 
@@ -64,7 +65,8 @@ def save(
 
     Args:
         path: the directory to make, on a file system that all ranks share.
-        state: what this rank holds of the model and the optimizers.
+        state: what this rank holds of the model and the optimizers; where there is one rank, also tensors that are made
+            while they are written (:class:`~lightning_megatron.checkpoint.whole.WholeTensor`).
         meta: anything small, the same on all ranks; rank 0's is saved.
         mesh: who takes part.
         per_rank: what only a rank at the same coordinate of the same layout can use, such as its random streams.
@@ -188,7 +190,7 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
 
 def _refuse_object_values(state: State) -> None:
     for key, value in state.items():
-        if not isinstance(value, Fragment):
+        if not isinstance(value, Fragment | WholeTensor):
             refuse_objects(value, key, "Turn them into plain containers, numbers, strings or tensors.")
 
 

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_megatron.checkpoint.fragment import Fragment, cover_fault
+from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.params import Box
 
 PER_RANK = "per_rank"
@@ -57,8 +58,16 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
+def _shard(key: str, value: Fragment | WholeTensor, box: Box) -> WriteItem:
+    data = TensorWriteData(_chunk(box), TensorProperties(dtype=value.dtype), torch.Size(value.shape))
+    return WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
 class FragmentSavePlanner(SavePlanner):
-    """Writes the parts of fragments that are this rank's to write, and any other value once in the job."""
+    """Writes the parts of fragments that are this rank's to write, and any other value once in the job.
+
+    A :class:`WholeTensor` is made when its turn comes, and let go when it is written.
+    """
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -77,15 +86,12 @@ class FragmentSavePlanner(SavePlanner):
         """One item a part, one a value that is no tensor."""
         items = []
         for key, value in self._state.items():
-            if not isinstance(value, Fragment):
+            if isinstance(value, WholeTensor):
+                items.append(_shard(key, value, value.box))
+            elif isinstance(value, Fragment):
+                items += [_shard(key, value, part.box) for part in value.parts if part.write]
+            else:
                 items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
-                continue
-            for part in value.parts:
-                if part.write:
-                    properties = TensorProperties(dtype=value.dtype)
-                    data = TensorWriteData(_chunk(part.box), properties, torch.Size(value.shape))
-                    index = MetadataIndex(key, part.box.offsets)
-                    items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -108,11 +114,14 @@ class FragmentSavePlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """The view of live memory for a part, the pickled bytes for any other value."""
         index = write_item.index
+        value = self._state[index.fqn]
+        if isinstance(value, WholeTensor):
+            return value.make()
         if write_item.type is not WriteItemType.BYTE_IO:
             assert index.offset is not None
             return self._parts[index.fqn, index.offset]
         buffer = io.BytesIO()
-        torch.save(self._state[index.fqn], buffer)
+        torch.save(value, buffer)
         return buffer
 
 

@@ -16,16 +16,21 @@ from torch.distributed.checkpoint.planner import SavePlan
 from lightning_megatron.checkpoint.plan import FragmentLoadPlanner, FragmentSavePlanner
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import collected, dealt, together
+from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.mesh import ParallelMesh
 
 
 def write(directory: Path, state: State, mesh: ParallelMesh, doing: str) -> None:
     """Write a state as ``.metadata`` and one ``__R_0.distcp`` a rank. Every rank must call this.
 
+    Tensors that are made while they are written have a file each: DCP keeps what it writes until it closes the file.
+
     Raises:
         CheckpointError: on every rank, if any step failed on any.
     """
-    planner, writer = FragmentSavePlanner(), FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
+    streams = any(isinstance(value, WholeTensor) for value in state.values())
+    planner = FragmentSavePlanner()
+    writer = FileSystemWriter(directory, single_file_per_rank=not streams, sync_files=True)
     leads = mesh.rank == 0
 
     def plan_own() -> SavePlan:

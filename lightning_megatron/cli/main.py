@@ -30,6 +30,7 @@ _COMMANDS = {
         "lightning_megatron.cli.preprocess", "preprocess_command", "JSON lines to the token files that training reads"
     ),
     "generate": _Command("lightning_megatron.cli.generate", "generate_command", "continue a text with a checkpoint"),
+    "convert": _Command("lightning_megatron.cli.convert", "convert_command", "Hugging Face models to ours and back"),
     "schedule": _Command(
         "lightning_megatron.cli.schedule", "schedule_command", "print, price and draw a pipeline schedule"
     ),

@@ -42,6 +42,11 @@ class CheckpointStrategy(MeshStrategy):
         if self._optimizer_set is not None:
             self._optimizer_set.finish_param_gather()
 
+    def refresh_main_params(self) -> None:
+        """Tell the optimizers that parameters have new values, which are not of their making."""
+        for optimizer in self.sharded_optimizers:
+            optimizer.refresh_main()
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Parameters and optimizer state are loaded where they lie, so they must be there first."""
@@ -82,7 +87,7 @@ class CheckpointStrategy(MeshStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of any layout in place; called by all ranks."""
+        """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory; called by all ranks."""
         assert self.lightning_module is not None
         checkpoint, self._saved_randomness = load_trainer_checkpoint(
             self.broadcast(str(checkpoint_path)),

@@ -20,10 +20,15 @@ from lightning_megatron.checkpoint import (
     save,
     shared_state,
 )
+from lightning_megatron.checkpoint.hf.directory import is_hf_directory
+from lightning_megatron.lightning.hugging_face import fresh_run, load_hf_weights
 from lightning_megatron.lightning.random_state import random_state, restore_random_state
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import spec_registry
+
+IMPORTED_FROM = "imported_from"
+"""Key of a checkpoint that was converted from another format, and so begins a run instead of continuing one."""
 
 
 def save_trainer_checkpoint(
@@ -72,6 +77,8 @@ def load_trainer_checkpoint(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Fill the model and the optimizers in place from a checkpoint of any layout; all ranks call this.
 
+    A Hugging Face directory, and a checkpoint converted from one, give weights alone: the run begins with them.
+
     Args:
         path: the directory.
         module: the user's.
@@ -83,9 +90,17 @@ def load_trainer_checkpoint(
     Returns:
         Lightning's dictionary, and the random state to continue with (``None`` where the layout is another one).
     """
+    for optimizer in optimizers:
+        optimizer.finish_param_gather()
+    if is_hf_directory(path):
+        load_hf_weights(module, path, mesh)
+        for optimizer in optimizers:
+            optimizer.refresh_main()
+        return fresh_run() | {"state_dict": module.state_dict()}, None
+    if IMPORTED_FROM in load(path, {}, mesh, weights_only=weights_only is None or weights_only).meta:
+        return _load_imported(path, module, optimizers, mesh), None
     state = model_state(local_tensors(module), spec_registry(module), mesh)
     for index, optimizer in enumerate(optimizers):
-        optimizer.finish_param_gather()
         optimizer.init_state()
         state |= _optimizer_part(index, optimizer, mesh, sharded)
     loaded = load(
@@ -102,6 +117,18 @@ def load_trainer_checkpoint(
     if loaded.per_rank is None:
         rank_zero_info(f"{path} was saved under another layout: random generators start anew from the seed")
     return {**loaded.meta, "state_dict": module.state_dict()}, loaded.per_rank
+
+
+def _load_imported(
+    path: str, module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh
+) -> dict[str, Any]:
+    """Parameters alone: the checkpoint knows nothing of optimizers, nor of what modules keep beside parameters."""
+    specs = spec_registry(module)
+    tensors = {name: tensor for name, tensor in local_tensors(module).items() if name in specs}
+    loaded = load(path, model_state(tensors, specs, mesh), mesh, strict=module.strict_loading)
+    for optimizer in optimizers:
+        optimizer.refresh_main()
+    return {**loaded.meta, "state_dict": module.state_dict()}
 
 
 def remove_checkpoint(path: str) -> None:

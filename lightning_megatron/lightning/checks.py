@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO
 
+from lightning_megatron.checkpoint.hf.directory import is_hf_directory
 from lightning_megatron.config import (
     BatchShape,
     HasBatchShape,
@@ -19,7 +21,9 @@ from lightning_megatron.config import (
     nearest_names,
 )
 from lightning_megatron.device import HPU, DeviceKind
+from lightning_megatron.lightning.hugging_face import hf_problems
 from lightning_megatron.lightning.refusals import callback_problems, module_problems
+from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.scaler import grad_reduce_dtype_rule
@@ -72,7 +76,7 @@ def job_problems(
     """Faults of what the user hands to the Trainer, under a layout.
 
     Args:
-        objects: module, loaders, data module.
+        objects: module, loaders, data module, path of a checkpoint.
         trainer: whose callbacks are looked at.
         layout: for the job's number of ranks.
         split: how layers are shared out over stages.
@@ -96,6 +100,9 @@ def job_problems(
         found += split.problems(model.num_layers, layout.pp, layout.vpp)
     if isinstance(model, MoEConfig) and model.num_experts:
         found += expert_problems(model, layout, batch, dtype)
+    if isinstance(model, TransformerConfig):
+        paths = [item for item in objects if isinstance(item, str | os.PathLike)]
+        found += [problem for path in paths if is_hf_directory(path) for problem in hf_problems(path, model)]
     return found + recompute.problems(layout, model)
 
 

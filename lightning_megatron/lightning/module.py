@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_megatron import device as devices
-from lightning_megatron.config import ModelShape
+from lightning_megatron.config import ModelShape, raise_if_any
+from lightning_megatron.lightning.hugging_face import hf_config, hf_problems, load_hf_weights
 from lightning_megatron.lightning.strategy import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
@@ -22,6 +25,7 @@ from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR
 from lightning_megatron.params import named_specs
 
 ConfigLike = str | TransformerConfig | Mapping[str, Any]
+GPTModuleT = TypeVar("GPTModuleT", bound="GPTModule")
 
 
 class MegatronModule(LightningModule):
@@ -129,6 +133,54 @@ class GPTModule(MegatronModule):
             }
         )
         self.model: GPTModel | None = None
+        self._hf_weights: Path | None = None
+
+    @classmethod
+    def from_hf(
+        cls: type[GPTModuleT], path: str | os.PathLike[str], *, weights: bool = True, **arguments: Any
+    ) -> GPTModuleT:
+        """A module with the configuration of a Hugging Face directory, and its weights.
+
+        Args:
+            path: the directory, of LLaMA 2/3.x, GPT-2 or Mixtral.
+            weights: whether :meth:`load_hf` is called too.
+            **arguments: of the class: learning rate and so on, and fields of the configuration to change.
+
+        Raises:
+            CheckpointError: if there is no such directory, or its files are at fault.
+            ConfigError: for a model that ours cannot reproduce, or whose weights the changed fields do not fit.
+        """
+        module = cls(hf_config(path), **arguments)
+        if weights:
+            module.load_hf(path)
+        return module
+
+    def load_hf(self, path: str | os.PathLike[str]) -> None:
+        """Take the weights of a Hugging Face directory, in any layout.
+
+        If the model is not built yet, its weights come when it is: a call before ``trainer.fit`` loads into the layout
+        of the Trainer. The configuration is checked at once. Where there are several ranks and the model is built, all
+        of them must call this.
+
+        Args:
+            path: the directory.
+
+        Raises:
+            CheckpointError: naming files and tensors at fault.
+            ConfigError: naming every difference of the configurations that changes what the model computes.
+        """
+        raise_if_any(hf_problems(path, self.config))
+        self._hf_weights = Path(path).absolute()
+        if self.model is not None:
+            self._fill()
+
+    def _fill(self) -> None:
+        if self._hf_weights is None:
+            return
+        load_hf_weights(self, self._hf_weights, self.mesh)
+        self._hf_weights = None
+        if (strategy := self.megatron_strategy) is not None:
+            strategy.refresh_main_params()
 
     @property
     def model_shape(self) -> ModelShape:
@@ -144,6 +196,7 @@ class GPTModule(MegatronModule):
             else:
                 parts = strategy.stages(self.config.num_layers)
                 self.model = GPTModel(self.config, self.mesh, parts, strategy.boundary, strategy.recompute)
+            self._fill()
 
     def hidden_shape(self, batch: Any) -> tuple[int, ...]:
         """``[S, B, H]``, or this rank's shard of it."""

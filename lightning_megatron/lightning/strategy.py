@@ -184,7 +184,7 @@ class MegatronStrategy(CheckpointStrategy):
         """Check everything that is known before training against the layout.
 
         Args:
-            *objects: what the user hands to the Trainer: module, loaders, data module.
+            *objects: what the user hands to the Trainer: module, loaders, data module, path of a checkpoint.
             trainer: the Trainer, whose callbacks are looked at.
 
         Raises:

@@ -10,7 +10,7 @@ from lightning_megatron.checkpoint.hf import gpt2, llama, mixtral
 from lightning_megatron.checkpoint.hf.rules import HFShape, Rule, WeightMap
 from lightning_megatron.config import ConfigError, Problem, nearest_names
 
-__all__ = ["FAMILIES", "Family", "HFShape", "Rule", "WeightMap", "family_of"]
+__all__ = ["FAMILIES", "Family", "HFShape", "Rule", "WeightMap", "family_for", "family_of"]
 
 
 @dataclass(frozen=True)
@@ -45,3 +45,13 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if kind not in FAMILIES:
         raise ConfigError([Problem("model_type", kind, "no mapping for it", nearest_names(kind, list(FAMILIES)))])
     return FAMILIES[kind]
+
+
+def family_for(config: Mapping[str, Any]) -> Family:
+    """The family to write a model of ours as, given the fields of ``TransformerConfig``.
+
+    Whether it computes just what the model does is for its ``config_to_hf`` to say.
+    """
+    if config["num_experts"]:
+        return FAMILIES[mixtral.MODEL_TYPE]
+    return FAMILIES[gpt2.MODEL_TYPE if config["position_embedding"] == "learned" else llama.MODEL_TYPE]

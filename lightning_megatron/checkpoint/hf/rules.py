@@ -117,11 +117,28 @@ class WeightMap:
         Raises:
             ConfigError: naming tensors that are missing, or that the model has no place for.
         """
-        given = {full: tensor for name, tensor in tensors.items() if (full := self.their_name(name)) is not None}
+        found = self.located(tensors)
+        return {rule.ours: rule.join(*(tensors[found[name]] for name in rule.theirs)) for rule in self.rules}
+
+    def located(self, names: Iterable[str]) -> dict[str, str]:
+        """The name in their files of every tensor that the rules need, by its full name.
+
+        Raises:
+            ConfigError: naming tensors that are missing, or that the model has no place for.
+        """
+        found = {full: name for name in names if (full := self.their_name(name)) is not None}
         needed = {name for rule in self.rules for name in rule.theirs}
         repeats = {name for rule in self.rules for name in rule.repeats}
-        _same_names("Hugging Face tensors", given.keys() - repeats, needed)
-        return {rule.ours: rule.join(*(given[name] for name in rule.theirs)) for rule in self.rules}
+        _same_names("Hugging Face tensors", found.keys() - repeats, needed)
+        return {name: found[name] for name in needed}
+
+    def check_ours(self, names: Iterable[str]) -> None:
+        """Compare the names of our tensors with those of the rules.
+
+        Raises:
+            ConfigError: naming tensors that are missing, or that the family has no place for.
+        """
+        _same_names("tensors", names, {rule.ours for rule in self.rules})
 
     def to_hf(self, tensors: Mapping[str, Tensor], *, repeats: bool = False) -> dict[str, Tensor]:
         """A Hugging Face ``state_dict`` from full tensors of our model, vocabulary padding stripped.
@@ -133,7 +150,7 @@ class WeightMap:
         Raises:
             ConfigError: naming tensors that are missing, or that the family has no place for.
         """
-        _same_names("tensors", tensors.keys(), {rule.ours for rule in self.rules})
+        self.check_ours(tensors)
         out: dict[str, Tensor] = {}
         for rule in self.rules:
             out |= dict(zip(rule.theirs, rule.split(tensors[rule.ours]), strict=True))

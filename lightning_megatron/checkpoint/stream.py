@@ -1,0 +1,42 @@
+"""The tensors of a checkpoint one at a time, whole, in one process: to convert it without holding it."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_megatron.checkpoint.dcp import Loaded, load
+from lightning_megatron.checkpoint.fragment import Fragment, Part
+from lightning_megatron.checkpoint.transfer import read, read_metadata
+from lightning_megatron.checkpoint.whole import WholeTensor
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import Box
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Loaded, dict[str, WholeTensor]]:
+    """What a checkpoint of any layout says of itself, and its tensors by key, each read when it is made.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+    """
+    path = Path(path)
+    loaded = load(path, {}, ParallelMesh.single())
+    metadata = read_metadata(path)
+
+    def tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        part = Part(Box.whole(shape), whole, write=False)
+        read(path, metadata, {key: Fragment(shape, dtype, (part,))})
+        return whole
+
+    found = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            shape, dtype = tuple(entry.size), entry.properties.dtype
+            found[key] = WholeTensor(shape, dtype, partial(tensor, key, shape, dtype))
+    return loaded, found

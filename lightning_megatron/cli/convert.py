@@ -1,0 +1,81 @@
+"""``lightning-megatron convert``: Hugging Face directories to checkpoints and back."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.lightning.convert import checkpoint_to_hf, hf_to_checkpoint
+
+_DESCRIPTION = """\
+Convert LLaMA 2/3.x, GPT-2 and Mixtral, tensor by tensor, in one process: the memory it takes is that of the largest
+tensors of the model. Checkpoints may come from any layout, and load into any."""
+
+_EXAMPLE = """\
+examples:
+  lightning-megatron convert hf-to-ckpt Llama-3.1-8B llama.ckpt
+  lightning-megatron convert ckpt-to-hf run/last.ckpt exported --dtype bf16 --max-shard-size 5GB"""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def convert_parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron convert",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ways = parser.add_subparsers(dest="way", required=True, metavar="WAY")
+    there = ways.add_parser("hf-to-ckpt", help="a Hugging Face directory to a checkpoint that begins a run")
+    there.add_argument("source", metavar="HF_DIR", help="directory with config.json and weights")
+    there.add_argument("target", metavar="OUT.ckpt", help="checkpoint directory to make")
+    back = ways.add_parser("ckpt-to-hf", help="a checkpoint to a directory that transformers loads")
+    back.add_argument("source", metavar="CKPT", help="checkpoint directory of GPTModule, LlamaModule or MixtralModule")
+    back.add_argument("target", metavar="OUT_DIR", help="directory to make")
+    back.add_argument(
+        "--max-shard-size",
+        type=size_in_bytes,
+        default="5GB",
+        metavar="SIZE",
+        help="bytes of one file at most, such as 500MB or 5GB (default: 5GB)",
+    )
+    for way in (there, back):
+        way.add_argument("--dtype", choices=_DTYPES, help="of the tensors written (default: as they are)")
+    return parser
+
+
+def convert_command(argv: Sequence[str]) -> int:
+    """Run ``lightning-megatron convert`` with these arguments; returns the exit code (2: the user's error)."""
+    args = convert_parser().parse_args(argv)
+    dtype = _DTYPES.get(args.dtype)
+    try:
+        if args.way == "hf-to-ckpt":
+            hf_to_checkpoint(args.source, args.target, dtype=dtype)
+        else:
+            checkpoint_to_hf(args.source, args.target, dtype=dtype, max_shard_size=args.max_shard_size)
+    except (ValueError, OSError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(args.target)
+    return 0
+
+
+def size_in_bytes(text: str) -> int:
+    """What ``500MB`` or ``5GB`` says.
+
+    Raises:
+        argparse.ArgumentTypeError: for anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
+    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
+    return size

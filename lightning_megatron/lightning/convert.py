@@ -1,0 +1,82 @@
+"""Between Hugging Face directories and checkpoints, tensor by tensor, in one process and without a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from lightning_megatron.checkpoint import CheckpointError, save
+from lightning_megatron.checkpoint.hf import family_for
+from lightning_megatron.checkpoint.hf.translate import to_theirs
+from lightning_megatron.checkpoint.hf.write import write_hf
+from lightning_megatron.checkpoint.stream import open_checkpoint
+from lightning_megatron.lightning.checkpoints import IMPORTED_FROM
+from lightning_megatron.lightning.hugging_face import fresh_run, hf_config, open_hf
+from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.gpt import GPTModel
+
+Path = str | os.PathLike[str]
+_PREFIX = "model.model."  # the checkpoint's model, and the attribute of GPTModule that holds it
+
+
+def hf_to_checkpoint(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Make a checkpoint of a Hugging Face directory: the start of a run, without optimizer state.
+
+    Args:
+        source: the directory.
+        target: the checkpoint to make.
+        dtype: of its tensors; ``None`` for that of the files. Whatever it is, loading converts to the module's.
+
+    Raises:
+        CheckpointError: naming files and tensors at fault, or if ``target`` exists.
+        ConfigError: for a model that ours cannot reproduce.
+    """
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists already: remove it or give another name")
+    config = hf_config(source)
+    with torch.device("meta"):
+        model = GPTModel(config)
+    state = {_PREFIX + name: tensor.to(dtype) for name, tensor in open_hf(source, model).items()}
+    meta = fresh_run(GPTModule(config).hparams) | {IMPORTED_FROM: os.fspath(source)}
+    save(target, dict(state), meta, ParallelMesh.single())
+
+
+def checkpoint_to_hf(
+    source: Path, target: Path, *, dtype: torch.dtype | None = None, max_shard_size: int = 5 * 10**9
+) -> None:
+    """Write the model of a checkpoint, saved under any layout, as transformers reads it.
+
+    Args:
+        source: the checkpoint of a :class:`GPTModule`.
+        target: the directory to make.
+        dtype: of its tensors; ``None`` for that of the checkpoint.
+        max_shard_size: bytes of one file at most.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged or is not of such a module, or if ``target`` exists.
+        ConfigError: naming what transformers cannot compute.
+    """
+    loaded, tensors = open_checkpoint(source)
+    config = _config_of(loaded.meta, source)
+    family = family_for(asdict(config))
+    contents = family.config_to_hf(asdict(config))
+    ours = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if key.startswith(_PREFIX)}
+    rules = family.weight_map(config)
+    # Beside parameters, modules may keep how they were used (bins of capacities), which no other program knows.
+    known = {rule.ours for rule in rules.rules}
+    used = {name for name, tensor in ours.items() if name not in known and not tensor.dtype.is_floating_point}
+    splits = to_theirs({name: tensor for name, tensor in ours.items() if name not in used}, rules)
+    write_hf(target, contents, splits, dtype=dtype, max_shard_size=max_shard_size)
+
+
+def _config_of(meta: Mapping[str, Any], source: Path) -> TransformerConfig:
+    config = meta.get("hyper_parameters", {}).get("config")
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{source} is no checkpoint of a GPTModule: it holds no configuration of a transformer")
+    return TransformerConfig(**config)

@@ -1,0 +1,207 @@
+"""Files of a Hugging Face directory: read one tensor at a time, written so that others read them, every fault named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint.hf.directory import is_hf_directory, read_config, read_tensors
+from lightning_megatron.checkpoint.hf.rules import WeightMap, same, stacked
+from lightning_megatron.checkpoint.hf.translate import Split, to_ours, to_theirs
+from lightning_megatron.checkpoint.hf.write import plan_shards, shard_names, write_hf
+from lightning_megatron.checkpoint.whole import WholeTensor
+from lightning_megatron.config import ConfigError
+
+RULES = WeightMap((same("w", "model.w"), stacked("m", "model.gate", "model.up")), ignored="inv_freq$", prefix="model.")
+SHAPES: dict[str, tuple[int, ...]] = {"w": (5,), "m": (2, 3, 4)}
+
+
+def tensors() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"model.w": torch.randn(5), "model.gate": torch.randn(3, 4), "model.up": torch.randn(3, 4)}
+
+
+def whole(tensor: Tensor, made: list[Any] | None = None, name: str = "") -> WholeTensor:
+    def make() -> Tensor:
+        if made is not None:
+            made.append(name)
+        return tensor
+
+    return WholeTensor(tuple(tensor.shape), tensor.dtype, make)
+
+
+def in_one(folder: Path) -> None:
+    save_file(tensors(), folder / "model.safetensors")
+
+
+def in_several(
+    folder: Path, save: Callable[..., None] = save_file, name: str = "model", end: str = "safetensors"
+) -> None:
+    given = tensors()
+    places = {"model.w": f"{name}-1.{end}", "model.gate": f"{name}-1.{end}", "model.up": f"{name}-2.{end}"}
+    for file in set(places.values()):
+        save({tensor: given[tensor] for tensor in places if places[tensor] == file}, folder / file)
+    (folder / f"{name}.{end}.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def pickled(folder: Path) -> None:
+    torch.save(tensors(), folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    "write", [in_one, in_several, pickled, partial(in_several, save=torch.save, name="pytorch_model", end="bin")]
+)
+def test_every_kind_of_directory_is_read(write: Callable[[Path], None], tmp_path: Path) -> None:
+    write(tmp_path)
+    found = read_tensors(tmp_path)
+    assert found.keys() == tensors().keys()
+    for name, tensor in tensors().items():
+        assert (found[name].shape, found[name].dtype) == (tuple(tensor.shape), torch.float32)
+        assert torch.equal(found[name].make(), tensor)
+
+
+def edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> None:
+    in_several(folder)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    edit(content["weight_map"])
+    index.write_text(json.dumps(content))
+
+
+def truncate(folder: Path, name: str) -> None:
+    in_several(folder)
+    (folder / name).write_bytes((folder / name).read_bytes()[:-8])
+
+
+def duplicate(folder: Path) -> None:
+    in_several(folder)
+    save_file({name: tensors()[name] for name in ("model.w", "model.up")}, folder / "model-2.safetensors")
+
+
+def cut_pickle(folder: Path) -> None:
+    pickled(folder)
+    file = folder / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "texts"),
+    [
+        (lambda folder: None, ["holds no weights: neither model.safetensors nor pytorch_model.bin"]),
+        (partial(truncate, name="model-1.safetensors"), ["model-1.safetensors: truncated"]),
+        (
+            partial(edit_index, edit=lambda m: m.update({"model.x": "model-2.safetensors"})),
+            ["model-2.safetensors: model.x is missing"],
+        ),
+        (partial(edit_index, edit=lambda m: m.pop("model.gate")), ["model-1.safetensors: model.gate is not in"]),
+        (
+            partial(edit_index, edit=lambda m: m.update({"a": "model-3.safetensors", "b": "model-2.safetensors"})),
+            ["model-3.safetensors: missing", "model-2.safetensors: b is missing"],
+        ),
+        (duplicate, ["model-2.safetensors: model.w is a duplicate of the one in model-1.safetensors"]),
+        (cut_pickle, ["pytorch_model.bin: truncated"]),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), ["index.json: cannot be read"]),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), ["it has no weight_map"]),
+    ],
+)
+def test_faults_are_named_with_file_and_tensor(spoil: Callable[[Path], Any], texts: list[str], tmp_path: Path) -> None:
+    spoil(tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        read_tensors(tmp_path)
+    for text in texts:
+        assert text in str(error.value)
+
+
+def test_a_pickle_with_code_in_it_is_not_run(tmp_path: Path) -> None:
+    torch.save({"model.w": torch.nn.Linear(2, 2)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        read_tensors(tmp_path)
+
+
+def test_what_a_hugging_face_directory_is(tmp_path: Path) -> None:
+    assert not is_hf_directory(tmp_path)
+    with pytest.raises(CheckpointError, match=r"it has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    assert is_hf_directory(tmp_path)
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        read_config(tmp_path)
+    (tmp_path / "manifest.json").touch()
+    assert not is_hf_directory(tmp_path)
+
+
+def test_our_tensors_are_joined_when_they_are_wanted() -> None:
+    made: list[str] = []
+    given = {name: whole(tensor, made, name) for name, tensor in tensors().items()}
+    given["rotary.inv_freq"] = given["model.w"]
+    found = to_ours(given, RULES, SHAPES)
+    assert made == []
+    assert found["m"].shape == SHAPES["m"]
+    assert torch.equal(found["m"].make(), torch.stack([tensors()["model.gate"], tensors()["model.up"]]))
+    assert made == ["model.gate", "model.up"]
+    assert to_ours(given, RULES, {"w": (5,)}).keys() == {"w"}, "a stage takes what it holds"
+    assert found["m"].to(torch.bfloat16).make().dtype == torch.bfloat16
+
+
+def test_shapes_and_names_that_do_not_fit_are_named_together() -> None:
+    given = {name: whole(tensor) for name, tensor in tensors().items()}
+    with pytest.raises(CheckpointError) as error:
+        to_ours(given | {"model.up": whole(torch.ones(2, 4))}, RULES, SHAPES | {"w": (6,)})
+    assert "model.w [5]: makes w [5], and the model's is [6]" in str(error.value)
+    assert "model.gate [3, 4], model.up [2, 4]: cannot be joined to m" in str(error.value)
+    with pytest.raises(ConfigError, match=r"model\.x"):
+        to_ours(given | {"model.x": given["model.w"]}, RULES, SHAPES)
+
+
+def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
+    ours = {name: whole(tensor) for name, tensor in RULES.to_ours(tensors()).items()}
+    for size, files in ((10**9, 1), (60, 3), (70, 2)):
+        path = tmp_path / str(size)
+        write_hf(path, {"model_type": "x"}, to_theirs(ours, RULES), max_shard_size=size)
+        assert len(list(path.glob("*.safetensors"))) == files
+        back = {name: x for file in path.glob("*.safetensors") for name, x in load_file(file).items()}
+        assert back.keys() == tensors().keys()
+        assert all(torch.equal(back[name], tensor) for name, tensor in tensors().items())
+        assert {name: x.make().tolist() for name, x in read_tensors(path).items()} == {
+            name: x.tolist() for name, x in tensors().items()
+        }
+        assert read_config(path) == {"model_type": "x", "torch_dtype": "float32"}
+    index = json.loads((tmp_path / "60" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * (5 + 12 + 12)
+    assert index["weight_map"]["model.w"] == "model-00001-of-00003.safetensors"
+    with pytest.raises(CheckpointError, match="exists already"):
+        write_hf(tmp_path / "60", {}, [])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_are_written(dtype: torch.dtype, tmp_path: Path) -> None:
+    ours = {name: whole(tensor) for name, tensor in RULES.to_ours(tensors()).items()}
+    write_hf(tmp_path / "a", {}, to_theirs(ours, RULES), dtype=dtype)
+    back = load_file(tmp_path / "a" / "model.safetensors")
+    assert all(torch.equal(back[name], tensor.to(dtype)) for name, tensor in tensors().items())
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> Any:
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        write_hf(tmp_path / "a", {}, [Split({"w": torch.empty(3, device="meta")}, fail)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shards_are_cut_in_order_and_a_large_tensor_has_its_own() -> None:
+    sizes = {"a": (4,), "b": (4,), "c": (40,), "d": (1,)}
+    shards = plan_shards({name: (torch.float32, shape) for name, shape in sizes.items()}, 32)
+    assert [list(shard) for shard in shards] == [["a", "b"], ["c"], ["d"]]
+    assert shard_names(1) == ["model.safetensors"]
+    assert shard_names(2)[1] == "model-00002-of-00002.safetensors"
