@@ -49,6 +49,9 @@ class ConfigError(ValueError):
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.problems,)  # an exception travels between processes with the arguments it was made of
+
 
 def raise_if_any(problems: Iterable[Problem]) -> None:
     """Raise one :class:`ConfigError` if there is any problem."""

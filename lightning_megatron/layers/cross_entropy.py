@@ -21,7 +21,7 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.matmul import wide_product, widens
 
 IGNORE_INDEX = -100
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 32 << 20
 _MOST_16_BIT_CHUNKS = 8
 _FP16_HEADROOM = 256.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -87,3 +88,10 @@ def test_sizes_derived_from_a_changed_field_are_derived_again():
     assert (llama.ffn_hidden_size, llama.head_dim, llama.num_query_groups) == (14336, 64, 8)
     kept = preset("llama3.1-8b").replace(hidden_size=2048, head_dim=128)
     assert kept.head_dim == 128
+
+
+def test_an_error_travels_between_processes_with_its_problems():
+    error = ConfigError([Problem("tp", 3, "does not divide", (2, 4)), Problem("pp", 0, "too few")])
+    again = pickle.loads(pickle.dumps(error))
+    assert again.problems == error.problems
+    assert str(again) == str(error)
