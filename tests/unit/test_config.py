@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.config import BatchShape, ParallelLayout, Problem, multiples_around, nearest_to
+from lightning_megatron.config import BatchShape, ConfigError, ParallelLayout, Problem, multiples_around, nearest_to
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.presets import preset
 
