@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import (
+    SaveGuard,
     State,
     load,
     local_tensors,
     model_state,
+    newest_good,
     optimizer_state,
     regrouped,
     remove,
@@ -39,6 +41,7 @@ def save_trainer_checkpoint(
     mesh: ParallelMesh,
     *,
     sharded: bool,
+    guard: SaveGuard | None,
 ) -> None:
     """Write what Lightning put together, every rank its part; all ranks call this.
 
@@ -50,6 +53,7 @@ def save_trainer_checkpoint(
         optimizers: the distributed optimizers.
         mesh: this rank's.
         sharded: whether data-parallel ranks hold different shares of optimizer state.
+        guard: what looks at the checkpoint before it gets its name.
     """
     rest = dict(checkpoint)
     tensors = rest.pop("state_dict")
@@ -63,7 +67,7 @@ def save_trainer_checkpoint(
             # Before the first step there is no state yet; an empty one keeps the set of keys the same at all times.
             optimizer.init_state()
             state |= _optimizer_part(index, optimizer, mesh, sharded)
-    save(path, state, rest, mesh, per_rank=random_state(mesh.rng))
+    save(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard)
 
 
 def load_trainer_checkpoint(
@@ -74,6 +78,7 @@ def load_trainer_checkpoint(
     *,
     sharded: bool,
     weights_only: bool | None,
+    check: Literal["sizes", "hashes"],
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Fill the model and the optimizers in place from a checkpoint of any layout; all ranks call this.
 
@@ -86,6 +91,7 @@ def load_trainer_checkpoint(
         mesh: this rank's.
         sharded: whether data-parallel ranks hold different shares of optimizer state.
         weights_only: as in ``torch.load``; ``None`` means yes.
+        check: how the files are compared with the manifest.
 
     Returns:
         Lightning's dictionary, and the random state to continue with (``None`` where the layout is another one).
@@ -109,6 +115,7 @@ def load_trainer_checkpoint(
         mesh,
         strict=module.strict_loading,
         weights_only=weights_only is None or weights_only,
+        check=check,
     )
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
@@ -129,6 +136,19 @@ def _load_imported(
     for optimizer in optimizers:
         optimizer.refresh_main()
     return {**loaded.meta, "state_dict": module.state_dict()}
+
+
+def good_checkpoint(path: str, check: Literal["sizes", "hashes"]) -> str:
+    """The last checkpoint, or where it is damaged the newest good one beside it, which one warning says.
+
+    One rank calls this. Where there is no good one it is the last one, and loading it says what is wrong.
+    """
+    found, passed = newest_good(Path(path), check=check)
+    if found is None or not passed:
+        return path
+    reasons = "".join(f"\n  - {candidate}: {reason}" for candidate, reason in passed)
+    rank_zero_warn(f"the last checkpoint cannot be used, resuming from the newest good one, {found}:{reasons}")
+    return str(found)
 
 
 def remove_checkpoint(path: str) -> None:
