@@ -35,6 +35,7 @@ class CheckpointStrategy(MeshStrategy):
 
     _distributed_optimizer: bool = True
     _optimizer_set: OptimizerSet | None = None
+    _loaded_model: dict[str, Any] | None = None
     _saved_randomness: dict[str, Any] | None = None
 
     @property
@@ -119,6 +120,7 @@ class CheckpointStrategy(MeshStrategy):
         )
         if self._saved_randomness is not None:
             continue_randomness(self._saved_randomness, self.mesh)
+        self._loaded_model = dict(checkpoint["state_dict"])
         return checkpoint
 
     @property
@@ -151,7 +153,14 @@ class CheckpointStrategy(MeshStrategy):
         self._saved_randomness = None
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: :meth:`load_checkpoint` has filled the parameters."""
+        """Take over what a hook has put into ``state_dict``; :meth:`load_checkpoint` has filled the parameters."""
+        assert self.lightning_module is not None
+        given, self._loaded_model = self._loaded_model or {}, None
+        edited = {name: value for name, value in checkpoint["state_dict"].items() if value is not given.get(name)}
+        if edited:
+            self.lightning_module.load_state_dict({**self.lightning_module.state_dict(), **edited}, strict=strict)
+            for optimizer in self.sharded_optimizers:
+                optimizer.refresh_main()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: :meth:`load_checkpoint` has filled the optimizers."""

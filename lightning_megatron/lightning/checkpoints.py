@@ -25,6 +25,16 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.hf.directory import is_hf_directory
 from lightning_megatron.lightning.hugging_face import fresh_run, load_hf_weights
 from lightning_megatron.lightning.random_state import random_state, restore_random_state
+from lightning_megatron.lightning.versions import (
+    NOTE,
+    copies,
+    fill_untrained,
+    is_edited,
+    take_versions,
+    version_state,
+    with_repeats,
+    without_repeats,
+)
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import spec_registry
@@ -57,10 +67,11 @@ def save_trainer_checkpoint(
     """
     rest = dict(checkpoint)
     tensors = rest.pop("state_dict")
-    # A tied tensor has several names in a state_dict and is saved under the first.
-    repeats = module.state_dict().keys() - local_tensors(module).keys()
-    tensors = {name: value for name, value in tensors.items() if name not in repeats}
-    state = model_state(tensors, spec_registry(module), mesh)
+    versions = take_versions(rest, module)
+    rest[NOTE] = {"versions": list(versions), "edited": is_edited(tensors, module)}
+    state = model_state(without_repeats(tensors, module), spec_registry(module), mesh)
+    for key, version in versions.items():
+        state |= version_state(key, version, module, mesh)
     if "optimizer_states" in rest:
         rest["optimizer_states"] = []
         for index, optimizer in enumerate(optimizers):
@@ -103,27 +114,34 @@ def load_trainer_checkpoint(
         for optimizer in optimizers:
             optimizer.refresh_main()
         return fresh_run() | {"state_dict": module.state_dict()}, None
-    if IMPORTED_FROM in load(path, {}, mesh, weights_only=weights_only is None or weights_only).meta:
+    weights_only = weights_only is None or weights_only
+    known = load(path, {}, mesh, weights_only=weights_only, check=check).meta
+    if IMPORTED_FROM in known:
         return _load_imported(path, module, optimizers, mesh), None
-    state = model_state(local_tensors(module), spec_registry(module), mesh)
+    note = known.get(NOTE, {})
+    # Main values may be the parameters themselves, so a model that is not theirs must not be loaded in its place.
+    beside = copies(module) if optimizers and note.get("edited") else None
+    state = model_state(local_tensors(module) if beside is None else beside, spec_registry(module), mesh)
+    versions = {key: copies(module) for key in note.get("versions", ())}
+    for key, version in versions.items():
+        state |= version_state(key, version, module, mesh)
     for index, optimizer in enumerate(optimizers):
         optimizer.init_state()
         state |= _optimizer_part(index, optimizer, mesh, sharded)
-    loaded = load(
-        Path(path),
-        state,
-        mesh,
-        strict=module.strict_loading,
-        weights_only=weights_only is None or weights_only,
-        check=check,
-    )
+    loaded = load(path, state, mesh, strict=module.strict_loading, weights_only=weights_only)
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
     for index, optimizer in enumerate(optimizers):
         _continue_optimizer(index, optimizer, state)
     if loaded.per_rank is None:
         rank_zero_info(f"{path} was saved under another layout: random generators start anew from the seed")
-    return {**loaded.meta, "state_dict": module.state_dict()}, loaded.per_rank
+    if beside is not None:
+        fill_untrained(module, beside, {name for o in optimizers for names in o.group_names() for name in names})
+    checkpoint = {key: value for key, value in loaded.meta.items() if key != NOTE}
+    for key, version in versions.items():
+        checkpoint[key] = with_repeats(version, module)
+    checkpoint["state_dict"] = module.state_dict() if beside is None else with_repeats(beside, module)
+    return checkpoint, loaded.per_rank
 
 
 def _load_imported(

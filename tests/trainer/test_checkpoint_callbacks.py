@@ -1,4 +1,4 @@
-"""VerifyCheckpoint and KillSwitch in a Trainer: what they stop, what they leave, and what a resumed run goes on with."""
+"""VerifyCheckpoint and KillSwitch in a Trainer: what they stop, what they leave, what a resumed run goes on with."""
 
 from __future__ import annotations
 
@@ -22,15 +22,23 @@ from torch.utils.data import DataLoader
 from lightning_megatron import ConfigError, GPTModule, KillSwitch, MegatronStrategy, VerifyCheckpoint
 from lightning_megatron.checkpoint import CheckpointError, verify
 from lightning_megatron.cli.main import main
+from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32, "vocab_multiple": 2}
+SIZES |= {"num_query_groups": 2, "ffn_hidden_size": 24, "head_dim": 8}
 STEPS = 6
 
 
 def texts() -> list[dict[str, torch.Tensor]]:
     tokens = torch.randint(32, (STEPS * 4, 9), generator=torch.Generator().manual_seed(2))
     return [{"tokens": t[:-1], "labels": t[1:]} for t in tokens]
+
+
+def loader() -> ResumableDataLoader:
+    """All ranks read the same, and a run resumes at its batch."""
+    rows = texts()
+    return ResumableDataLoader(rows, batch_sampler=MegatronSampler(len(rows), batch_size=4))  # type: ignore[arg-type]
 
 
 def train(
@@ -49,9 +57,9 @@ def train(
         callbacks=[*callbacks, saver],
         **options,
     )
-    module = GPTModule("llama-tiny", lr=1e-2, **SIZES, num_query_groups=2, ffn_hidden_size=24, head_dim=8)
+    module = GPTModule("llama-tiny", lr=1e-2, **SIZES)
     try:
-        trainer.fit(module, DataLoader(texts(), batch_size=4), ckpt_path=ckpt_path)
+        trainer.fit(module, loader(), ckpt_path=ckpt_path)
     finally:
         train.losses = recorder.series("train_loss")  # type: ignore[attr-defined]
     return recorder.series("train_loss")
@@ -91,21 +99,24 @@ def nudge_a_moment(trainer: Any, module: Any) -> None:
     piece.state["exp_avg"].view(-1)[0] += 1.0
 
 
-def guarded(folder: Path, layout: dict[str, int], act: Any) -> tuple[str | None, list[str]]:
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def guarded(folder: Path, layout: dict[str, int], act: Any) -> str | None:
     rank = dist.get_world_size() - 1
     try:
         train(folder, layout, VerifyCheckpoint(), *([After(4, act, rank)] if act else []))
     except CheckpointError as error:
-        return str(error), sorted(path.name for path in folder.iterdir())
-    return None, sorted(path.name for path in folder.iterdir())
+        return str(error)
+    return None
 
 
 def test_good_checkpoints_pass_and_are_as_without_the_callback(ranks, tmp_path):
     for layout in ({"tp": 2}, {"pp": 2}, {}):
         folder = tmp_path / str(layout)
-        for error, names in ranks(2, guarded, folder, layout, None):
-            assert error is None
-            assert names == ["last.ckpt", "step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
+        assert ranks(2, guarded, folder, layout, None) == [None, None]
+        assert names_in(folder) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
 
 
 @pytest.mark.parametrize(("layout", "act", "key"), [
@@ -114,12 +125,12 @@ def test_good_checkpoints_pass_and_are_as_without_the_callback(ranks, tmp_path):
     ({}, nudge_a_norm, "model."),
 ])  # fmt: skip
 def test_a_replica_that_differs_stops_the_save_and_last_stays(ranks, tmp_path, layout, act, key):
-    for error, names in ranks(2, guarded, tmp_path, layout, act):
+    for error in ranks(2, guarded, tmp_path, layout, act):
         assert "ranks do not hold the same" in error
         assert "ranks 1 hold other values than rank 0" in error
         assert key in error
         assert "norm" in error
-        assert names == ["last.ckpt", "step=2.ckpt"]
+    assert names_in(tmp_path) == ["last.ckpt", "step=2.ckpt"]
     assert verify(tmp_path / "last.ckpt") == []
 
 
@@ -143,16 +154,16 @@ class FlipsWhatWasWritten(VerifyCheckpoint):
         trainer.strategy.save_guard = Faulty()
 
 
-def faulty_disk(folder: Path) -> tuple[str, list[str]]:
+def faulty_disk(folder: Path) -> str:
     with pytest.raises(CheckpointError) as error:
         train(folder, {"tp": 2}, FlipsWhatWasWritten())
-    return str(error.value), sorted(path.name for path in folder.iterdir())
+    return str(error.value)
 
 
 def test_a_faulty_disk_is_found_before_the_checkpoint_has_its_name(ranks, tmp_path):
-    for error, names in ranks(2, faulty_disk, tmp_path):
+    for error in ranks(2, faulty_disk, tmp_path):
         assert "__0_0.distcp: altered" in error
-        assert names == ["last.ckpt", "step=2.ckpt"]
+    assert names_in(tmp_path) == ["last.ckpt", "step=2.ckpt"]
 
 
 def test_another_strategy_is_refused(tmp_path):
@@ -194,18 +205,20 @@ def test_last_falls_back_to_the_newest_good_checkpoint_and_says_so_once(ranks, t
     assert losses == whole[4:]
     (warning,) = told
     assert others == []
-    for name in ("last.ckpt", "step=6.ckpt", "step=4.ckpt"):
-        assert str(tmp_path / name) in warning
+    assert f"newest good one, {tmp_path / 'step=4.ckpt'}:" in warning
+    assert str(tmp_path / "last.ckpt") in warning
+    # A directory without a manifest is no checkpoint at all.
+    assert (str(tmp_path / "step=6.ckpt") in warning) == (how != "no manifest")
 
 
 # KillSwitch
 
 
-def stopped(folder: Path, layout: dict[str, int], act: Any, rank: int | None, **options: Any) -> Any:
+def stopped(folder: Path, layout: dict[str, int], act: Any, rank: int | None, step: int = 2, **options: Any) -> Any:
     switch = KillSwitch(folder / "stop", check_every=0.0)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     with pytest.raises(SystemExit) as leave:
-        train(folder / "run", layout, *([At(2, act, rank)] if act else []), switch, **options)
+        train(folder / "run", layout, *([At(step, act, rank)] if act else []), switch, **options)
     after = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     signal.signal(signal.SIGTERM, before[0])  # Lightning leaves its own behind when a run is interrupted
     return leave.value.code, train.losses, switch.reason, after[1] == before[1]  # type: ignore[attr-defined]
@@ -242,10 +255,12 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_where_it_stopped(ranks, tm
 
 
 def test_a_step_that_accumulates_is_finished_first(ranks, tmp_path):
-    # Told in the batch after step 2 of 2 batches each: batches 5 and 6 make step 3.
-    for code, losses, _, _ in ranks(2, stopped, tmp_path, {"tp": 2}, touch, 0, accumulate_grad_batches=2):
+    # Told in the third of six batches: the fourth completes the second of three steps.
+    for code, losses, _, _ in ranks(2, stopped, tmp_path, {"tp": 2}, touch, 0, 1, accumulate_grad_batches=2):
         assert code == 0
-        assert len(losses) == 6
+        assert len(losses) == 2
+    meta = torch.load(tmp_path / "run" / "last.ckpt" / "meta.pt", weights_only=True)
+    assert meta["global_step"] == 2
 
 
 def test_a_file_that_is_there_ends_the_run_before_anything_is_built(ranks, tmp_path):

@@ -58,6 +58,7 @@ class KillSwitch(Callback):
         self._looked = float("-inf")
         self._seen_step = 0
         self._told: str | None = None
+        self._leaving = False
         self._before: dict[int, _Handler] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -65,6 +66,7 @@ class KillSwitch(Callback):
         if stage != TrainerFn.FITTING:
             return
         self.reason = self._told = None
+        self._leaving = False
         found = trainer.is_global_zero and self.path is not None and self.path.exists()
         if trainer.strategy.broadcast(found):
             self.reason = f"{self.path} is there"
@@ -96,7 +98,9 @@ class KillSwitch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """At the end of an optimizer step, agree; if any rank was told to stop, save and leave."""
-        if trainer.global_step == self._seen_step:  # in the middle of an accumulation: its gradients would be lost
+        if (
+            self._leaving or trainer.global_step == self._seen_step
+        ):  # in the middle of an accumulation: its gradients would be lost
             return
         self._seen_step = trainer.global_step
         if trainer.is_global_zero and self._told is None and self._file_appeared():
@@ -116,7 +120,25 @@ class KillSwitch(Callback):
         checkpoint = trainer.strategy.broadcast(checkpoint_path(trainer))
         rank_zero_info(f"KillSwitch: {self.reason}: saving step {trainer.global_step} to {checkpoint}, then leaving")
         trainer.save_checkpoint(checkpoint)
-        raise SystemExit(0)
+        self._leaving = True
+
+    # Lightning logs a step after its last hook. So the run is left at the next hook, whichever of these that is.
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Leave."""
+        self._leave_if_stopped()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave."""
+        self._leave_if_stopped()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave."""
+        self._leave_if_stopped()
+
+    def _leave_if_stopped(self) -> None:
+        if self._leaving:
+            raise SystemExit(0)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give signals back."""
