@@ -4,7 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_megatron.config import ConfigError, ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from lightning_megatron.lightning.callbacks import ExpertTelemetry, Throughput
+from lightning_megatron.lightning.callbacks import ExpertTelemetry, KillSwitch, Throughput, VerifyCheckpoint
 from lightning_megatron.lightning.datamodule import MegatronDataModule
 from lightning_megatron.lightning.module import GPTModule, LlamaModule, MegatronModule, MixtralModule
 from lightning_megatron.lightning.precision import MegatronPrecision
@@ -18,6 +18,7 @@ __all__ = [
     "ConfigError",
     "ExpertTelemetry",
     "GPTModule",
+    "KillSwitch",
     "LlamaModule",
     "MegatronDataModule",
     "MegatronHPUStrategy",
@@ -29,5 +30,6 @@ __all__ = [
     "RowParallelLinear",
     "Throughput",
     "TransformerConfig",
+    "VerifyCheckpoint",
     "VocabParallelEmbedding",
 ]

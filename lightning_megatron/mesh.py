@@ -245,6 +245,9 @@ class ParallelMesh:
             groups if len(groups) > 1 else groups[0], device_type, mesh=grid, mesh_dim_names=tuple(axes)
         )
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
+        return self  # as for an axis: a copy of a model, such as averaged weights, stands on the same rank
+
     def __repr__(self) -> str:
         place = ", ".join(f"{a.name} {a.rank}/{a.size}" for a in (self.tp, self.cp, self.dp, self.pp) if a.size > 1)
         return f"ParallelMesh(rank {self.rank}/{self.world.size}{': ' + place if place else ''})"

@@ -1,8 +1,11 @@
 """Checkpoints that outlive the layout: sharded, published at once, verified, loaded under any other layout."""
 
 from lightning_megatron.checkpoint.dcp import Loaded, load, save
+from lightning_megatron.checkpoint.fault import Fault
 from lightning_megatron.checkpoint.fragment import Fragment
-from lightning_megatron.checkpoint.publish import remove
+from lightning_megatron.checkpoint.guard import SaveGuard
+from lightning_megatron.checkpoint.newest import newest_good
+from lightning_megatron.checkpoint.publish import remove, sweep
 from lightning_megatron.checkpoint.state import (
     State,
     local_tensors,
@@ -16,16 +19,20 @@ from lightning_megatron.checkpoint.verify import verify
 
 __all__ = [
     "CheckpointError",
+    "Fault",
     "Fragment",
     "Loaded",
+    "SaveGuard",
     "State",
     "load",
     "local_tensors",
     "model_state",
+    "newest_good",
     "optimizer_state",
     "regrouped",
     "remove",
     "save",
     "shared_state",
+    "sweep",
     "verify",
 ]

@@ -6,7 +6,7 @@ All ranks call :func:`save` and :func:`load`. Whatever fails on one rank raises 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +15,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_megatron.checkpoint.fragment import Fragment
+from lightning_megatron.checkpoint.guard import SaveGuard
 from lightning_megatron.checkpoint.locate import locate
 from lightning_megatron.checkpoint.manifest import MANIFEST, FileRecord, Manifest, record
 from lightning_megatron.checkpoint.meta import META, read_meta, refuse_objects, write_meta
 from lightning_megatron.checkpoint.plan import PER_RANK, load_faults
-from lightning_megatron.checkpoint.publish import discard, prepare, publish, recover, saving_path, sync_file
+from lightning_megatron.checkpoint.publish import discard, prepare, publish, recover, saving_path, sweep, sync_file
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
 from lightning_megatron.checkpoint.transfer import read, read_metadata, write
@@ -58,6 +59,7 @@ def save(
     *,
     per_rank: Any = None,
     allow_objects: bool = False,
+    guard: SaveGuard | None = None,
 ) -> None:
     """Write a checkpoint and give it its name when it is complete and on the disk.
 
@@ -71,6 +73,7 @@ def save(
         mesh: who takes part.
         per_rank: what only a rank at the same coordinate of the same layout can use, such as its random streams.
         allow_objects: let ``meta`` hold objects that only ``load(..., weights_only=False)`` can read.
+        guard: looks at the state before it is written, and at the files before they get their name.
 
     Raises:
         CheckpointError: on every rank, if anything failed on any; the old checkpoint is then untouched.
@@ -83,8 +86,11 @@ def save(
         whole[_own_key(mesh)] = per_rank
 
     def begin() -> None:
+        if replica_faults:
+            raise CheckpointError("ranks do not hold the same:\n" + _listed(replica_faults))
         _refuse_object_values(whole)
         if mesh.rank == 0:
+            sweep(path.parent)
             prepare(path)
             write_meta(temporary, meta, allow_objects)
 
@@ -94,17 +100,23 @@ def save(
             own += [temporary / META, temporary / ".metadata"]
         return {file.name: record(file) for file in own}
 
-    def finish() -> None:
+    def complete() -> None:
         if mesh.rank == 0:
             files = {name: entry for found in records for name, entry in found.items()}
             _write_manifest(temporary, Manifest(asdict(mesh.layout), files, torch.__version__))
-            publish(path)
 
+    def look_again() -> None:
+        if guard is not None and (faults := guard.before_publishing(temporary, mesh)):
+            raise CheckpointError("what was written is damaged:\n" + _listed(faults))
+
+    replica_faults = [] if guard is None else guard.before_writing(whole, mesh, doing)
     try:
         together(mesh, doing, begin)
         write(temporary, whole, mesh, doing)
         records = gathered(mesh, together(mesh, doing, hash_own_files))
-        together(mesh, doing, finish)
+        together(mesh, doing, complete)
+        together(mesh, doing, look_again)
+        together(mesh, doing, lambda: publish(path) if mesh.rank == 0 else None)
     except CheckpointError:
         if mesh.rank == 0:
             discard(path)
@@ -180,9 +192,10 @@ def _own_key(mesh: ParallelMesh) -> str:
 
 def _write_manifest(directory: Path, manifest: Manifest) -> None:
     if faults := size_faults(directory, manifest):
-        if any("missing" in fault for fault in faults):
-            faults.append("rank 0 does not see files that other ranks wrote: all must share one file system")
-        raise CheckpointError(_listed(faults))
+        listed = _listed(faults)
+        if any(fault.what == "missing" for fault in faults):
+            listed += "\nrank 0 does not see files that other ranks wrote: all must share one file system"
+        raise CheckpointError(listed)
     file = directory / MANIFEST
     file.write_text(manifest.render())
     sync_file(file)
@@ -217,7 +230,7 @@ def _told_missing(missing: list[str], known: list[str]) -> list[str]:
     return told
 
 
-def _listed(faults: list[str]) -> str:
+def _listed(faults: Sequence[object]) -> str:
     shown = [f"  - {fault}" for fault in faults[:_SHOWN]]
     if len(faults) > _SHOWN:
         shown.append(f"  - ... and {len(faults) - _SHOWN} more")

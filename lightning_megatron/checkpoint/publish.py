@@ -9,13 +9,19 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 UNFINISHED = ".unfinished"
 
+DEAD_AFTER = 3600.0
+"""Seconds without a sign of life after which unfinished work is nobody's: ranks wait for each other for minutes."""
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_KINDS = (".saving", ".replaced", ".removing")
 
 
 def saving_path(path: Path) -> Path:
@@ -87,6 +93,45 @@ def remove(path: str | os.PathLike[str]) -> None:
         _tidy(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def sweep(folder: Path, dead_after: float = DEAD_AFTER) -> list[str]:
+    """Clear what runs that died have left in a folder of checkpoints. Call it on one rank.
+
+    Another run may be saving there at this moment, so only what nothing has been written to for ``dead_after`` seconds
+    goes, by the clock of the file system. A checkpoint that was left aside while it was being replaced gets its name
+    back, if nothing else has it.
+
+    Returns:
+        Names of what was cleared or brought back.
+    """
+    unfinished = folder / UNFINISHED
+    if not unfinished.is_dir():
+        return []
+    with tempfile.TemporaryFile(dir=unfinished) as stream:
+        now = os.fstat(stream.fileno()).st_mtime
+    cleared = []
+    for entry in sorted(unfinished.iterdir()):
+        with suppress(OSError):  # its owner has just finished, or is alive after all
+            if entry.suffix in _KINDS and now - _last_sign_of_life(entry) > dead_after:
+                path = folder / entry.stem
+                if entry.suffix == ".replaced" and not os.path.lexists(path):
+                    os.rename(entry, path)
+                else:
+                    _delete(entry)
+                cleared.append(entry.name)
+    _tidy(folder / "any")
+    return cleared
+
+
+def _last_sign_of_life(entry: Path) -> float:
+    def times() -> Iterator[float]:
+        status = entry.lstat()
+        yield max(status.st_mtime, status.st_ctime)  # a rename leaves its mark in the latter
+        if entry.is_dir() and not entry.is_symlink():
+            yield from (child.lstat().st_mtime for child in entry.iterdir())
+
+    return max(times())
 
 
 def exchange(a: Path, b: Path) -> bool:

@@ -31,6 +31,9 @@ _COMMANDS = {
     ),
     "generate": _Command("lightning_megatron.cli.generate", "generate_command", "continue a text with a checkpoint"),
     "convert": _Command("lightning_megatron.cli.convert", "convert_command", "Hugging Face models to ours and back"),
+    "verify": _Command(
+        "lightning_megatron.cli.verify", "verify_command", "is a checkpoint whole, and what was written?"
+    ),
     "schedule": _Command(
         "lightning_megatron.cli.schedule", "schedule_command", "print, price and draw a pipeline schedule"
     ),

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
+from lightning_megatron.checkpoint import SaveGuard
 from lightning_megatron.lightning.checkpoints import (
     continue_randomness,
+    good_checkpoint,
     load_trainer_checkpoint,
     remove_checkpoint,
     save_trainer_checkpoint,
@@ -19,10 +25,17 @@ from lightning_megatron.optim.zero import ShardedOptimizer
 
 
 class CheckpointStrategy(MeshStrategy):
-    """Sharded checkpoints of the model and of optimizers on flat buffers."""
+    """Sharded checkpoints of the model and of optimizers on flat buffers.
+
+    Attributes:
+        save_guard: what looks at a checkpoint before it gets its name; while there is one, loading compares hashes too.
+    """
+
+    save_guard: SaveGuard | None = None
 
     _distributed_optimizer: bool = True
     _optimizer_set: OptimizerSet | None = None
+    _loaded_model: dict[str, Any] | None = None
     _saved_randomness: dict[str, Any] | None = None
 
     @property
@@ -84,22 +97,51 @@ class CheckpointStrategy(MeshStrategy):
             self.sharded_optimizers,
             self.mesh,
             sharded=self._distributed_optimizer,
+            guard=self.save_guard,
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory; called by all ranks."""
+        """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory; called by all ranks.
+
+        ``fit`` goes on from the newest good checkpoint of the folder where the last one is damaged.
+        """
         assert self.lightning_module is not None
+        path, check = str(checkpoint_path), self._load_check
+        if self.is_global_zero and self._is_last(path):
+            path = good_checkpoint(path, check)
         checkpoint, self._saved_randomness = load_trainer_checkpoint(
-            self.broadcast(str(checkpoint_path)),
+            self.broadcast(path),
             self.lightning_module,
             self.sharded_optimizers,
             self.mesh,
             sharded=self._distributed_optimizer,
             weights_only=weights_only,
+            check=check,
         )
         if self._saved_randomness is not None:
             continue_randomness(self._saved_randomness, self.mesh)
+        self._loaded_model = dict(checkpoint["state_dict"])
         return checkpoint
+
+    @property
+    def _load_check(self) -> Literal["sizes", "hashes"]:
+        return "sizes" if self.save_guard is None else "hashes"
+
+    def _is_last(self, path: str) -> bool:
+        """Whether ``fit`` resumes from what ``ckpt_path="last"`` finds.
+
+        Lightning hands on what it found, not what was asked for, so this goes by the name: that of a callback's last
+        checkpoint, or of the one that is written on an exception.
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn != TrainerFn.FITTING or Path(path).suffix != ModelCheckpoint.FILE_EXTENSION:
+            return False
+        found = [c for c in trainer.checkpoint_callbacks if isinstance(c, Checkpoint)]
+        names = {c.CHECKPOINT_NAME_LAST for c in found if isinstance(c, ModelCheckpoint)}
+        names.add(ModelCheckpoint.CHECKPOINT_NAME_LAST)
+        is_last = any(re.match(rf"{re.escape(name)}(-(\d+))?", Path(path).stem) for name in names)
+        return is_last or path in {getattr(c, "ckpt_path", None) for c in found}
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Resume in mid-epoch with the random numbers of the uninterrupted run.
@@ -111,7 +153,14 @@ class CheckpointStrategy(MeshStrategy):
         self._saved_randomness = None
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: :meth:`load_checkpoint` has filled the parameters."""
+        """Take over what a hook has put into ``state_dict``; :meth:`load_checkpoint` has filled the parameters."""
+        assert self.lightning_module is not None
+        given, self._loaded_model = self._loaded_model or {}, None
+        edited = {name: value for name, value in checkpoint["state_dict"].items() if value is not given.get(name)}
+        if edited:
+            self.lightning_module.load_state_dict({**self.lightning_module.state_dict(), **edited}, strict=strict)
+            for optimizer in self.sharded_optimizers:
+                optimizer.refresh_main()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: :meth:`load_checkpoint` has filled the optimizers."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import (
+    SaveGuard,
     State,
     load,
     local_tensors,
     model_state,
+    newest_good,
     optimizer_state,
     regrouped,
     remove,
@@ -23,6 +25,16 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.hf.directory import is_hf_directory
 from lightning_megatron.lightning.hugging_face import fresh_run, load_hf_weights
 from lightning_megatron.lightning.random_state import random_state, restore_random_state
+from lightning_megatron.lightning.versions import (
+    NOTE,
+    copies,
+    fill_untrained,
+    is_edited,
+    take_versions,
+    version_state,
+    with_repeats,
+    without_repeats,
+)
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import spec_registry
@@ -39,6 +51,7 @@ def save_trainer_checkpoint(
     mesh: ParallelMesh,
     *,
     sharded: bool,
+    guard: SaveGuard | None,
 ) -> None:
     """Write what Lightning put together, every rank its part; all ranks call this.
 
@@ -50,20 +63,22 @@ def save_trainer_checkpoint(
         optimizers: the distributed optimizers.
         mesh: this rank's.
         sharded: whether data-parallel ranks hold different shares of optimizer state.
+        guard: what looks at the checkpoint before it gets its name.
     """
     rest = dict(checkpoint)
     tensors = rest.pop("state_dict")
-    # A tied tensor has several names in a state_dict and is saved under the first.
-    repeats = module.state_dict().keys() - local_tensors(module).keys()
-    tensors = {name: value for name, value in tensors.items() if name not in repeats}
-    state = model_state(tensors, spec_registry(module), mesh)
+    versions = take_versions(rest, module)
+    rest[NOTE] = {"versions": list(versions), "edited": is_edited(tensors, module)}
+    state = model_state(without_repeats(tensors, module), spec_registry(module), mesh)
+    for key, version in versions.items():
+        state |= version_state(key, version, module, mesh)
     if "optimizer_states" in rest:
         rest["optimizer_states"] = []
         for index, optimizer in enumerate(optimizers):
             # Before the first step there is no state yet; an empty one keeps the set of keys the same at all times.
             optimizer.init_state()
             state |= _optimizer_part(index, optimizer, mesh, sharded)
-    save(path, state, rest, mesh, per_rank=random_state(mesh.rng))
+    save(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard)
 
 
 def load_trainer_checkpoint(
@@ -74,6 +89,7 @@ def load_trainer_checkpoint(
     *,
     sharded: bool,
     weights_only: bool | None,
+    check: Literal["sizes", "hashes"],
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Fill the model and the optimizers in place from a checkpoint of any layout; all ranks call this.
 
@@ -86,6 +102,7 @@ def load_trainer_checkpoint(
         mesh: this rank's.
         sharded: whether data-parallel ranks hold different shares of optimizer state.
         weights_only: as in ``torch.load``; ``None`` means yes.
+        check: how the files are compared with the manifest.
 
     Returns:
         Lightning's dictionary, and the random state to continue with (``None`` where the layout is another one).
@@ -97,26 +114,34 @@ def load_trainer_checkpoint(
         for optimizer in optimizers:
             optimizer.refresh_main()
         return fresh_run() | {"state_dict": module.state_dict()}, None
-    if IMPORTED_FROM in load(path, {}, mesh, weights_only=weights_only is None or weights_only).meta:
+    weights_only = weights_only is None or weights_only
+    known = load(path, {}, mesh, weights_only=weights_only, check=check).meta
+    if IMPORTED_FROM in known:
         return _load_imported(path, module, optimizers, mesh), None
-    state = model_state(local_tensors(module), spec_registry(module), mesh)
+    note = known.get(NOTE, {})
+    # Main values may be the parameters themselves, so a model that is not theirs must not be loaded in its place.
+    beside = copies(module) if optimizers and note.get("edited") else None
+    state = model_state(local_tensors(module) if beside is None else beside, spec_registry(module), mesh)
+    versions = {key: copies(module) for key in note.get("versions", ())}
+    for key, version in versions.items():
+        state |= version_state(key, version, module, mesh)
     for index, optimizer in enumerate(optimizers):
         optimizer.init_state()
         state |= _optimizer_part(index, optimizer, mesh, sharded)
-    loaded = load(
-        Path(path),
-        state,
-        mesh,
-        strict=module.strict_loading,
-        weights_only=weights_only is None or weights_only,
-    )
+    loaded = load(path, state, mesh, strict=module.strict_loading, weights_only=weights_only)
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
     for index, optimizer in enumerate(optimizers):
         _continue_optimizer(index, optimizer, state)
     if loaded.per_rank is None:
         rank_zero_info(f"{path} was saved under another layout: random generators start anew from the seed")
-    return {**loaded.meta, "state_dict": module.state_dict()}, loaded.per_rank
+    if beside is not None:
+        fill_untrained(module, beside, {name for o in optimizers for names in o.group_names() for name in names})
+    checkpoint = {key: value for key, value in loaded.meta.items() if key != NOTE}
+    for key, version in versions.items():
+        checkpoint[key] = with_repeats(version, module)
+    checkpoint["state_dict"] = module.state_dict() if beside is None else with_repeats(beside, module)
+    return checkpoint, loaded.per_rank
 
 
 def _load_imported(
@@ -129,6 +154,19 @@ def _load_imported(
     for optimizer in optimizers:
         optimizer.refresh_main()
     return {**loaded.meta, "state_dict": module.state_dict()}
+
+
+def good_checkpoint(path: str, check: Literal["sizes", "hashes"]) -> str:
+    """The last checkpoint, or where it is damaged the newest good one beside it, which one warning says.
+
+    One rank calls this. Where there is no good one it is the last one, and loading it says what is wrong.
+    """
+    found, passed = newest_good(Path(path), check=check)
+    if found is None or not passed:
+        return path
+    reasons = "".join(f"\n  - {candidate}: {reason}" for candidate, reason in passed)
+    rank_zero_warn(f"the last checkpoint cannot be used, resuming from the newest good one, {found}:{reasons}")
+    return str(found)
 
 
 def remove_checkpoint(path: str) -> None:

@@ -199,7 +199,7 @@ class MeshStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Say which rank failed, and where in the model: of many tracebacks one is the cause."""
-        if self._mesh is None or not self._mesh.is_distributed:
+        if self._mesh is None or not self._mesh.is_distributed or isinstance(exception, SystemExit):
             return
         layout, pp = self._mesh.layout, self._mesh.pp
         stages = list(range(pp.rank, layout.pp * layout.vpp, layout.pp))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchmetrics import MeanMetric
 
+from lightning_megatron.checkpoint import model_state, save
 from lightning_megatron.lightning._private import SubprocessScriptLauncher
+from lightning_megatron.mesh import ParallelMesh
 
 
 def test_the_launcher_is_made_and_called_as_we_do() -> None:
@@ -19,6 +24,16 @@ def test_the_launcher_is_made_and_called_as_we_do() -> None:
     called = inspect.signature(SubprocessScriptLauncher.launch).parameters
     assert list(called) == ["self", "function", "args", "trainer", "kwargs"]
     assert called["trainer"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_where_a_tensor_lies_in_a_checkpoint_is_told_in_these_words(tmp_path: Path) -> None:
+    mesh = ParallelMesh.single()
+    save(tmp_path / "a.ckpt", model_state({"x": torch.zeros(3)}, {}, mesh), {}, mesh)
+    metadata = FileSystemReader(tmp_path / "a.ckpt").read_metadata()
+    (place,) = metadata.storage_data.values()
+    assert place.relative_path == "__0_0.distcp"
+    assert place.offset == 0
+    assert place.length == (tmp_path / "a.ckpt" / "__0_0.distcp").stat().st_size
 
 
 class Strategy(ParallelStrategy):

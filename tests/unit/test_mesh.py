@@ -168,3 +168,8 @@ def test_a_mesh_needs_no_processes_and_no_device():
     mesh = ParallelMesh(ParallelLayout(tp=8).resolve(64), rank=63)
     assert (mesh.tp.rank, mesh.dp.rank, mesh.tp.group) == (7, 7, None)
     assert mesh.rng.device == torch.device("cpu")
+
+
+def test_a_copy_of_what_holds_a_mesh_stands_on_the_same_mesh():
+    mesh = ParallelMesh.single()
+    assert copy.deepcopy({"layer": mesh})["layer"] is mesh

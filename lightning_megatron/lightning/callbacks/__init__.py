@@ -1,6 +1,8 @@
 """Callbacks that know about parallel ranks; none is needed to train."""
 
 from lightning_megatron.lightning.callbacks.expert_telemetry import ExpertTelemetry
+from lightning_megatron.lightning.callbacks.kill_switch import KillSwitch
 from lightning_megatron.lightning.callbacks.throughput import Throughput
+from lightning_megatron.lightning.callbacks.verify_checkpoint import VerifyCheckpoint
 
-__all__ = ["ExpertTelemetry", "Throughput"]
+__all__ = ["ExpertTelemetry", "KillSwitch", "Throughput", "VerifyCheckpoint"]

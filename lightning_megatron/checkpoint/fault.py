@@ -1,0 +1,28 @@
+"""One thing that is wrong with a checkpoint: in which file, with which tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, in words.
+
+    Attributes:
+        file: name of the file inside the checkpoint.
+        what: what is wrong with it.
+        tensors: keys that it concerns; empty where that is not known, or where it is no tensor.
+    """
+
+    file: str
+    what: str
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.tensors:
+            return f"{self.file}: {self.what}"
+        more = f" and {len(self.tensors) - _SHOWN} more" if len(self.tensors) > _SHOWN else ""
+        return f"{self.file}: {self.what} ({', '.join(self.tensors[:_SHOWN])}{more})"

@@ -1,0 +1,46 @@
+"""``lightning-megatron verify``: is a checkpoint whole, and what was written?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from lightning_megatron.checkpoint import verify
+
+_DESCRIPTION = """\
+Compare every file of a checkpoint directory with the manifest, and look whether every tensor is covered once and every
+parameter has its optimizer state. Needs no device and no model.
+
+exit status: 0 if nothing is wrong; 1 if something is, each fault with its file and its tensors; 2 for wrong
+arguments."""
+
+
+def verify_parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron verify",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", metavar="PATH", help="checkpoint directory, NAME.ckpt")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, with all tensors of each fault")
+    return parser
+
+
+def verify_command(argv: Sequence[str]) -> int:
+    """Run ``lightning-megatron verify`` with these arguments; returns the exit status."""
+    try:
+        args = verify_parser().parse_args(list(argv))
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else 2
+    faults = verify(args.path)
+    if args.json:
+        listed = [{"file": fault.file, "fault": fault.what, "tensors": list(fault.tensors)} for fault in faults]
+        print(json.dumps({"path": args.path, "good": not faults, "faults": listed}, indent=1))
+    elif faults:
+        print(f"{args.path}: damaged")
+        print("\n".join(f"  - {fault}" for fault in faults))
+    else:
+        print(f"{args.path}: good")
+    return 1 if faults else 0
