@@ -358,7 +358,9 @@ def test_36_a_consolidated_checkpoint_loads_without_us(ranks: Ranks, tmp_path: P
 # 37
 
 
-@pytest.mark.skip(reason="single-file checkpoints of one device are refused in this release: issue C, point 6")
+@pytest.mark.skip(
+    reason="files of one device are refused in this release: issue C, point 6 (Hugging Face: test_hugging_face.py)"
+)
 def test_37_a_checkpoint_of_one_device_loads_on_every_layout() -> None: ...
 
 
