@@ -90,9 +90,7 @@ class OptimizerSet:
         if not self._open:
             self._tokens.restart()
         for sharded in self.sharded:
-            if sharded in self._open:
-                sharded.attach_grads()
-            else:
+            if sharded not in self._open:
                 sharded.zero_grads()
                 self._open.add(sharded)
 

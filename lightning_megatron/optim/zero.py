@@ -172,12 +172,6 @@ class ShardedOptimizer:
             for slot in bucket.slots:
                 slot.begin()
 
-    def attach_grads(self) -> None:
-        """Make every ``param.grad`` the buffer's again; one that was set to ``None`` means zero, as in plain torch."""
-        for bucket in self._mains:
-            for slot in bucket.slots:
-                slot.attach()
-
     def main_grad(self, name: str) -> Tensor:
         """The accumulated gradient of a parameter, in its shape: complete before, own share only after the sync."""
         slot = next(slot for bucket in self._mains for slot in bucket.slots if slot.owned.name == name)
