@@ -15,7 +15,7 @@ import torch
 
 from lightning_megatron import device as devices
 
-# Megatron-LM's offsets: far enough apart that no two coordinates of a real job share a seed.
+# 2718 is Megatron-LM's; all are far enough apart that no two coordinates of a real job share a seed.
 _OFFSETS = {"tensor": 2718, "context": 314}
 _CONTEXT_STRIDE = 1000
 _STAGE_STRIDE = 100_000

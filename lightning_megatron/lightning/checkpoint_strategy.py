@@ -159,8 +159,7 @@ class CheckpointStrategy(MeshStrategy):
         edited = {name: value for name, value in checkpoint["state_dict"].items() if value is not given.get(name)}
         if edited:
             self.lightning_module.load_state_dict({**self.lightning_module.state_dict(), **edited}, strict=strict)
-            for optimizer in self.sharded_optimizers:
-                optimizer.refresh_main()
+            self.refresh_main_params()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: :meth:`load_checkpoint` has filled the optimizers."""

@@ -6,7 +6,10 @@ from math import ceil
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from lightning_megatron.moe.balance import count_tokens
 
 
 def expert_capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:
@@ -42,11 +45,10 @@ def queue_up(experts: Tensor, num_experts: int, priority: Tensor | None = None) 
     else:
         first = priority.flatten().argsort(descending=True, stable=True)
         order = first[flat[first].argsort(stable=True)]
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    begins = counts.cumsum(0) - counts
+    counts = count_tokens(experts, num_experts)
+    begins = F.pad(counts.cumsum(0), (1, 0))  # the last one of those sent nowhere
     place = torch.arange(flat.numel(), device=flat.device) - begins[flat[order]]
-    return Places(order, counts[:num_experts], place)
+    return Places(order, counts, place)
 
 
 def drop_overflow(experts: Tensor, num_experts: int, capacity: int, priority: Tensor | None = None) -> Tensor:

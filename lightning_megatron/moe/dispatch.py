@@ -48,9 +48,9 @@ class ExpertGrid:
         self.ep, self.etp = mesh.ep.size, mesh.etp.size
         self.local = num_experts // self.ep
 
-    def copies(self, x: Tensor, dim: int = 0) -> Tensor:
+    def copies(self, x: Tensor) -> Tensor:
         """What goes to each expert-parallel rank, once for each rank that holds a slice of it: ``[ep] -> [ep etp]``."""
-        return x if self.etp == 1 else x.repeat_interleave(self.etp, dim)
+        return x if self.etp == 1 else x.repeat_interleave(self.etp, 0)
 
 
 def allgather(
@@ -88,15 +88,14 @@ def alltoall(x: Tensor, experts: Tensor, weights: Tensor, compute: Experts, grid
     sent_rows, received = told[0].sum(1).tolist(), told[1].tolist()
     blocks = sent_rows[:: grid.etp]
     rows = _repeated(order[: sum(blocks)] // topk, blocks, grid.etp)
-    arrived = exchange(x.index_select(0, rows), grid.axis, sent_rows, [sum(row) for row in received])
+    received_rows = [sum(row) for row in received]
+    arrived = exchange(x.index_select(0, rows), grid.axis, sent_rows, received_rows)
 
     by_rank = [received[r][e] for r in range(grid.axis.size) for e in range(local)]
     by_expert = [received[r][e] for e in range(local) for r in range(grid.axis.size)]
     ours = _transposed(arrived, by_rank, local)
     out = compute.grouped(ours, [sum(row[e] for row in received) for e in range(local)])
-    back = exchange(
-        _transposed(out, by_expert, grid.axis.size), grid.axis, [sum(row) for row in received], sent_rows
-    )  # fmt: skip
+    back = exchange(_transposed(out, by_expert, grid.axis.size), grid.axis, received_rows, sent_rows)
     return _combined(_summed_copies(back, blocks, grid.etp), order, weights, x)
 
 

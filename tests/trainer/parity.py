@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning.pytorch import seed_everything
@@ -161,3 +161,48 @@ def our_curve(case: Case, run: Run) -> Curve:
     trainer = quiet_trainer(strategy, max_epochs=1, gradient_clip_val=CLIP, logger=recorder)
     trainer.fit(module_of(case), DataLoader(case.samples(), batch_size=size))
     return Curve(recorder.series("train_loss"), recorder.series("grad_norm"))
+
+
+class HasWorldSize(Protocol):
+    """A layout to train on."""
+
+    @property
+    def world_size(self) -> int:
+        """Its ranks."""
+        ...
+
+
+R = TypeVar("R", bound=HasWorldSize)
+
+
+def check_runs(
+    ranks: Callable[..., list[Any]],
+    curves: Callable[[Sequence[R]], list[Curve]],
+    runs: Sequence[R],
+    expected: Callable[[R], Curve],
+    bound: float,
+    record: Callable[[str, Any], None],
+) -> None:
+    """Train on every layout, and compare what every rank reports.
+
+    Args:
+        ranks: the fixture.
+        curves: trains once for each run, in a worker.
+        runs: the layouts.
+        expected: what a layout must report.
+        bound: largest relative deviation allowed.
+        record: the fixture ``record_property``.
+    """
+    wrong, worst = [], 0.0
+    for size in sorted({run.world_size for run in runs}):
+        together = [run for run in runs if run.world_size == size]
+        for rank, found in enumerate(ranks(size, curves, together)):
+            for run, mine in zip(together, found, strict=True):
+                right = expected(run)
+                deviation = mine.deviation(right)
+                worst = max(worst, deviation)
+                if not deviation <= bound:
+                    wrong.append(f"{run}, rank {rank}: {deviation:.1e}\n  {mine}\n  {right}")
+    record("worst_relative_deviation", worst)
+    print(f"worst relative deviation {worst:.1e} over {len(runs)} runs")
+    assert not wrong, "\n".join(wrong)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from parity import Curve
+from parity import Curve, check_runs
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
@@ -112,21 +112,12 @@ def _expected(ranks: Ranks, training: Training, micro_batch_size: int) -> Curve:
 
 
 def check(ranks: Ranks, runs: Sequence[Run], record: Callable[[str, Any], None]) -> None:
-    wrong, worst = [], 0.0
-    for size in sorted({run.world_size for run in runs}):
-        together = [run for run in runs if run.world_size == size]
-        for rank, found in enumerate(ranks(size, curves, together)):
-            for run, mine in zip(together, found, strict=True):
-                # A batch's loss is the mean of its micro-batches' means, whose samples have unequal numbers of labels:
-                # the one process cuts them alike (down to one sample where replicas pair them otherwise).
-                expected = _expected(ranks, run.training, BATCH // run.dp // run.micro_batches)
-                deviation = mine.deviation(expected)
-                worst = max(worst, deviation)
-                if not deviation <= BOUND:
-                    wrong.append(f"{run}, rank {rank}: {deviation:.1e}\n  {mine}\n  {expected}")
-    record("worst_relative_deviation", worst)
-    print(f"worst relative deviation {worst:.1e} over {len(runs)} runs")
-    assert not wrong, "\n".join(wrong)
+    def expected(run: Run) -> Curve:
+        # A batch's loss is the mean of its micro-batches' means, whose samples have unequal numbers of labels: the one
+        # process cuts them alike (down to one sample where replicas pair them otherwise).
+        return _expected(ranks, run.training, BATCH // run.dp // run.micro_batches)
+
+    check_runs(ranks, curves, runs, expected, BOUND, record)
 
 
 LLAMA, ODD, MIXTRAL = Training("llama"), Training("llama", length=21), Training("mixtral")

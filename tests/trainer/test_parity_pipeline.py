@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from parity import Curve
+from parity import Curve, check_runs
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -130,19 +130,7 @@ def _expected(ranks: Callable[..., list[Any]], training: Training) -> Curve:
 
 
 def check(ranks: Callable[..., list[Any]], runs: Sequence[Run], record: Callable[[str, Any], None]) -> None:
-    wrong, worst = [], 0.0
-    for size in sorted({run.world_size for run in runs}):
-        together = [run for run in runs if run.world_size == size]
-        for rank, found in enumerate(ranks(size, curves, together)):
-            for run, mine in zip(together, found, strict=True):
-                expected = _expected(ranks, run.training)
-                deviation = mine.deviation(expected)
-                worst = max(worst, deviation)
-                if not deviation <= BOUND:
-                    wrong.append(f"{run}, rank {rank}: {deviation:.1e}\n  {mine}\n  {expected}")
-    record("worst_relative_deviation", worst)
-    print(f"worst relative deviation {worst:.1e} over {len(runs)} runs")
-    assert not wrong, "\n".join(wrong)
+    check_runs(ranks, curves, runs, lambda run: _expected(ranks, run.training), BOUND, record)
 
 
 MODELS = [Training(family, tied) for family, tied in product(("gpt", "llama"), (True, False))]

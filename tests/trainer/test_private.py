@@ -36,6 +36,11 @@ def test_where_a_tensor_lies_in_a_checkpoint_is_told_in_these_words(tmp_path: Pa
     assert place.length == (tmp_path / "a.ckpt" / "__0_0.distcp").stat().st_size
 
 
+def test_an_operator_tells_its_arguments() -> None:
+    """``ops.mixture_of_experts`` asks the Gaudi's operator so, whose versions differ in them."""
+    assert [argument.name for argument in torch.ops.aten.relu.default._schema.arguments] == ["self"]
+
+
 class Strategy(ParallelStrategy):
     root_device = None  # type: ignore[assignment]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
 from lightning_megatron.lightning.strategy import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.moe.picture import heat_map, text_table
+from lightning_megatron.moe.picture import heat_map, imbalance, text_table
 from lightning_megatron.moe.router import Router
 
 LOSSES = ("load_balancing_loss", "z_loss")
@@ -64,7 +64,7 @@ class ExpertTelemetry(Callback):
         if not counts:
             return
         self.counts = counts
-        worst = max(max(row) * len(row) / max(1, sum(row)) for row in counts.values())
+        worst = max(imbalance(row) for row in counts.values())
         pl_module.log_dict(losses | {"expert_imbalance": worst}, on_step=True, on_epoch=False)
         if trainer.is_global_zero:
             self._show(trainer)

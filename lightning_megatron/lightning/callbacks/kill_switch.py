@@ -98,9 +98,8 @@ class KillSwitch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """At the end of an optimizer step, agree; if any rank was told to stop, save and leave."""
-        if (
-            self._leaving or trainer.global_step == self._seen_step
-        ):  # in the middle of an accumulation: its gradients would be lost
+        # Not in the middle of an accumulation, whose gradients would be lost.
+        if self._leaving or trainer.global_step == self._seen_step:
             return
         self._seen_step = trainer.global_step
         if trainer.is_global_zero and self._told is None and self._file_appeared():

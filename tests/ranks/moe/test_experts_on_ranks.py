@@ -294,7 +294,7 @@ def allgather_with(x: Tensor, experts: Tensor, weights: Tensor, grid: ExpertGrid
     return allgather(x, experts, weights, compute.routed, grid.axis)
 
 
-@pytest.mark.parametrize("layout", ["one", "ep4", "dp4 ep2 etp2, more than tp", "tp2 ep2 etp1", "dp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_conserved_by_every_dispatcher_whatever_the_routing(ranks, layout):
     sizes = LAYOUTS[layout]
     world = sizes.get("tp", 1) * sizes.get("dp", 1)

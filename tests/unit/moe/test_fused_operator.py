@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.library import Library
 
 from lightning_megatron.ops.activation import swiglu
 from lightning_megatron.ops.mixture_of_experts import (
@@ -35,7 +36,7 @@ def stand_in(x, table, weights, w12, w3, permuted_weights, activation, experts_m
 @pytest.mark.parametrize(("more", "has_gradients"), [("", False), (", *, bool? recomp=True", True)])
 def test_the_operator_gets_local_ids_and_weights_of_zero_for_experts_elsewhere(more, has_gradients):
     assert not has_fused_operator()
-    library = torch.library.Library("hpu", "FRAGMENT")
+    library = Library("hpu", "FRAGMENT")
     try:
         library.define(f"mixture_of_experts.fused_weights{ARGUMENTS}{more}) -> Tensor")
         library.impl("mixture_of_experts.fused_weights", stand_in, "CPU")
@@ -46,4 +47,4 @@ def test_the_operator_gets_local_ids_and_weights_of_zero_for_experts_elsewhere(m
         right = mixture_of_experts_reference(x, experts, weights, fc1, fc2, swiglu, first=3)
         torch.testing.assert_close(mixture_of_experts_fused(x, experts, weights, fc1, fc2, first=3), right)
     finally:
-        library._destroy()
+        del library  # and with it the operator
