@@ -75,6 +75,62 @@ def best_available() -> DeviceKind:
     return CUDA if torch.cuda.is_available() else CPU
 
 
+def take_card(device: torch.device, *, world_size: int, rank: int, local_rank: int) -> None:
+    """Tell Gaudi's software which card is this process's; before anything is put on it, and never in a parent.
+
+    It writes the ranks and the number of the card into the environment, which children inherit: see :func:`drop_card`.
+    """
+    if device.type == "hpu" and world_size > 1:
+        from habana_frameworks.torch.distributed.hccl import initialize_distributed_hpu
+
+        initialize_distributed_hpu(world_size=world_size, rank=rank, local_rank=local_rank)
+
+
+def drop_card(device: torch.device) -> None:
+    """Forget the card of this process, so that the processes it is about to start take one each."""
+    if device.type == "hpu":
+        os.environ.pop("HLS_MODULE_ID", None)
+
+
+def migrate_cuda_words() -> None:
+    """Let code that says "cuda" run on Gaudi, by Intel's toolkit; for modules of users, nothing here needs it."""
+    importlib.import_module("habana_frameworks.torch.gpu_migration")
+
+
+def worker_start_method(device: torch.device) -> str | None:
+    """How workers of a DataLoader must be started: Gaudi does not outlive a fork; ``None`` for torch's own choice."""
+    return "spawn" if device.type == "hpu" else None
+
+
+def compile_backend(device: torch.device) -> str:
+    """``backend`` of ``torch.compile``."""
+    return "hpu_backend" if device.type == "hpu" else "inductor"
+
+
+def device_count(kind: DeviceKind) -> int:
+    """Devices of a kind that this node has; a CPU counts as one."""
+    if kind is CPU:
+        return 1
+    module: Any = torch.get_device_module(kind.type)
+    return int(module.device_count())
+
+
+def memory_statistics(device: torch.device) -> dict[str, int]:
+    """What the device's allocator counts, under the device's own names; nothing for a CPU."""
+    if device.type == "cpu":
+        return {}
+    module: Any = torch.get_device_module(device)
+    return dict(module.memory_stats(device))
+
+
+def device_name(device: torch.device) -> str:
+    """Marketing name, such as GAUDI2."""
+    if device.type == "cpu":
+        return "CPU"
+    module: Any = torch.get_device_module(device)
+    return str(module.get_device_name(device))
+
+
 def is_lazy(device: torch.device) -> bool:
     """Whether ops on ``device`` are collected until a step is marked (Gaudi's legacy lazy mode)."""
     return device.type == "hpu" and os.environ.get("PT_HPU_LAZY_MODE", "0") == "1"
@@ -133,8 +189,7 @@ def peak_flops(device: torch.device) -> float | None:
     kind = kind_of(device)
     if kind is CPU:
         return None
-    module: Any = torch.get_device_module(device)
-    name = str(module.get_device_name(device)).upper()
+    name = device_name(device).upper()
     known = sorted(kind.peak_bf16_flops.items(), key=lambda item: -len(item[0]))
     return next((flops for part, flops in known if part.upper() in name), None)
 

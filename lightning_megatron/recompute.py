@@ -162,6 +162,7 @@ def _granularity_problems(granularity: Granularity) -> list[Problem]:
 NO_RECOMPUTE = RecomputePlan()
 
 
+@torch.compiler.disable  # which knows no other random streams than torch's
 def recomputed(function: Callable[..., T], *args: object, rng: RNGStreams, shard_over: Axis | None = None) -> T:
     """Run ``function(*args)`` keeping only its inputs, and run it again when its gradients are wanted.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 
+from lightning_megatron import device as devices
 from lightning_megatron.lightning._private import SubprocessScriptLauncher
 
 
@@ -18,6 +20,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
         cluster_environment: Lightning's.
         num_processes: processes on this node.
         num_nodes: nodes of the job.
+        device: of this process.
         check: called with everything handed to ``trainer.fit`` (module, loaders, data module); raises to stop.
     """
 
@@ -26,12 +29,14 @@ class CheckedLauncher(SubprocessScriptLauncher):
         cluster_environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
+        device: torch.device,
         check: Callable[..., None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._check = check
+        self._device, self._check = device, check
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Check, spawn, run ``function``."""
         self._check(*args, *kwargs.values(), trainer=trainer)
+        devices.drop_card(self._device)
         return super().launch(function, *args, trainer=trainer, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, RandomSampler
 
+from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_max
 from lightning_megatron.config import ConfigError, Problem
 from lightning_megatron.mesh import ParallelMesh, coordinate, dense_grid
@@ -41,6 +42,17 @@ def share_randomness(loader: Any, mesh: ParallelMesh, seed: int) -> Any:
         if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
             loader.sampler.generator = loader.generator
     return loader
+
+
+def start_workers_safely(loader: Any, device: torch.device) -> None:
+    """Have workers started in the way that the device outlives, where the user has not chosen one.
+
+    Args:
+        loader: anything; only a ``DataLoader`` is changed.
+        device: of this rank.
+    """
+    if isinstance(loader, DataLoader) and loader.num_workers and loader.multiprocessing_context is None:
+        loader.multiprocessing_context = devices.worker_start_method(device)
 
 
 def refuse_uneven(loader: Any, mesh: ParallelMesh, device: torch.device) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout
-from lightning_megatron.lightning.loaders import refuse_uneven, share_randomness
+from lightning_megatron.lightning.accelerator import preferred_accelerator
+from lightning_megatron.lightning.loaders import refuse_uneven, share_randomness, start_workers_safely
 from lightning_megatron.mesh import ParallelMesh
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,15 @@ class MeshStrategy(ParallelStrategy):
         self._timeout = timeout
         self._mesh: ParallelMesh | None = None
         self._seed = 0
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        """Lightning's own attribute, where its Trainer looks for an accelerator that came with the strategy."""
+        return self._given_accelerator or preferred_accelerator(self.parallel_devices)
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._given_accelerator = accelerator
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -109,6 +119,12 @@ class MeshStrategy(ParallelStrategy):
 
     # Starting
 
+    def setup_environment(self) -> None:
+        """Take this process's card."""
+        ranks = {"world_size": self.world_size, "rank": self.global_rank, "local_rank": self.local_rank}
+        devices.take_card(self.root_device, **ranks)
+        super().setup_environment()
+
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero helpers who we are."""
         if self.cluster_environment is not None:
@@ -145,6 +161,7 @@ class MeshStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Let ranks that read the same samples draw the same random numbers in workers."""
         refuse_uneven(dataloader, self.mesh, self.root_device)
+        start_workers_safely(dataloader, self.root_device)
         return share_randomness(dataloader, self.mesh, self._seed)
 
     def model_to_device(self) -> None:

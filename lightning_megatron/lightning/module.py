@@ -196,7 +196,20 @@ class GPTModule(MegatronModule):
             else:
                 parts = strategy.stages(self.config.num_layers)
                 self.model = GPTModel(self.config, self.mesh, parts, strategy.boundary, strategy.recompute)
+                if strategy.compile_backend is not None:
+                    self.compile_blocks(strategy.compile_backend)
             self._fill()
+
+    def compile_blocks(self, backend: str) -> None:
+        """Run each block through ``torch.compile``; embedding, head and what a subclass adds stay as they are.
+
+        Names of parameters, checkpoints and hooks do not change.
+
+        Args:
+            backend: of ``torch.compile``.
+        """
+        for block in self._built().layers.values():
+            block.compile(backend=backend)
 
     def hidden_shape(self, batch: Any) -> tuple[int, ...]:
         """``[S, B, H]``, or this rank's shard of it."""

@@ -45,6 +45,13 @@ def plugin_problems(checkpoint_io: CheckpointIO, syncs_batchnorm: bool) -> list[
     return found
 
 
+def compile_problems(objects: Iterable[object]) -> list[Problem]:
+    """Modules that do not say which of their parts are to be compiled."""
+    reason = "the module has no method compile_blocks(backend): give it one, or compile in its configure_model"
+    modules = (item for item in objects if isinstance(item, LightningModule))
+    return [Problem("compile", True, reason, (False,)) for m in modules if not hasattr(m, "compile_blocks")]
+
+
 def module_problems(module: LightningModule, layout: ParallelLayout, trainer: Trainer | None) -> list[Problem]:
     """What a module does that cannot work; a module compiled whole is refused by Lightning itself."""
     return _context_problems(module, layout.cp) + _pipeline_problems(module, layout.pp, trainer)

@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout, Problem, raise_if_any
+from lightning_megatron.lightning.accelerator import migration_problems, missed_accelerator
 from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
 from lightning_megatron.lightning.checks import GradReduceDtype, argument_problems, job_problems, reduce_dtype
 from lightning_megatron.lightning.engine import StepEngine
 from lightning_megatron.lightning.launcher import CheckedLauncher
 from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.precision import MegatronPrecision
-from lightning_megatron.lightning.refusals import plugin_problems
+from lightning_megatron.lightning.refusals import compile_problems, plugin_problems
 from lightning_megatron.lightning.watchers import watches_parameters
 from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.partition import LayerSplit, StageLayers
@@ -71,6 +72,8 @@ class MegatronStrategy(CheckpointStrategy):
         recompute_method: of ``"full"``: ``"uniform"`` (groups of layers) or ``"block"`` (some layers of each stage).
         recompute_num_layers: of ``"full"``: layers of a group, or layers of each stage.
         recompute_shard_saved: of ``"full"``: tp ranks share what is kept; for runs without sequence parallelism.
+        compile: run every block of layers through ``torch.compile``: ``True`` for the device's own backend, or a name.
+        gpu_migration: on Gaudi, let modules that say "cuda" run as they are, by Intel's toolkit; nothing here needs it.
         process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
         timeout: after which a collective that nobody answers fails.
         accelerator, parallel_devices, cluster_environment: as in Lightning's strategies.
@@ -117,6 +120,8 @@ class MegatronStrategy(CheckpointStrategy):
         recompute_method: RecomputeMethod = "uniform",
         recompute_num_layers: int = 1,
         recompute_shard_saved: bool = False,
+        compile: bool | str = False,
+        gpu_migration: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         accelerator: Accelerator | None = None,
@@ -147,6 +152,8 @@ class MegatronStrategy(CheckpointStrategy):
         self._overlap_param_gather = overlap_param_gather
         self._grad_reduce_dtype = grad_reduce_dtype
         self._bucket_size = bucket_size
+        self._compile = compile
+        self._gpu_migration = gpu_migration
         self._engine: StepEngine | None = None
         self._accumulating = False
         self._backward_is_done = False
@@ -172,13 +179,17 @@ class MegatronStrategy(CheckpointStrategy):
         assert self.cluster_environment is not None
         raise_if_any(self._environment_problems())
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = CheckedLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self.check)
+            size = self.num_processes, self.num_nodes
+            self._launcher = CheckedLauncher(self.cluster_environment, *size, self.root_device, self.check)
 
     def _environment_problems(self) -> list[Problem]:
         assert self.parallel_devices is not None
         found = self._wished_layout.problems(world_size=self.num_nodes * self.num_processes)
         found += plugin_problems(self.checkpoint_io, self._layer_sync is not None)
-        return found + self.precision_plugin.problems(devices.kind_of(self.parallel_devices[0]))
+        device = self.parallel_devices[0]
+        if self._gpu_migration:
+            found += migration_problems(device)
+        return found + missed_accelerator(device) + self.precision_plugin.problems(devices.kind_of(device))
 
     def check(self, *objects: object, trainer: Trainer | None = None) -> None:
         """Check everything that is known before training against the layout.
@@ -193,8 +204,16 @@ class MegatronStrategy(CheckpointStrategy):
         found = self._environment_problems()
         wished = self._wished_layout
         layout = wished if found else wished.resolve(self.num_nodes * self.num_processes)
+        if self._compile:
+            found += compile_problems(objects)
         given = layout, self._split, self.recompute, self.micro_batch_size, self.precision_plugin.mode.params
         raise_if_any(found + job_problems(objects, trainer, *given))
+
+    @property
+    def compile_backend(self) -> str | None:
+        """What blocks are compiled with; ``None`` for no compilation."""
+        own = devices.compile_backend(self.root_device) if self._compile else None
+        return self._compile if isinstance(self._compile, str) else own
 
     def stages(self, num_layers: int) -> list[StageLayers] | None:
         """What this rank's stages build of a model of ``num_layers`` layers; ``None`` without a pipeline."""
@@ -206,6 +225,8 @@ class MegatronStrategy(CheckpointStrategy):
     def setup_environment(self) -> None:
         """Start the process groups; from here on :attr:`mesh` exists."""
         super().setup_environment()
+        if self._gpu_migration:
+            devices.migrate_cuda_words()
         self.set_world_ranks()
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         self.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
@@ -276,6 +297,7 @@ class MegatronStrategy(CheckpointStrategy):
         with self.precision_plugin.train_step_context():
             if micro_batches is None:
                 output = module.training_step(*args, **kwargs)
+                devices.mark_step(self.root_device)
             else:
                 finishing = None if self._accumulating else optimizers
                 scale = self.precision_plugin.scale_of_loss() / batches
@@ -295,7 +317,9 @@ class MegatronStrategy(CheckpointStrategy):
         # Under manual optimization nobody says which backward is the last one: then all is sent at the step.
         last = self.lightning_module.automatic_optimization and not self._accumulating
         with self._optimizer_set.last_backward(last):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        devices.mark_step(self.root_device)
+        return closure_loss
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -315,6 +339,7 @@ class MegatronStrategy(CheckpointStrategy):
     ) -> Any:
         """One step of the user's optimizer; ends the window of accumulation."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        devices.mark_step(self.root_device)
         assert self._optimizer_set is not None
         self._optimizer_set.close_window(optimizer)
         return result
@@ -342,7 +367,9 @@ class MegatronStrategy(CheckpointStrategy):
         micro_batches = self.engine.split(batch)
         with self.precision_plugin.forward_context():
             if micro_batches is None:
-                return getattr(module, name)(*args, **kwargs)
+                output = getattr(module, name)(*args, **kwargs)
+                devices.mark_step(self.root_device)
+                return output
             broadcast = name == "predict_step" and self._broadcast_predictions
             return self.engine.evaluate(module, name, micro_batches, tuple(rest), broadcast)
 

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.comm.p2p import start_receive, start_send
 from lightning_megatron.deferred import Collection, DeferredGradients
+from lightning_megatron.device import mark_step
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline.action import Action, Message, message_in, rank_of
 from lightning_megatron.pipeline.schedule import build_schedule, forward_only
@@ -103,6 +104,8 @@ class PipelineRuntime:
                         execute[step.kind](step)
                 else:
                     execute[step.kind](step)
+                if isinstance(step, Action):
+                    mark_step(self._device)
             except Exception as error:
                 _note(error, f"on pipeline rank {self._axis.rank} of {self._axis.size}, at {step}")
                 raise
