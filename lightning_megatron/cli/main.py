@@ -34,6 +34,7 @@ _COMMANDS = {
     "verify": _Command(
         "lightning_megatron.cli.verify", "verify_command", "is a checkpoint whole, and what was written?"
     ),
+    "doctor": _Command("lightning_megatron.cli.doctor", "doctor_command", "does what is installed here fit together?"),
     "schedule": _Command(
         "lightning_megatron.cli.schedule", "schedule_command", "print, price and draw a pipeline schedule"
     ),

@@ -100,8 +100,15 @@ def preferred_accelerator(wished_devices: list[torch.device] | None) -> Accelera
 
     Args:
         wished_devices: that the user gave the strategy.
+
+    Raises:
+        ConfigError: if the user has named Gaudi, and there is none.
     """
-    if wished_devices or given_to_trainer("accelerator") != "auto" or devices.best_available() is not devices.HPU:
+    asked = given_to_trainer("accelerator")
+    if asked == NAME and not devices.hpu_available():
+        reason = f"there is no Gaudi here: {devices.why_no_hpu()}; `lightning-megatron doctor` tells more"
+        raise ConfigError([Problem("accelerator", asked, reason, ("auto", devices.best_available().type))])
+    if wished_devices or asked != "auto" or devices.best_available() is not devices.HPU:
         return None
     chosen: Accelerator = AcceleratorRegistry.get(NAME)
     return chosen

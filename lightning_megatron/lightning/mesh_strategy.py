@@ -14,12 +14,13 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities import rank_zero_only as pl_rank_zero_only
 from torch import Tensor
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout
+from lightning_megatron.device.host import raise_open_files
 from lightning_megatron.lightning.accelerator import preferred_accelerator
 from lightning_megatron.lightning.loaders import refuse_uneven, share_randomness, start_workers_safely
 from lightning_megatron.mesh import ParallelMesh
@@ -120,7 +121,10 @@ class MeshStrategy(ParallelStrategy):
     # Starting
 
     def setup_environment(self) -> None:
-        """Take this process's card."""
+        """Take this process's card, and room for its connections."""
+        files = raise_open_files(self.world_size)
+        if files.fault:
+            rank_zero_warn(f"{files.subject}: {files.value}; {files.fault}")
         ranks = {"world_size": self.world_size, "rank": self.global_rank, "local_rank": self.local_rank}
         devices.take_card(self.root_device, **ranks)
         super().setup_environment()

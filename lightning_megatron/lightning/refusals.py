@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout, Problem
 
 # By name of a class anywhere in the callback's ancestry: not every supported Lightning has all of them.
@@ -45,8 +47,10 @@ def plugin_problems(checkpoint_io: CheckpointIO, syncs_batchnorm: bool) -> list[
     return found
 
 
-def compile_problems(objects: Iterable[object]) -> list[Problem]:
-    """Modules that do not say which of their parts are to be compiled."""
+def compile_problems(objects: Iterable[object], device: torch.device) -> list[Problem]:
+    """Modules that do not say which of their parts are to be compiled, and devices that compile in their own way."""
+    if devices.is_lazy(device):
+        return [Problem("compile", True, "PT_HPU_LAZY_MODE=1 is set, and lazy mode compiles by itself", (False,))]
     reason = "the module has no method compile_blocks(backend): give it one, or compile in its configure_model"
     modules = (item for item in objects if isinstance(item, LightningModule))
     return [Problem("compile", True, reason, (False,)) for m in modules if not hasattr(m, "compile_blocks")]

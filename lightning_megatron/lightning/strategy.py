@@ -205,7 +205,7 @@ class MegatronStrategy(CheckpointStrategy):
         wished = self._wished_layout
         layout = wished if found else wished.resolve(self.num_nodes * self.num_processes)
         if self._compile:
-            found += compile_problems(objects)
+            found += compile_problems(objects, self.root_device)
         given = layout, self._split, self.recompute, self.micro_batch_size, self.precision_plugin.mode.params
         raise_if_any(found + job_problems(objects, trainer, *given))
 

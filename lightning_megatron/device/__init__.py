@@ -1,4 +1,4 @@
-"""The only file that names a kind of device: which there is, its collectives backend, its streams, memory and RNG.
+"""The only room that names a kind of device: which there is, its collectives backend, its streams, memory and RNG.
 
 Environment variables that concern a device are read and set here and nowhere else.
 """
@@ -66,6 +66,13 @@ def hpu_available() -> bool:
     except ImportError:
         return False
     return bool(hpu.is_available())
+
+
+def why_no_hpu() -> str:
+    """What is missing for a Gaudi."""
+    if importlib.util.find_spec("habana_frameworks") is None:
+        return "Gaudi's bridge (habana_frameworks, of habana-torch-plugin) is not installed; its containers have it"
+    return "Gaudi's bridge is installed, but sees no card"
 
 
 def best_available() -> DeviceKind:
