@@ -1,0 +1,61 @@
+"""Documents that are made of data, or can be checked against the tree."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from runpy import run_path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EVIDENCE = run_path(str(ROOT / "docs" / "evidence.py"))
+
+
+def test_the_table_of_evidence_is_up_to_date() -> None:
+    assert (ROOT / "README.md").read_text() == EVIDENCE["readme"](), "run `python docs/evidence.py`"
+
+
+@pytest.mark.parametrize("entry", EVIDENCE["features"](), ids=lambda entry: entry["feature"][:40])
+def test_every_claim_has_its_evidence(entry: dict[str, Any]) -> None:
+    assert set(entry) == {"feature", "cpu", "cuda", "hpu", "evidence"}
+    assert entry["evidence"]
+    for path in entry["evidence"]:
+        assert (ROOT / path).exists(), path
+    if entry["hpu"]:
+        assert any(path.startswith("tests/device") for path in entry["evidence"]), "says that it ran there, but where?"
+    if entry["cuda"]:
+        assert any("cuda" in path for path in entry["evidence"]), "says that it ran there, but where?"
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_links_between_documents_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_the_image_keeps_intels_packages(tmp_path: Path) -> None:
+    """pip is bound to what Intel has installed, and an image without torch is refused."""
+    keep = ROOT / "docker" / "keep.py"
+    assert "docker/keep.py > constraints.txt" in (ROOT / "docker" / "gaudi.Dockerfile").read_text()
+    given = {"torch": "2.6.0+hpu.1.21.0.555", "habana_torch_plugin": "1.21.0.555", "rich": "14.0"}
+    for name, version in given.items():
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    def run(path: Path) -> subprocess.CompletedProcess[str]:
+        code = f"import sys; sys.path[:] = [p for p in sys.path if 'packages' not in p] + [{str(path)!r}]\n"
+        code += f"from runpy import run_path; run_path({str(keep)!r}, run_name='__main__')"
+        return subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False)
+
+    done = run(tmp_path)
+    assert done.stdout.splitlines() == ["habana-torch-plugin==1.21.0.555", "torch==2.6.0+hpu.1.21.0.555"]
+    empty = run(tmp_path / "empty")
+    assert empty.returncode != 0
+    assert "no torch in this image" in empty.stderr
