@@ -11,6 +11,8 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import Logger
 
+from lightning_megatron.device import hpu_available
+
 
 class PoolEnvironment(ClusterEnvironment):
     """Takes ranks from the process group that is up; without one, there is one rank."""
@@ -99,7 +101,7 @@ class Recorder(Logger):
 
 
 def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
-    """A CPU Trainer on all ranks of the process group that logs every step to ``logger`` and prints nothing.
+    """A Trainer on all ranks of the process group that logs every step to ``logger`` and prints nothing.
 
     Args:
         strategy: as for ``Trainer``.
@@ -108,7 +110,7 @@ def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
     environment = PoolEnvironment()
     plugins = [environment, *options.pop("plugins", ())]
     quiet: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": "hpu" if hpu_available() else "cpu",  # the groups of a pool are of one of these
         "devices": environment.world_size(),
         "plugins": plugins,
         "logger": False,

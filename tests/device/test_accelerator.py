@@ -1,0 +1,192 @@
+"""Lightning on a Gaudi: who chooses it, what it says of itself, how ranks get their cards, when steps are marked.
+
+Run with ``make test-hpu``: this session must have the simulation (``--hpu-sim``).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import Callback, DeviceStatsMonitor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_megatron import (
+    ConfigError,
+    GPTModule,
+    HPUAccelerator,
+    MegatronHPUStrategy,
+    MegatronPrecision,
+    MegatronStrategy,
+)
+from lightning_megatron import device as devices
+from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+
+pytestmark = pytest.mark.skipif(not devices.hpu_available(), reason="needs a Gaudi, or --hpu-sim")
+HPU = devices.HPU.type
+QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+
+
+class Samples(Dataset[dict[str, torch.Tensor]]):
+    """Importable by name: workers are spawned."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(61, (13,), generator=torch.Generator().manual_seed(index))
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+def module(**options: Any) -> GPTModule:
+    seed_everything(5, verbose=False)
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61, "vocab_multiple": 4}
+    return GPTModule("llama-tiny", lr=1e-3, **sizes, **options)
+
+
+# Who chooses
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"accelerator": HPU}, {"accelerator": HPUAccelerator()}, {"accelerator": HPU, "strategy": "megatron_hpu"}],
+    ids=["auto", "by name", "by object", "both by name"],
+)
+def test_a_trainer_takes_the_gaudi(given: dict[str, Any]) -> None:
+    trainer = Trainer(**{"strategy": MegatronHPUStrategy(), "devices": 1, **QUIET, **given})
+    assert isinstance(trainer.accelerator, HPUAccelerator)
+    assert trainer.strategy.root_device == torch.device(HPU, 0)
+
+
+def test_all_cards_where_nobody_says_how_many() -> None:
+    assert Trainer(strategy=MegatronHPUStrategy(), **QUIET).num_devices == HPUAccelerator.auto_device_count() == 8
+
+
+def test_a_cpu_on_request() -> None:
+    trainer = Trainer(strategy=MegatronHPUStrategy(), accelerator="cpu", devices=1, **QUIET)
+    assert isinstance(trainer.accelerator, CPUAccelerator)
+    on_cpus = MegatronHPUStrategy(parallel_devices=[torch.device("cpu")])
+    assert isinstance(Trainer(strategy=on_cpus, **QUIET).accelerator, CPUAccelerator)
+
+
+def test_a_strategy_by_name_cannot_be_asked_and_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"accelerator='auto'.*nearest valid: hpu, cpu"):
+        Trainer(strategy="megatron", devices=1, **QUIET)
+
+
+@pytest.mark.parametrize("wish", [[0, 3], 0, "many"])
+def test_cards_are_counted_not_named(wish: Any) -> None:
+    with pytest.raises(ConfigError, match="devices="):
+        HPUAccelerator.parse_devices(wish)
+
+
+def test_cuda_words_are_migrated_only_where_there_is_a_gaudi() -> None:
+    with pytest.raises(ConfigError, match="gpu_migration=True: is for Gaudi"):
+        Trainer(strategy=MegatronHPUStrategy(gpu_migration=True), accelerator="cpu", devices=1, **QUIET)
+
+
+# What it says
+
+
+def test_bf16_mixed_is_our_precision_and_no_autocast_of_cuda() -> None:
+    trainer = Trainer(strategy=MegatronHPUStrategy(), devices=1, precision="bf16-mixed", **QUIET)
+    assert isinstance(trainer.precision_plugin, MegatronPrecision)
+    assert trainer.precision_plugin.mode.params == torch.bfloat16
+    assert trainer.precision_plugin.mode.main == torch.float32
+
+
+def test_memory_under_the_names_of_gaudi(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer = quiet_trainer(
+        MegatronStrategy(), max_steps=2, logger=recorder, callbacks=[DeviceStatsMonitor()], default_root_dir=tmp_path
+    )
+    trainer.fit(module(), DataLoader(Samples(), batch_size=4))
+    named = {name.rsplit("/", 1)[-1].rsplit(".", 1)[-1] for row in recorder.rows for name in row}
+    assert {"Limit", "InUse", "MaxInUse", "NumAllocs", "TotalActiveAllocs"} <= named
+    assert any(value > 0 for row in recorder.rows for name, value in row.items() if name.endswith("MaxInUse"))
+
+
+class StartMethods(Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.seen.append(trainer.train_dataloader.multiprocessing_context.get_start_method())
+
+
+def test_workers_are_spawned() -> None:
+    callback = StartMethods()
+    trainer = quiet_trainer(MegatronStrategy(), max_steps=2, callbacks=[callback])
+    trainer.fit(module(), DataLoader(Samples(), batch_size=4, num_workers=1))
+    assert callback.seen == ["spawn"]
+    assert trainer.global_step == 2
+
+
+# Cards, and steps
+
+JOB = """
+import os, sys, torch
+import lightning.pytorch as L
+from lightning_megatron import MegatronHPUStrategy
+from test_accelerator import Samples, module
+from torch.utils.data import DataLoader
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+for again in range(2):
+    trainer = L.Trainer(strategy=MegatronHPUStrategy(tp=2), devices=2, max_steps=1, **quiet)
+    trainer.fit(module(), DataLoader(Samples(), batch_size=4))
+card = os.environ["HLS_MODULE_ID"]
+print(f"rank {trainer.global_rank} card {card} of {trainer.strategy.root_device}", flush=True)
+"""
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """Trainers that ran in this process have left the address of their own job behind."""
+    job = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "HLS_MODULE_ID", "ID")
+    return {name: value for name, value in os.environ.items() if name not in job} | more
+
+
+def run(code: str, tmp_path: Path, **environment: str) -> str:
+    script = tmp_path / "job.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n" + code)
+    words = [sys.executable, str(script)]
+    env = clean_environment(**environment)
+    done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("stale", [{}, {"HLS_MODULE_ID": "5"}], ids=["", "a card left over in the parent"])
+def test_every_rank_takes_its_own_card(tmp_path: Path, stale: dict[str, str]) -> None:
+    said = run(JOB, tmp_path, **stale)
+    assert f"rank 0 card 0 of {HPU}:0" in said
+    assert f"rank 1 card 1 of {HPU}:0" in said
+
+
+LAZY = """
+import torch
+from lightning_megatron import MegatronHPUStrategy
+from lightning_megatron.testing import hpu
+from lightning_megatron.testing.trainer import quiet_trainer
+from test_accelerator import Samples, module
+from torch.utils.data import DataLoader
+marks = []
+for size, steps in ((4, 1), (4, 3), (1, 1)):
+    trainer = quiet_trainer(MegatronHPUStrategy(micro_batch_size=size), max_steps=steps)
+    hpu.reset_calls()
+    trainer.fit(module(), DataLoader(Samples(), batch_size=4))
+    marks.append(hpu.calls()["mark_step"])
+print(marks)
+"""
+
+
+def test_lazy_mode_gets_its_marks(tmp_path: Path) -> None:
+    """One after each forward and each backward of a micro-batch, one after the step; none in eager mode."""
+    assert run(LAZY, tmp_path, PT_HPU_LAZY_MODE="1").splitlines()[-1] == "[3, 9, 9]"
+    assert run(LAZY, tmp_path, PT_HPU_LAZY_MODE="0").splitlines()[-1] == "[0, 0, 0]"
