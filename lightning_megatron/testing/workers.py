@@ -28,6 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lightning_megatron.testing import hpu
+
 PRELOAD = [
     "torch",
     "torch.distributed",
@@ -65,6 +67,7 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
     import torch
     import torch.distributed as dist
 
+    backend = "cpu:gloo,hpu:hccl" if hpu.enabled() else "gloo"
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     torch.set_num_threads(1)
     stack_file = open(stacks, "w")  # noqa: SIM115 - faulthandler keeps it for the life of the process
@@ -75,7 +78,7 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
         )
         try:
             dist.init_process_group(
-                "gloo",
+                backend,
                 store=store,
                 rank=rank,
                 world_size=task.world_size,

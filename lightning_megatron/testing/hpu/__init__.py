@@ -1,0 +1,60 @@
+"""A Gaudi on paper: the ``hpu`` device, HCCL and ``habana_frameworks``, simulated on the host.
+
+Code for HPUs runs on it unchanged, in this process and its children, and what Gaudi's software refuses is refused.
+What it cannot show is in ``docs/simulated-hpu.md``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+from lightning_megatron import device
+
+SITE = Path(__file__).parent / "site"
+PROFILE = "LIGHTNING_MEGATRON_HPU_SIM"
+DEVICES = "LIGHTNING_MEGATRON_HPU_SIM_DEVICES"
+
+
+def enable(profile: str = "1.21", devices: int = 8) -> None:
+    """Simulate HPUs from now on, in this process and in all that it starts.
+
+    Call it before the first tensor is made: torch decides once whether there are HPUs. Children find the simulation
+    as they would find the real software: by an entry point of torch, when they import it.
+
+    Args:
+        profile: version of the Gaudi software, ``"1.19"`` or ``"1.21"`` for that and newer.
+        devices: HPUs of the machine.
+
+    Raises:
+        RuntimeError: if torch has looked for HPUs already, or the real software is installed.
+    """
+    here = str(SITE)
+    if here not in sys.path:
+        if importlib.util.find_spec("habana_frameworks") is not None:
+            raise RuntimeError("the real habana_frameworks is installed here; it is not simulated beside itself")
+        sys.path.insert(0, here)
+        path = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = here if not path else os.pathsep.join((here, path))
+    os.environ[PROFILE], os.environ[DEVICES] = profile, str(devices)
+    importlib.invalidate_caches()
+    importlib.import_module("habana_frameworks.torch")
+    device.hpu_available.cache_clear()
+
+
+def enabled() -> bool:
+    """Whether this process simulates HPUs."""
+    return PROFILE in os.environ and "habana_frameworks" in sys.modules
+
+
+def calls() -> Counter[str]:
+    """How often this process has called what of the simulated software, by name; see :func:`reset_calls`."""
+    return importlib.import_module("simulated_hpu.calls").counts()
+
+
+def reset_calls() -> None:
+    """Count from zero."""
+    importlib.import_module("simulated_hpu.calls").reset()

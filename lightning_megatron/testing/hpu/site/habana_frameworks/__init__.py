@@ -1,0 +1,1 @@
+"""Gaudi's Python interface over a simulated device: signatures, refusals and numbers of the real one."""

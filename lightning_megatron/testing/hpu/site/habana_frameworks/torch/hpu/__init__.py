@@ -1,0 +1,230 @@
+"""``torch.hpu``: the device, its memory, random numbers, streams and autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from simulated_hpu.settings import settings
+
+from habana_frameworks.torch.hpu.memory import (
+    max_memory_allocated,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    memory_summary,
+    reset_accumulated_memory_stats,
+    reset_peak_memory_stats,
+)
+from habana_frameworks.torch.hpu.random import (
+    default_generators,
+    get_rng_state,
+    get_rng_state_all,
+    initial_seed,
+    manual_seed,
+    manual_seed_all,
+    seed,
+    seed_all,
+    set_rng_state,
+    set_rng_state_all,
+)
+from habana_frameworks.torch.hpu.streams import (
+    Event,
+    Stream,
+    current_stream,
+    default_stream,
+    record_stream,
+    set_stream,
+    stream,
+)
+
+__all__ = [
+    "Event",
+    "Stream",
+    "current_device",
+    "current_stream",
+    "default_generators",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "enable_recompute_sdp",
+    "get_autocast_hpu_dtype",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "get_rng_state",
+    "get_rng_state_all",
+    "init",
+    "initial_seed",
+    "is_autocast_hpu_enabled",
+    "is_available",
+    "is_bf16_supported",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "memory_summary",
+    "recompute_sdp_enabled",
+    "record_stream",
+    "reset_accumulated_memory_stats",
+    "reset_peak_memory_stats",
+    "sdp_kernel",
+    "seed",
+    "seed_all",
+    "set_autocast_hpu_dtype",
+    "set_autocast_hpu_enabled",
+    "set_device",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "stream",
+    "synchronize",
+]
+
+_Device = int | str | torch.device
+
+
+def is_available() -> bool:
+    """Whether the machine has an HPU."""
+    return device_count() > 0
+
+
+def device_count() -> int:
+    """HPUs of the machine; the process uses one."""
+    return settings().devices
+
+
+def init() -> None:
+    """Acquire the device."""
+
+
+def is_initialized() -> bool:
+    """Whether the device is acquired: from the start."""
+    return True
+
+
+def _lazy_init() -> None:
+    """Asked for by torch before it uses a device."""
+    torch.utils.checkpoint.DefaultDeviceType.set_device_type("hpu")
+
+
+def _is_in_bad_fork() -> bool:
+    """Asked for by torch before it restores tensors."""
+    return False
+
+
+def current_device() -> int:
+    """Always 0."""
+    return 0
+
+
+def set_device(device: _Device) -> None:
+    """There is one device in a process."""
+
+
+class device:  # noqa: N801 - as in torch.cuda
+    """Context in which a device is current: there is one."""
+
+    def __init__(self, idx: Any) -> None:
+        self.idx = idx
+
+    def __enter__(self) -> device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class device_of(device):  # noqa: N801
+    """Context in which the device of a tensor is current."""
+
+
+def _exchange_device(index: int) -> int:
+    """Used by ``torch.device`` as a context."""
+    return 0
+
+
+_maybe_exchange_device = _exchange_device
+
+
+def get_device_name(device: _Device | None = None) -> str:
+    """The product."""
+    return "GAUDI2"
+
+
+def get_device_capability(device: _Device | None = None) -> str:
+    """Version of the software."""
+    return settings().profile
+
+
+def get_device_properties(device: _Device) -> str:
+    """What it is, in words."""
+    return f"(simulated {get_device_name()}, software {settings().profile})"
+
+
+def is_bf16_supported() -> bool:
+    """Always."""
+    return True
+
+
+def synchronize() -> None:
+    """Wait for the device; it takes no argument, unlike ``torch.cuda.synchronize``."""
+
+
+_recompute_sdp = {"enabled": False}
+
+
+def enable_recompute_sdp(enabled: bool) -> None:
+    """Whether FusedSDPA computes its probabilities again in backward, where a call does not say."""
+    _recompute_sdp["enabled"] = enabled
+
+
+def recompute_sdp_enabled() -> bool:
+    """What was set."""
+    return _recompute_sdp["enabled"]
+
+
+@contextmanager
+def sdp_kernel(enable_recompute: bool = True) -> Iterator[None]:
+    """Set it for a while."""
+    before = recompute_sdp_enabled()
+    enable_recompute_sdp(enable_recompute)
+    try:
+        yield
+    finally:
+        enable_recompute_sdp(before)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """What ``torch.autocast("hpu")`` may cast to."""
+    return [torch.bfloat16, torch.float16]
+
+
+def is_autocast_hpu_enabled() -> bool:
+    """Whether ops are cast now."""
+    return torch.is_autocast_enabled("hpu")
+
+
+def set_autocast_hpu_enabled(enabled: bool) -> None:
+    """Cast ops from now on, or no longer."""
+    torch.set_autocast_enabled("hpu", enabled)
+
+
+def get_autocast_hpu_dtype() -> torch.dtype:
+    """What ops are cast to."""
+    return torch.get_autocast_dtype("hpu")
+
+
+def set_autocast_hpu_dtype(dtype: torch.dtype) -> None:
+    """What ops are cast to from now on."""
+    torch.set_autocast_dtype("hpu", dtype)

@@ -1,0 +1,8 @@
+"""Which mode the bridge is in."""
+
+from simulated_hpu.settings import settings
+
+
+def is_lazy() -> bool:
+    """Whether ops are collected until a step is marked."""
+    return settings().is_lazy

@@ -1,0 +1,14 @@
+"""Compiles the extension into a directory: ``python compile.py DIRECTORY``, a process of its own that loads it too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from torch.utils.cpp_extension import load
+
+NAME = "simulated_hpu_native"
+
+if __name__ == "__main__":
+    sources = sorted(str(path) for path in (Path(__file__).parent / "native").glob("*.cpp"))
+    load(NAME, sources, build_directory=sys.argv[1], extra_cflags=["-O1", "-w"])

@@ -1,0 +1,540 @@
+// A backend of torch.distributed for tensors of the device: gloo carries them, and what HCCL refuses is refused.
+#include "device.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include <functional>
+
+namespace simulated_hpu {
+namespace {
+
+using c10d::Backend;
+using c10d::ReduceOp;
+using c10d::Work;
+using Tensors = std::vector<at::Tensor>;
+using WorkPtr = c10::intrusive_ptr<Work>;
+
+// What gloo still has in flight, and what is to be done when it has arrived.
+class HcclWork final : public Work {
+ public:
+  HcclWork(std::vector<WorkPtr> parts, Tensors outputs, std::function<void()> finish)
+      : parts_(std::move(parts)), outputs_(std::move(outputs)), finish_(std::move(finish)) {}
+
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    for (auto& part : parts_) {
+      part->wait(timeout);
+    }
+    parts_.clear();
+    if (finish_) {
+      std::exchange(finish_, nullptr)();
+    }
+    return true;
+  }
+  void synchronize() override { wait(); }
+  // HCCL has no progress to report: asked for it, it waits.
+  bool isCompleted() override { return wait(); }
+  bool isSuccess() const override { return true; }
+  Tensors result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    wait();
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future->markCompleted(at::IValue(outputs_));
+    return future;
+  }
+
+ private:
+  std::vector<WorkPtr> parts_;
+  Tensors outputs_;
+  std::function<void()> finish_;
+};
+
+// A collective that waits in a coalescing block for the end of it.
+class QueuedWork final : public Work {
+ public:
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    TORCH_CHECK(launched, "a collective was waited for before its coalescing block has ended");
+    return launched->wait(timeout);
+  }
+  void synchronize() override { wait(); }
+  bool isCompleted() override { return wait(); }
+
+  WorkPtr launched;
+};
+
+at::Tensor host_contiguous(const at::Tensor& tensor) {
+  auto seen = host(tensor);
+  if (!seen.is_contiguous()) {
+    TORCH_WARN_ONCE("a tensor that is not contiguous is copied for HCCL");
+  }
+  return seen.contiguous();
+}
+
+// Only words are moved, so a type that gloo does not know goes as one of the same size.
+at::Tensor as_words(const at::Tensor& tensor) {
+  switch (tensor.element_size()) {
+    case 1:
+      return tensor.view(at::kByte);
+    case 2:
+      return tensor.view(at::kHalf);
+    default:
+      return tensor;
+  }
+}
+
+void check_type(const at::Tensor& tensor) {
+  TORCH_CHECK(
+      !tensor.is_complex(), "Input tensor data type is not supported for HCCL process group: ",
+      tensor.scalar_type());
+}
+
+class Hccl final : public Backend {
+ public:
+  Hccl(c10::intrusive_ptr<Backend> gloo, c10::intrusive_ptr<c10d::Store> store, bool has_average)
+      : Backend(gloo->getRank(), gloo->getSize()),
+        gloo_(std::move(gloo)),
+        store_(std::move(store)),
+        has_average_(has_average) {}
+
+  const std::string getBackendName() const override { return "hccl"; }
+  bool supportsCoalescing() const { return true; }
+
+  // ---- collectives that add
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    auto tensor = single(tensors);
+    return submit([=, this] {
+      return reduced(tensor, options.reduceOp, [&](Tensors& wire, ReduceOp op) {
+        auto gloo_options = options;
+        gloo_options.reduceOp = op;
+        return gloo_->allreduce(wire, gloo_options);
+      });
+    });
+  }
+
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return each(tensors.size(), tensors, [&](size_t i) {
+      Tensors one{tensors[i]};
+      return allreduce(one, options);
+    });
+  }
+
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    auto tensor = single(tensors);
+    return submit([=, this] {
+      return reduced(tensor, options.reduceOp, [&](Tensors& wire, ReduceOp op) {
+        auto gloo_options = options;
+        gloo_options.reduceOp = op;
+        return gloo_->reduce(wire, gloo_options);
+      });
+    });
+  }
+
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    TORCH_CHECK(
+        input.scalar_type() == output.scalar_type(), "input tensor must be the same type as the output tensor.");
+    TORCH_CHECK(
+        input.numel() == output.numel() * size_, "input tensor must be the same size as output size times world size");
+    return submit([=, this] { return reduce_scattered(output, host(input).flatten(), options); });
+  }
+
+  WorkPtr reduce_scatter(
+      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
+    auto output = single(outputs);
+    auto parts = inputs.at(0);
+    return submit([=, this] {
+      Tensors flat;
+      for (const auto& part : parts) {
+        TORCH_CHECK(part.numel() == output.numel(), "All tensor operands to scatter/gather must have the same number of elements");
+        flat.push_back(host(part).flatten());
+      }
+      return reduce_scattered(output, at::cat(flat), options);
+    });
+  }
+
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
+    return each(outputs.size(), outputs, [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], options); });
+  }
+
+  // ---- collectives that move
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    auto tensor = single(tensors);
+    return submit([=, this] {
+      return moved({tensor}, [&](Tensors& wire) { return gloo_->broadcast(wire, options); });
+    });
+  }
+
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    TORCH_CHECK(
+        input.scalar_type() == output.scalar_type(), "output tensor must have the same type as input tensor");
+    TORCH_CHECK(
+        output.numel() == input.numel() * size_,
+        "output tensor size must be equal to world_size times input tensor size");
+    check_type(input);
+    return submit([=, this] {
+      auto from = as_words(host_contiguous(input).flatten());
+      return moved({output}, [&](Tensors& wire) {
+        auto to = wire[0].view(-1);
+        return gloo_->_allgather_base(to, from, options);
+      });
+    });
+  }
+
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return each(outputs.size(), outputs, [&](size_t i) { return _allgather_base(outputs[i], inputs[i], options); });
+  }
+
+  WorkPtr allgather(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    auto input = single(inputs);
+    auto parts = outputs.at(0);
+    check_type(input);
+    return submit([=, this] {
+      // Parts may differ in size, so every rank sends its own.
+      host(parts.at(rank_)).copy_(host(input));
+      std::vector<WorkPtr> works;
+      for (int root = 0; root < size_; ++root) {
+        works.push_back(moved({parts.at(root)}, [&](Tensors& wire) {
+          c10d::BroadcastOptions from_root;
+          from_root.rootRank = root;
+          from_root.timeout = options.timeout;
+          return gloo_->broadcast(wire, from_root);
+        }));
+      }
+      return joined(std::move(works), parts);
+    });
+  }
+
+  WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override {
+    TORCH_CHECK(false, "ProcessGroupHcclBase does not support allgather_coalesced");
+  }
+
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    const bool root = rank_ == options.rootRank;
+    TORCH_CHECK(root || outputs.empty(), "Requires empty output on non-root");
+    TORCH_CHECK(
+        !root || (outputs.size() == 1 && outputs[0].size() == static_cast<size_t>(size_)),
+        "Output list should be same size as process group");
+    auto from = as_words(host_contiguous(single(inputs)));
+    return submit([=, this] {
+      Tensors parts = root ? outputs[0] : Tensors{};
+      return moved(parts, [&](Tensors& wire) {
+        std::vector<Tensors> to;
+        if (root) {
+          to.push_back(wire);
+        }
+        Tensors source{from};
+        return gloo_->gather(to, source, options);
+      });
+    });
+  }
+
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
+    auto output = single(outputs);
+    const bool root = rank_ == options.rootRank;
+    if (root) {
+      TORCH_CHECK(inputs.size() == 1, "Requires a single element list");
+      TORCH_CHECK(
+          inputs[0].size() == static_cast<size_t>(size_), "Input list should be same size as process group");
+    } else {
+      TORCH_CHECK(inputs.empty(), "Requires empty input on non-root");
+    }
+    return submit([=, this] {
+      return moved({output}, [&](Tensors& wire) {
+        std::vector<Tensors> from;
+        if (root) {
+          from.emplace_back();
+          for (const auto& part : inputs[0]) {
+            from[0].push_back(as_words(host_contiguous(part)));
+          }
+        }
+        return gloo_->scatter(wire, from, options);
+      });
+    });
+  }
+
+  WorkPtr alltoall_base(
+      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+      const c10d::AllToAllOptions& options) override {
+    TORCH_CHECK(
+        input.scalar_type() == output.scalar_type(), "output tensor must have the same type as input tensor");
+    check_type(input);
+    c10d::checkSplitSizes(input_splits, input, size_);
+    c10d::checkSplitSizes(output_splits, output, size_);
+    check_bytes(input, input_splits, output_splits);
+    return submit([=, this] {
+      auto from = as_words(host_contiguous(input));
+      return moved({output}, [&](Tensors& wire) {
+        auto to_splits = output_splits;
+        auto from_splits = input_splits;
+        return gloo_->alltoall_base(wire[0], from, to_splits, from_splits, options);
+      });
+    });
+  }
+
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    TORCH_CHECK(
+        outputs.size() == static_cast<size_t>(size_) && inputs.size() == outputs.size(),
+        "Output list should be same size as process group");
+    return submit([=, this] {
+      Tensors flat;
+      std::vector<int64_t> from_splits, to_splits;
+      for (int peer = 0; peer < size_; ++peer) {
+        flat.push_back(as_words(host_contiguous(inputs[peer]).flatten()));
+        from_splits.push_back(inputs[peer].numel());
+        to_splits.push_back(outputs[peer].numel());
+      }
+      check_bytes(inputs[0], from_splits, to_splits);
+      auto from = at::cat(flat);
+      auto to = at::empty({std::accumulate(to_splits.begin(), to_splits.end(), int64_t{0})}, from.options());
+      auto lengths = to_splits;  // gloo empties its own where they are even
+      auto work = gloo_->alltoall_base(to, from, to_splits, from_splits, options);
+      return finished({work}, outputs, [=] {
+        auto parts = to.split_with_sizes(lengths);
+        for (size_t peer = 0; peer < outputs.size(); ++peer) {
+          host(outputs[peer]).copy_(parts[peer].view(outputs[peer].scalar_type()).view(outputs[peer].sizes()));
+        }
+      });
+    });
+  }
+
+  // ---- point to point; HCCL ignores tags
+
+  WorkPtr send(Tensors& tensors, int peer, int) override {
+    auto tensor = single(tensors);
+    check_type(tensor);
+    return submit([=, this] {
+      Tensors wire{as_words(host_contiguous(tensor))};
+      return finished({gloo_->send(wire, peer, 0)}, {tensor}, nullptr);
+    });
+  }
+
+  WorkPtr recv(Tensors& tensors, int peer, int) override {
+    auto tensor = single(tensors);
+    check_type(tensor);
+    return submit([=, this] {
+      return moved({tensor}, [&](Tensors& wire) { return gloo_->recv(wire, peer, 0); });
+    });
+  }
+
+  WorkPtr recvAnysource(Tensors&, int) override {
+    TORCH_CHECK(false, "ProcessGroupHcclBase does not support recv");
+  }
+
+  // ---- groups
+
+  // On the host, over the store.
+  WorkPtr barrier(const c10d::BarrierOptions&) override {
+    c10d::BarrierOptions options;
+    return gloo_->barrier(options);
+  }
+
+  void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
+
+  void startCoalescing() override {
+    TORCH_CHECK(!coalescing_, "Coalescing is already in progress. Nested coalescing is not supported.");
+    coalescing_ = true;
+  }
+
+  WorkPtr endCoalescing() override {
+    TORCH_CHECK(coalescing_, "endCoalescing invoked without startCoalescing");
+    coalescing_ = false;
+    std::vector<WorkPtr> works;
+    for (auto& [launch, work] : std::exchange(queue_, {})) {
+      works.push_back(work->launched = launch());
+    }
+    return joined(std::move(works), {});
+  }
+
+  // All members leave a group together, and in the same order: else this waits, as the device would, but not for ever.
+  void leave(const std::string& name, double seconds) {
+    const auto arrived = store_->add("hccl-left", 1);
+    if (arrived == size_) {
+      store_->set("hccl-all-left", std::vector<uint8_t>{1});
+    }
+    try {
+      store_->wait({"hccl-all-left"}, std::chrono::milliseconds(static_cast<int64_t>(1000 * seconds)));
+    } catch (const std::exception&) {
+      TORCH_CHECK(
+          false, "rank ", rank_, " destroys group '", name, "', but after ", seconds, " s only ", store_->add("hccl-left", 0),
+          " of its ", size_, " members do: on HPUs groups are destroyed by all members, in the same order");
+    }
+  }
+
+ private:
+  using Launch = std::function<WorkPtr()>;
+
+  WorkPtr submit(Launch launch) {
+    if (!coalescing_) {
+      return launch();
+    }
+    auto work = c10::make_intrusive<QueuedWork>();
+    queue_.emplace_back(std::move(launch), work);
+    return work;
+  }
+
+  static at::Tensor single(const Tensors& tensors) {
+    TORCH_CHECK(tensors.size() == 1, "Requires a single element list");
+    return tensors[0];
+  }
+
+  static WorkPtr finished(std::vector<WorkPtr> parts, Tensors outputs, std::function<void()> finish) {
+    return c10::make_intrusive<HcclWork>(std::move(parts), std::move(outputs), std::move(finish));
+  }
+
+  static WorkPtr joined(std::vector<WorkPtr> works, Tensors outputs) {
+    return finished(std::move(works), std::move(outputs), nullptr);
+  }
+
+  WorkPtr each(size_t count, const Tensors& outputs, const std::function<WorkPtr(size_t)>& start) {
+    std::vector<WorkPtr> works;
+    for (size_t i = 0; i < count; ++i) {
+      works.push_back(start(i));
+    }
+    return joined(std::move(works), outputs);
+  }
+
+  // Lets gloo fill the outputs, or contiguous copies of them.
+  static WorkPtr moved(const Tensors& outputs, const std::function<WorkPtr(Tensors&)>& start) {
+    Tensors wire, copies;
+    for (const auto& output : outputs) {
+      check_type(output);
+      copies.push_back(host_contiguous(output));
+      wire.push_back(as_words(copies.back()));
+    }
+    auto work = start(wire);
+    return finished({work}, outputs, [outputs, copies] {
+      for (size_t i = 0; i < outputs.size(); ++i) {
+        if (!outputs[i].is_contiguous()) {
+          host(outputs[i]).copy_(copies[i]);
+        }
+      }
+    });
+  }
+
+  // The reduction that gloo shall do for this one, and whether its result is to be divided.
+  std::pair<ReduceOp, bool> reduction(const ReduceOp& op, at::ScalarType type) const {
+    switch (op.op_) {
+      case ReduceOp::SUM:
+      case ReduceOp::PRODUCT:
+      case ReduceOp::MIN:
+      case ReduceOp::MAX:
+        return {op, false};
+      case ReduceOp::AVG:
+        TORCH_CHECK(type != at::kBool, "Cannot use ReduceOp.AVG with boolean inputs");
+        TORCH_CHECK(has_average_, "Unsupported ReduceOp for HCCL process group");
+        return {ReduceOp(ReduceOp::SUM), true};
+      default:
+        TORCH_CHECK(false, "Unsupported ReduceOp for HCCL process group");
+    }
+  }
+
+  // What travels in a reduction: bf16 and fp32 as such, all else as a copy in fp32.
+  static at::Tensor wire_of(const at::Tensor& tensor) {
+    check_type(tensor);
+    const auto type = tensor.scalar_type();
+    return type == at::kBFloat16 || type == at::kFloat ? tensor.contiguous() : tensor.to(at::kFloat).contiguous();
+  }
+
+  WorkPtr reduced(
+      const at::Tensor& tensor, const ReduceOp& asked, const std::function<WorkPtr(Tensors&, ReduceOp)>& start) {
+    auto [op, divide] = reduction(asked, tensor.scalar_type());
+    auto target = host(tensor);
+    Tensors wire{wire_of(target)};
+    auto work = start(wire, op);
+    const auto size = size_;
+    auto summed = wire[0];
+    return finished({work}, {tensor}, [=, divide = divide] {
+      if (divide) {
+        summed.div_(size);
+      }
+      if (summed.data_ptr() != target.data_ptr()) {
+        target.copy_(summed);
+      }
+    });
+  }
+
+  WorkPtr reduce_scattered(
+      const at::Tensor& output, const at::Tensor& input, const c10d::ReduceScatterOptions& asked) {
+    auto [op, divide] = reduction(asked.reduceOp, output.scalar_type());
+    const auto type = input.scalar_type();
+    // int32 and int64 stay what they are here.
+    Tensors wire{type == at::kInt || type == at::kLong ? input.clone() : wire_of(input).clone()};
+    c10d::AllreduceOptions options;
+    options.reduceOp = op;
+    options.timeout = asked.timeout;
+    auto work = gloo_->allreduce(wire, options);
+    const auto size = size_, rank = rank_;
+    auto summed = wire[0];
+    return finished({work}, {output}, [=, divide = divide] {
+      auto part = summed.chunk(size)[rank];
+      if (divide) {
+        part.div_(size);
+      }
+      auto target = host(output);
+      target.copy_(part.view(target.sizes()));
+    });
+  }
+
+  // HCCL moves words of two or four bytes, and the bridge counts the parts of uneven splits in elements.
+  static void check_bytes(
+      const at::Tensor& input, const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
+    auto uneven = [](const std::vector<int64_t>& splits) {
+      return std::any_of(splits.begin(), splits.end(), [&](int64_t size) { return size != splits[0]; });
+    };
+    const auto type = input.scalar_type();
+    const bool travels_as_words = input.element_size() == 1 && type != at::kBool && type != at::kByte;
+    TORCH_CHECK(
+        !travels_as_words || (!uneven(a) && !uneven(b)),
+        "all_to_all with uneven splits moves wrong lengths for ", type,
+        " on HCCL: view the tensor as a type of two or four bytes first");
+  }
+
+  c10::intrusive_ptr<Backend> gloo_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  bool has_average_;
+  bool coalescing_ = false;
+  std::vector<std::pair<Launch, c10::intrusive_ptr<QueuedWork>>> queue_;
+};
+
+}  // namespace
+
+// torch registers its collectives for the devices it has itself. Each takes the tensors and a group, and calls the
+// group's backend for its device: the CPU's serves ours when it is handed a group whose backend for the CPU is HCCL.
+void run_on_hccl(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {
+    auto& value = (*stack)[i];
+    if (value.isCustomClass() && *value.type() == *c10::getCustomClassType<c10::intrusive_ptr<c10d::ProcessGroup>>()) {
+      auto group = value.toCustomClass<c10d::ProcessGroup>();
+      auto stand_in = c10::make_intrusive<c10d::ProcessGroup>(group->getRank(), group->getSize());
+      stand_in->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, group->getBackend(kType));
+      value = c10::IValue(stand_in);
+    }
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("installed", &installed);
+  m.def("memory_counts", &memory_counts);
+  m.def("reset_peak", &reset_peak);
+  m.def("reset_counts", &reset_counts);
+  m.def("default_generator", [] { return default_generator(); });
+  m.def(
+      "make_hccl",
+      [](const c10::intrusive_ptr<Backend>& gloo, const c10::intrusive_ptr<c10d::Store>& store, bool has_average) {
+        return c10::intrusive_ptr<Backend>(c10::make_intrusive<Hccl>(gloo, store, has_average));
+      });
+  m.def("leave", [](const c10::intrusive_ptr<Backend>& group, const std::string& name, double seconds) {
+    dynamic_cast<Hccl&>(*group).leave(name, seconds);
+  }, pybind11::call_guard<pybind11::gil_scoped_release>());
+}
+
+}  // namespace simulated_hpu
