@@ -116,7 +116,8 @@ def preferred_accelerator(wished_devices: list[torch.device] | None) -> Accelera
 
 def missed_accelerator(used: torch.device) -> list[Problem]:
     """A Gaudi that nobody chose: Lightning creates strategies given by name too late for them to be asked."""
-    if used.type == NAME or given_to_trainer("accelerator") != "auto" or devices.best_available() is not devices.HPU:
+    by_name = isinstance(given_to_trainer("strategy"), str)
+    if not by_name or used.type == NAME or given_to_trainer("accelerator") != "auto" or not devices.hpu_available():
         return []
     reason = f"would take {used.type}, although there is a Gaudi: to a strategy given by its name it must be said"
     return [Problem("accelerator", "auto", reason, (NAME, used.type))]
