@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import Logger
 
 from lightning_megatron.device import hpu_available
+from lightning_megatron.lightning.strategy import MegatronStrategy
 
 
 class PoolEnvironment(ClusterEnvironment):
@@ -103,6 +104,9 @@ class Recorder(Logger):
 def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
     """A Trainer on all ranks of the process group that logs every step to ``logger`` and prints nothing.
 
+    It trains on the CPU; or, with our strategy, on a Gaudi if there is one. Strategies of Lightning's are what runs are
+    compared with, and stay on the CPU.
+
     Args:
         strategy: as for ``Trainer``.
         **options: further Trainer arguments; they win over the quiet ones, and ``plugins`` come on top.
@@ -110,7 +114,7 @@ def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
     environment = PoolEnvironment()
     plugins = [environment, *options.pop("plugins", ())]
     quiet: dict[str, Any] = {
-        "accelerator": "hpu" if hpu_available() else "cpu",  # the groups of a pool are of one of these
+        "accelerator": "hpu" if hpu_available() and isinstance(strategy, MegatronStrategy) else "cpu",
         "devices": environment.world_size(),
         "plugins": plugins,
         "logger": False,
