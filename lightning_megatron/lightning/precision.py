@@ -89,7 +89,8 @@ class MegatronPrecision(Precision):
             return cls()
         if isinstance(plugin, MegatronPrecision):
             return plugin
-        if type(plugin) in (MixedPrecision, HalfPrecision):
+        # The last is lightning-habana's, whom a Lightning that still knows it asks for Trainer(precision=...).
+        if type(plugin) in (MixedPrecision, HalfPrecision) or type(plugin).__name__ == "HPUPrecisionPlugin":
             return cls(str(plugin.precision))
         reason = "the strategy decides dtypes itself: pass Trainer(precision=...) or MegatronPrecision(...)"
         raise ConfigError([Problem("plugins", type(plugin).__name__, reason, tuple(MODES))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.abc
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -21,11 +22,14 @@ from lightning_megatron.testing.trainer import PoolEnvironment, Recorder
 pytestmark = pytest.mark.skipif(not devices.hpu_available(), reason="needs a Gaudi, or --hpu-sim")
 
 
-class MediaStubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gaudi's loaders of images, which lightning-habana imports and nobody calls here."""
+STUBBED = ("habana_dataloader", "habana_frameworks.mediapipe", "habana_frameworks.torch.utils.library_loader")
+
+
+class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loaders of images and of libraries, which lightning-habana imports and nobody calls here."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.startswith(("habana_dataloader", "habana_frameworks.mediapipe")):
+        if name.startswith(STUBBED):
             return ModuleSpec(name, self, is_package=True)
         return None
 
@@ -45,8 +49,12 @@ class MediaStubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @pytest.fixture
-def archived(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, MediaStubs()])
+def archived(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    tool = tmp_path / "hl-smi"  # whose output it reads
+    tool.write_text("#!/bin/sh\necho 'Habanalabs hl-smi/hlml version hl-1.21.0-fw-59.1.1.0 (May 04 2025 - 02:48:21)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Stubs()])
     try:
         import lightning_habana.pytorch as archived
     except ImportError as error:
