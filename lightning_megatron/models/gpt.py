@@ -25,6 +25,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Block, Embedding, Head
 from lightning_megatron.moe.balance import attach
+from lightning_megatron.ops.choice import ANY_DEVICE, Ops
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan, recomputed
 
 
@@ -75,9 +76,11 @@ class GPTModel(nn.Module):
         parts: the stages on this rank; ``None`` for a model in one piece.
         boundary: of the pipeline; needed with parts.
         recompute: what is computed again for its gradients.
+        ops: what its arithmetic is chosen from.
 
     Raises:
-        ConfigError: if nothing like ``recompute`` can be done with this model on this mesh.
+        ConfigError: if nothing like ``recompute`` can be done with this model on this mesh, or ``ops`` has no kernel that
+            is required.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class GPTModel(nn.Module):
         parts: Sequence[ModelPart] | None = None,
         boundary: Boundary | None = None,
         recompute: RecomputePlan = NO_RECOMPUTE,
+        ops: Ops = ANY_DEVICE,
     ) -> None:
         super().__init__()
         mesh = mesh or ParallelMesh.single()
@@ -117,11 +121,12 @@ class GPTModel(nn.Module):
                     sequence_parallel=self.sequence_parallel,
                     has_experts=config.has_experts(number),
                     recompute=recompute,
+                    ops=ops,
                 )
         self.head: Head | None = None
         if predicts:
             with seeded(base, config.num_layers + 1):
-                self.head = Head(config, mesh, sequence_parallel=self.sequence_parallel)
+                self.head = Head(config, mesh, sequence_parallel=self.sequence_parallel, ops=ops)
         self.rotary: RotaryEmbedding | None = None
         if config.position_embedding == "rope":
             self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
