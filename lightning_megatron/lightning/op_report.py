@@ -21,20 +21,20 @@ NAME = "op_report.json"
 def write_op_report(module: LightningModule, ops: Ops, mesh: ParallelMesh) -> None:
     """Write what the modules of one model have chosen, and what calls so far made of it; all ranks call this.
 
-    It goes into the Trainer's ``log_dir``, or without loggers its ``default_root_dir``; not for ``fast_dev_run``, and
-    not to remote storage.
+    It goes into the Trainer's ``log_dir``, or where there is none its ``default_root_dir``; not for ``fast_dev_run``,
+    and not to remote storage.
     """
     trainer = module.trainer
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
-    folder = trainer.log_dir  # all ranks are needed for this
+    folder = str(trainer.log_dir or trainer.default_root_dir)  # all ranks are needed for this
     modules = choices_of(module)
     if mesh.pp.size > 1:  # the stages of one pipeline make up one model
         speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
         modules = {
             name: chosen for stage in gathered(mesh, modules if speaks else {}) for name, chosen in stage.items()
         }
-    if not trainer.is_global_zero or folder is None or "://" in str(folder):
+    if not trainer.is_global_zero or "://" in folder:
         return
     wishes = ops.wishes if isinstance(ops.wishes, str | None) else dict(ops.wishes)
     content = {"device": ops.device, "wishes": wishes, "torch": torch.__version__, "modules": modules}

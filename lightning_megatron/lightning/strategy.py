@@ -90,6 +90,7 @@ class MegatronStrategy(CheckpointStrategy):
         boundary: where model calls begin and end on this rank's pipeline stages; ``None`` without a pipeline.
         num_nodes: set by the Trainer.
         recompute: what models compute again.
+        op_wishes: as given.
 
     Raises:
         ConfigError: for sizes that cannot work; what depends on the number of devices, the model or the data is checked
@@ -169,13 +170,13 @@ class MegatronStrategy(CheckpointStrategy):
         found += parse_wishes(ops)[1]
         raise_if_any(found + recompute_problems(*wish, layout))
         self.recompute = RecomputePlan(*wish)
-        self._op_wishes = ops
+        self.op_wishes = ops
         self._op_report_is_due = False
 
     @property
     def ops(self) -> Ops:
         """What the arithmetic of models is chosen from, on the devices of the Trainer."""
-        return Ops(self.root_device.type, self._op_wishes)
+        return Ops(self.root_device.type, self.op_wishes)
 
     @property
     def precision_plugin(self) -> MegatronPrecision:
@@ -203,7 +204,7 @@ class MegatronStrategy(CheckpointStrategy):
         device = self.parallel_devices[0]
         if self._gpu_migration:
             found += migration_problems(device)
-        found += Ops(device.type, self._op_wishes).problems()
+        found += Ops(device.type, self.op_wishes).problems()
         return found + missed_accelerator(device) + self.precision_plugin.problems(devices.kind_of(device))
 
     def check(self, *objects: object, trainer: Trainer | None = None) -> None:

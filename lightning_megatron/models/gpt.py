@@ -79,8 +79,8 @@ class GPTModel(nn.Module):
         ops: what its arithmetic is chosen from.
 
     Raises:
-        ConfigError: if nothing like ``recompute`` can be done with this model on this mesh, or ``ops`` has no kernel that
-            is required.
+        ConfigError: if nothing like ``recompute`` can be done with this model on this mesh, or ``ops`` has no
+            kernel that is required.
     """
 
     def __init__(
