@@ -29,6 +29,7 @@ from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.refusals import compile_problems, plugin_problems
 from lightning_megatron.lightning.watchers import watches_parameters
 from lightning_megatron.ops.choice import Ops, parse_wishes
+from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.partition import LayerSplit, StageLayers
 from lightning_megatron.pipeline.schedule import schedule_problems
@@ -79,6 +80,7 @@ class MegatronStrategy(CheckpointStrategy):
         ops: how each op with versions of its own for devices is chosen, e.g. ``{"attention": "off"}`` or
             ``"attention=off,rms_norm=require"``: ``"auto"`` (the best there is), ``"require"`` (a kernel of the
             device's own, or an error), ``"off"`` (the reference in plain torch). ``lightning-megatron ops`` lists them.
+        fp8: which linear layers ``ops={"linear_fp8": ...}`` is about, and how they are scaled.
         process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
         timeout: after which a collective that nobody answers fails.
         accelerator, parallel_devices, cluster_environment: as in Lightning's strategies.
@@ -129,6 +131,7 @@ class MegatronStrategy(CheckpointStrategy):
         compile: bool | str = False,
         gpu_migration: bool = False,
         ops: dict[str, str] | str | None = None,
+        fp8: Fp8Recipe | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         accelerator: Accelerator | None = None,
@@ -167,16 +170,17 @@ class MegatronStrategy(CheckpointStrategy):
         found = schedule_problems(pipeline_schedule, pp, vpp, 1)
         found += argument_problems(micro_batch_size, bucket_size, grad_reduce_dtype, checkpoint_io)
         wish = recompute, recompute_method, recompute_num_layers, recompute_shard_saved
-        found += parse_wishes(ops)[1]
+        self.op_wishes, self._fp8 = ops, fp8 or Fp8Recipe()
+        found += parse_wishes(ops)[1] + self._fp8.problems()
         raise_if_any(found + recompute_problems(*wish, layout))
         self.recompute = RecomputePlan(*wish)
-        self.op_wishes = ops
         self._op_report_is_due = False
 
     @property
     def ops(self) -> Ops:
         """What the arithmetic of models is chosen from, on the devices of the Trainer."""
-        return Ops(self.root_device.type, self.op_wishes)
+        assert self.parallel_devices is not None
+        return Ops(self.parallel_devices[0].type, self.op_wishes, self._fp8)
 
     @property
     def precision_plugin(self) -> MegatronPrecision:
@@ -204,7 +208,7 @@ class MegatronStrategy(CheckpointStrategy):
         device = self.parallel_devices[0]
         if self._gpu_migration:
             found += migration_problems(device)
-        found += Ops(device.type, self.op_wishes).problems()
+        found += self.ops.problems()
         return found + missed_accelerator(device) + self.precision_plugin.problems(devices.kind_of(device))
 
     def check(self, *objects: object, trainer: Trainer | None = None) -> None:
@@ -222,7 +226,7 @@ class MegatronStrategy(CheckpointStrategy):
         layout = wished if found else wished.resolve(self.num_nodes * self.num_processes)
         if self._compile:
             found += compile_problems(objects, self.root_device)
-        given = layout, self._split, self.recompute, self.micro_batch_size, self.precision_plugin.mode.params
+        given = layout, self._split, self.recompute, self.ops, self.micro_batch_size, self.precision_plugin.mode.params
         raise_if_any(found + job_problems(objects, trainer, *given))
 
     @property

@@ -19,6 +19,7 @@ from lightning_megatron.config import ConfigError, Problem, multiples_around, ra
 from lightning_megatron.context.split import gather_context, split_context
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
+from lightning_megatron.layers.fp8 import use_fp8
 from lightning_megatron.layers.init import draw_seed, seeded
 from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.mesh import ParallelMesh
@@ -94,7 +95,7 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         mesh = mesh or ParallelMesh.single()
-        raise_if_any(recompute.problems(mesh.layout, config))
+        raise_if_any(recompute.problems(mesh.layout, config) + ops.model_problems(mesh.layout, config))
         self.config, self.axis, self.context = config, mesh.tp, mesh.cp
         self.rng, self.recompute = mesh.rng, recompute
         self.sequence_parallel = mesh.layout.uses_sequence_parallel
@@ -123,6 +124,8 @@ class GPTModel(nn.Module):
                     recompute=recompute,
                     ops=ops,
                 )
+        blocks = {int(number): block for number, block in self.layers.items()}
+        self.fp8 = use_fp8(blocks, config.num_layers, ops, mesh)
         self.head: Head | None = None
         if predicts:
             with seeded(base, config.num_layers + 1):

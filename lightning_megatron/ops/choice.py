@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from lightning_megatron.config import ConfigError, Problem, nearest_names, raise_if_any
+from lightning_megatron.config import ConfigError, ModelShape, ParallelLayout, Problem, nearest_names, raise_if_any
 from lightning_megatron.ops.adamw import ADAMW
 from lightning_megatron.ops.attention import ATTENTION
+from lightning_megatron.ops.fp8 import LINEAR_FP8, Fp8Recipe
 from lightning_megatron.ops.grouped_linear import GROUPED_LINEAR
 from lightning_megatron.ops.mixture_of_experts import MIXTURE_OF_EXPERTS
 from lightning_megatron.ops.norm import LAYER_NORM, RMS_NORM
@@ -16,11 +17,13 @@ from lightning_megatron.ops.rope import ROPE
 from lightning_megatron.ops.version import Choice, Function, Op, Wish
 
 OPS: Mapping[str, Op] = {
-    op.name: op for op in (ATTENTION, RMS_NORM, LAYER_NORM, ROPE, MIXTURE_OF_EXPERTS, GROUPED_LINEAR, ADAMW)
+    op.name: op for op in (ATTENTION, RMS_NORM, LAYER_NORM, ROPE, MIXTURE_OF_EXPERTS, GROUPED_LINEAR, LINEAR_FP8, ADAMW)
 }
 WISHES: tuple[Wish, ...] = get_args(Wish)
 OpWishes = Mapping[str, str] | str | None
 """``{"attention": "off"}``, or ``"attention=off,rms_norm=require"``."""
+
+DEFAULT_FP8 = Fp8Recipe()
 
 
 def parse_wishes(wishes: OpWishes) -> tuple[dict[str, Wish], list[Problem]]:
@@ -55,6 +58,7 @@ class Ops:
         device: type of the device that the model is on; ``None`` where nobody has said, and every call goes by the
             device of its tensors.
         wishes: of the user.
+        fp8: which linear layers ``linear_fp8`` is about, and how they are scaled.
 
     Raises:
         ConfigError: with every fault of the wishes.
@@ -62,11 +66,12 @@ class Ops:
 
     device: str | None = None
     wishes: OpWishes = None
+    fp8: Fp8Recipe = DEFAULT_FP8
     _wished: Mapping[str, Wish] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         wished, found = parse_wishes(self.wishes)
-        raise_if_any(found)
+        raise_if_any(found + self.fp8.problems())
         object.__setattr__(self, "_wished", wished)
 
     def wish(self, op: str) -> Wish:
@@ -103,6 +108,19 @@ class Ops:
             return []
         found = (OPS[name].problem(self.device, wish) for name, wish in self._wished.items())
         return [problem for problem in found if problem is not None]
+
+    def model_problems(self, layout: ParallelLayout, model: ModelShape) -> list[Problem]:
+        """What does not go together with a model or a layout."""
+        wish = self.wish("linear_fp8")
+        if wish == "off":
+            return []
+        found, off = [], ("linear_fp8=off",)
+        if getattr(model, "num_experts", 0):
+            found.append(Problem("ops", f"linear_fp8={wish}", "experts multiply in the dtype of their weights", off))
+        if layout.cp > 1:
+            reason = f"Intel's own fp8 is for cp=1, and ours has not been tried with cp={layout.cp}"
+            found.append(Problem("ops", f"linear_fp8={wish}", reason, off))
+        return found
 
 
 ANY_DEVICE = Ops()
