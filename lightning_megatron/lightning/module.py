@@ -20,7 +20,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
-from lightning_megatron.ops.adamw import adamw_needs
+from lightning_megatron.ops.adamw import beyond_fused_adamw
 from lightning_megatron.ops.choice import Ops
 from lightning_megatron.ops.version import Choice
 from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR
@@ -296,7 +296,7 @@ class GPTModule(MegatronModule):
         if strategy is None:
             return Ops(self.device.type).choose("adamw")
         mode = strategy.precision_plugin.mode
-        return strategy.ops.choose("adamw", unless=adamw_needs(mode.main or mode.params, self.device.type))
+        return strategy.ops.choose("adamw", unless=beyond_fused_adamw(mode.main or mode.params, self.device.type))
 
 
 class LlamaModule(GPTModule):

@@ -36,7 +36,7 @@ def adamw_hpu(
     return optimizer(params, lr=lr, betas=betas, eps=eps)  # type: ignore[call-arg]
 
 
-def adamw_needs(dtype: torch.dtype, device: str) -> str | None:
+def beyond_fused_adamw(dtype: torch.dtype, device: str) -> str | None:
     """Why the device's own AdamW cannot update values of ``dtype``; ``None`` if it can."""
     if device != "hpu" or dtype == torch.float32:
         return None

@@ -1,4 +1,4 @@
-"""``ops_on_hpu.py`` on a simulated HPU, in a process for each version of its software, which defines its operators once."""
+"""``ops_on_hpu.py`` on a simulated HPU, in a process of its own for each version of the Gaudi software."""
 
 from __future__ import annotations
 

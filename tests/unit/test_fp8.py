@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy, ParallelLayout, TransformerConfig
+from lightning_megatron.checkpoint import load, local_tensors, model_state, save
+from lightning_megatron.checkpoint.stream import open_checkpoint
 from lightning_megatron.config import ConfigError
 from lightning_megatron.layers.fp8 import Fp8Products, Fp8Steps, multiply_in_fp8, use_fp8
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -18,6 +20,7 @@ from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.choice import Ops
 from lightning_megatron.ops.fp8 import LINEAR_FP8, REFERENCE_KERNELS, Fp8Recipe, cast_reference, scale_for
 from lightning_megatron.ops.report import choices_of
+from lightning_megatron.params import spec_registry
 from lightning_megatron.testing.parity import assert_same
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -263,3 +266,24 @@ def test_what_fp8_is_not_for_is_refused():
     with pytest.raises(ConfigError) as caught:
         MegatronStrategy(fp8=Fp8Recipe(("fc3",), amax_history_len=0, amax_compute="mean", margin=-1))
     assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+def test_a_checkpoint_with_scales_is_loaded_without_and_the_other_way_round(before, after, tmp_path):
+    models = []
+    for seed, fp8 in ((1, before), (2, after)):
+        torch.manual_seed(seed)
+        model = GPTModel(TINY)
+        models.append(in_fp8(model, Fp8Recipe()) if fp8 else model)
+    first, second = models
+    losses(first, 2)
+    mesh = ParallelMesh.single()
+    states = [model_state(local_tensors(model), spec_registry(model), mesh) for model in models]
+    save(tmp_path / "a.ckpt", states[0], {}, mesh)
+    load(tmp_path / "a.ckpt", states[1], mesh)
+    found, right = ({n: p.detach() for n, p in model.named_parameters()} for model in (second, first))
+    assert_same(found, right, rtol=0)
+    if before and after:
+        assert_same(dict(second.state_dict()), dict(first.state_dict()), rtol=0)
+        assert losses(second, 2) == losses(first, 2)
+    assert not any("products" in key for key in open_checkpoint(tmp_path / "a.ckpt")[1])
