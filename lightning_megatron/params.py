@@ -121,6 +121,14 @@ class FlatPiece:
     end: int
 
 
+def is_calibration(key: str) -> bool:
+    """Whether a tensor of a checkpoint is what a layer's ``products`` have seen of their ranges (fp8).
+
+    It says nothing of the model: a checkpoint that lacks it, or has it for nobody, is loaded all the same.
+    """
+    return ".products." in key
+
+
 @runtime_checkable
 class HasParamSpecs(Protocol):
     """A layer that declares the parameters it owns directly."""

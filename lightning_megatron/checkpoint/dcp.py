@@ -28,6 +28,7 @@ from lightning_megatron.checkpoint.verify import hash_faults, size_faults
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.config import nearest_names
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import is_calibration
 
 _SHOWN = 10
 
@@ -162,8 +163,8 @@ def load(
 
     def fit() -> list[str]:
         missing, faults = load_faults(state, metadata)
-        if strict and missing:
-            faults = _told_missing(missing, list(metadata.state_dict_metadata)) + faults
+        if strict and (needed := [key for key in missing if not is_calibration(key)]):
+            faults = _told_missing(needed, list(metadata.state_dict_metadata)) + faults
         if strict:
             faults += [f"{key}: in the checkpoint, but not in the model" for key in unexpected]
         if faults:
@@ -213,7 +214,11 @@ def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[st
     asked = {key for keys in gathered(mesh, sorted(state) if speaks else []) for key in keys}
     if not any(key.startswith("model.") for key in asked):
         return []
-    return [key for key in metadata.state_dict_metadata if key.startswith("model.") and key not in asked]
+    return [
+        key
+        for key in metadata.state_dict_metadata
+        if key.startswith("model.") and key not in asked and not is_calibration(key)
+    ]
 
 
 def _told_missing(missing: list[str], known: list[str]) -> list[str]:

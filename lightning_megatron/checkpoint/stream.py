@@ -15,7 +15,7 @@ from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.transfer import read, read_metadata
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import Box
+from lightning_megatron.params import Box, is_calibration
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Loaded, dict[str, WholeTensor]]:
@@ -36,7 +36,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Loaded, dict[str, Who
 
     found = {}
     for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
+        if isinstance(entry, TensorStorageMetadata) and not is_calibration(key):
             shape, dtype = tuple(entry.size), entry.properties.dtype
             found[key] = WholeTensor(shape, dtype, partial(tensor, key, shape, dtype))
     return loaded, found

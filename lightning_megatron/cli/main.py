@@ -35,6 +35,7 @@ _COMMANDS = {
         "lightning_megatron.cli.verify", "verify_command", "is a checkpoint whole, and what was written?"
     ),
     "doctor": _Command("lightning_megatron.cli.doctor", "doctor_command", "does what is installed here fit together?"),
+    "ops": _Command("lightning_megatron.cli.ops", "ops_command", "which version of each op a device gets, and why"),
     "schedule": _Command(
         "lightning_megatron.cli.schedule", "schedule_command", "print, price and draw a pipeline schedule"
     ),

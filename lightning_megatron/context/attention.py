@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -11,13 +11,29 @@ from lightning_megatron.context.gather import gathered_attention
 from lightning_megatron.context.ring import ring_attention
 from lightning_megatron.context.ulysses import ulysses_attention
 from lightning_megatron.mesh import Axis
+from lightning_megatron.ops.attention import attention
+from lightning_megatron.ops.choice import Ops
+from lightning_megatron.ops.version import Choice
+
+CoreAttention = Callable[..., Tensor]
 
 
 class ContextAttention(Protocol):
-    """Attention of queries, keys and values ``[S/R, B, heads, D]``, zigzag shards, to ``[S/R, B, N, D]``."""
+    """Attention of queries, keys and values ``[S/R, B, heads, D]``, zigzag shards, to ``[S/R, B, N, D]``.
+
+    ``core`` is attention on one rank, where a way of sharing ends in that.
+    """
 
     def __call__(  # noqa: D102
-        self, q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool = True, dropout: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        axis: Axis,
+        core: CoreAttention = attention,
+        *,
+        causal: bool = True,
+        dropout: float = 0.0,
     ) -> Tensor: ...
 
 
@@ -26,3 +42,15 @@ CONTEXT_ATTENTION: Mapping[str, ContextAttention] = {
     "all_gather": gathered_attention,
     "a2a": ulysses_attention,
 }
+
+
+def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> Choice:
+    """Attention on one rank, for ranks that share a sequence in this way.
+
+    Raises:
+        ConfigError: where a kernel of the device is required and these ranks cannot use it.
+    """
+    if axis.size == 1 or cp_comm_type == "a2a":
+        return ops.choose("attention")
+    reason = f"cp_comm_type={cp_comm_type}: what comes in pieces is put together by sums of exponentials"
+    return ops.instead("attention", "block by block", reason, ops.choose("attention").run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,14 @@ from lightning_megatron.ops.blockwise_attention import blockwise_attention
 
 
 def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool = True, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: Axis,
+    core: Callable[..., Tensor] = attention,
+    *,
+    causal: bool = True,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence.
 
@@ -24,6 +33,7 @@ def gathered_attention(
         k: ``[S/R, B, G, D]``.
         v: like ``k``.
         axis: the context-parallel ranks.
+        core: attention on one rank, for what drops weights.
         causal: whether a token sees only what precedes it.
         dropout: probability of dropping an attention weight.
 
@@ -32,16 +42,18 @@ def gathered_attention(
     """
     keys, values = gather_context(torch.cat((k, v), dim=-1), axis).chunk(2, dim=-1)
     if not causal:
-        return _attention(q, keys, values, False, dropout, 0)
+        return _attention(core, q, keys, values, False, dropout, 0)
     length = q.shape[0] // 2
     outs = []
     for part, chunk in zip(q.split(length), chunks_of(axis.rank, axis.size), strict=True):
         first, end = chunk * length, (chunk + 1) * length
-        outs.append(_attention(part, keys[:end], values[:end], True, dropout, first))
+        outs.append(_attention(core, part, keys[:end], values[:end], True, dropout, first))
     return torch.cat(outs)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, first_query: int) -> Tensor:
+def _attention(
+    core: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, first_query: int
+) -> Tensor:
     if dropout:
-        return attention(q, k, v, causal=causal, dropout=dropout, first_query=first_query)
+        return core(q, k, v, causal=causal, dropout=dropout, first_query=first_query)
     return blockwise_attention(q, k, v, causal=causal, first_query=first_query)

@@ -11,7 +11,7 @@ seen, all of them, by the second half of the queries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,16 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.blockwise_attention import Attended, attend, attend_backward, inner, merge_
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool = True, dropout: float = 0.0) -> Tensor:
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: Axis,
+    core: Callable[..., Tensor] | None = None,
+    *,
+    causal: bool = True,
+    dropout: float = 0.0,
+) -> Tensor:
     """Attention of this rank's queries to the whole sequence.
 
     Args:
@@ -30,6 +39,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool 
         k: ``[S/R, B, G, D]``.
         v: like ``k``.
         axis: the context-parallel ranks.
+        core: not used: blocks of keys are merged, and not every kernel tells what merging needs.
         causal: whether a token sees only what precedes it.
         dropout: must be 0.
 

@@ -7,6 +7,7 @@ is then what it is on one rank, with every fused kernel and with dropout; a seco
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,7 +19,14 @@ from lightning_megatron.ops.attention import attention
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, causal: bool = True, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: Axis,
+    core: Callable[..., Tensor] = attention,
+    *,
+    causal: bool = True,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence.
 
@@ -30,6 +38,7 @@ def ulysses_attention(
         k: ``[S/R, B, G, D]``.
         v: like ``k``.
         axis: the context-parallel ranks.
+        core: attention on one rank.
         causal: whether a token sees only what precedes it.
         dropout: probability of dropping an attention weight.
 
@@ -44,6 +53,6 @@ def ulysses_attention(
     heads = [part.shape[3] for part in parts]
     packed = torch.cat(parts, dim=3).movedim(2, 0).flatten(0, 1)
     whole = in_order(exchange(packed, axis), axis.size)
-    out = attention(*whole.split(heads, dim=2), causal=causal, dropout=dropout)
+    out = core(*whole.split(heads, dim=2), causal=causal, dropout=dropout)
     back = exchange(by_rank(out, axis.size), axis)
     return back.unflatten(0, (axis.size, -1)).movedim(0, 2).flatten(2, 3)

@@ -239,8 +239,3 @@ def has_bf16_arithmetic(device: torch.device, capabilities: Mapping[str, Any] | 
     known: Mapping[str, Any] = ask() if capabilities is None else capabilities
     answers = [bool(known[name]) for name in _BF16_INSTRUCTIONS if name in known]
     return any(answers) or not answers
-
-
-def has_fused_adamw(device: torch.device) -> bool:
-    """Whether ``torch.optim.AdamW(fused=True)`` has a kernel here."""
-    return device.type in ("cpu", "cuda")

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.config import Problem, divisors, nearest_to, raise_if_any
-from lightning_megatron.context.attention import CONTEXT_ATTENTION
+from lightning_megatron.context.attention import CONTEXT_ATTENTION, core_attention
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.attention import attention
-from lightning_megatron.ops.rope import rope
+from lightning_megatron.ops.choice import ANY_DEVICE, Ops
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
 
 
@@ -61,6 +60,7 @@ class SelfAttention(nn.Module):
         causal: whether a position sees only what precedes it.
         dropout: probability of dropping an attention weight.
         recompute: whether core attention is computed again for its gradients.
+        ops: what its arithmetic is chosen from.
         init_std: standard deviation of the initial qkv weight.
         output_init_std: the same for the output projection.
         dtype: of the parameters.
@@ -84,6 +84,7 @@ class SelfAttention(nn.Module):
         causal: bool = True,
         dropout: float = 0.0,
         recompute: RecomputePlan = NO_RECOMPUTE,
+        ops: Ops = ANY_DEVICE,
         init_std: float,
         output_init_std: float,
         dtype: torch.dtype | None = None,
@@ -99,6 +100,7 @@ class SelfAttention(nn.Module):
         self.causal, self.dropout, self.rng = causal, dropout, mesh.rng
         self.recompute = recompute
         self.context, self.share_context = mesh.cp, CONTEXT_ATTENTION[mesh.layout.cp_comm_type]
+        self.rope, self.attention = ops.choose("rope"), core_attention(ops, mesh.cp, mesh.layout.cp_comm_type)
         self.qkv = ColumnParallelLinear(
             hidden_size,
             (num_heads + 2 * num_groups) * head_dim,
@@ -133,7 +135,7 @@ class SelfAttention(nn.Module):
         q, k, v = (part.flatten(2, 3) for part in groups.split((self.heads_per_group, 1, 1), dim=3))
         if rotary is not None:
             # A copy of the values, or the little that they are of `groups` keeps all of it alive for the backward.
-            q, k, v = rope(q, *rotary), rope(k, *rotary), v.contiguous()
+            q, k, v = self.rope.run(q, *rotary), self.rope.run(k, *rotary), v.contiguous()
         first = 0
         if cache is not None:
             first = cache.length
@@ -145,5 +147,7 @@ class SelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         with self.rng.tensor_parallel() if dropout else nullcontext():
             if self.context.size > 1:
-                return self.share_context(q, k, v, self.context, causal=self.causal, dropout=dropout)
-            return attention(q, k, v, causal=self.causal, dropout=dropout, first_query=first_query)
+                core = self.attention.run
+                return self.share_context(q, k, v, self.context, core, causal=self.causal, dropout=dropout)
+            out: Tensor = self.attention.run(q, k, v, causal=self.causal, dropout=dropout, first_query=first_query)
+            return out

@@ -35,7 +35,8 @@ from lightning_megatron.config import Problem, divisors, multiples_around, neare
 from lightning_megatron.deferred import DeferredGradients
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import Axis, ParallelMesh
-from lightning_megatron.ops.matmul import linear, matmul, product
+from lightning_megatron.ops.matmul import PLAIN, Products, linear
+from lightning_megatron.ops.version import Choice
 from lightning_megatron.params import ParamSpec
 
 
@@ -48,7 +49,7 @@ class _Linear(torch.autograd.Function):
 
     ``axis`` is who the gradient of ``x`` is summed over; one rank where ``x`` is a shard of features (row). With
     ``deferred`` the parameters come in ``leaves``, out of autograd's sight, and their gradients go through the open
-    collection: autograd takes a ``None`` for a gradient that has arrived.
+    collection: autograd takes a ``None`` for a gradient that has arrived. ``products`` multiply.
     """
 
     @staticmethod
@@ -61,26 +62,29 @@ class _Linear(torch.autograd.Function):
         sequence_parallel: bool,
         deferred: DeferredGradients | None,
         leaves: tuple[Tensor | None, ...],
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
+        ctx.products = products
         ctx.axis, ctx.sequence_parallel, ctx.deferred, ctx.leaves = axis, sequence_parallel, deferred, leaves
         whole = all_gather(x, axis) if sequence_parallel else x
-        return linear(whole, weight, bias)
+        return products.forward(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         if ctx.deferred is not None:
             needs_dw, needs_db = (leaf is not None and leaf.requires_grad for leaf in ctx.leaves)
         whole_x = start_all_gather(x, ctx.axis) if ctx.sequence_parallel and needs_dw else Pending(x)
         start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
-        pending_dx = start(matmul(dy, weight.flatten(0, -2)), ctx.axis) if needs_dx else None
+        products = ctx.products
+        factor = products.gradient(dy)
+        pending_dx = start(products.input_gradient(factor, weight), ctx.axis) if needs_dx else None
 
         def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
-            flat = dy.flatten(0, -2)
-            dw = product(flat.t(), whole_x.wait().flatten(0, -2)).view_as(weight) if needs_dw else None
-            db = flat.sum(0).view_as(bias) if bias is not None and needs_db else None
+            dw = products.weight_gradient(factor, whole_x.wait()).view_as(weight) if needs_dw else None
+            db = dy.flatten(0, -2).sum(0).view_as(bias) if bias is not None and needs_db else None
             return dw, db
 
         dw = db = None
@@ -88,7 +92,7 @@ class _Linear(torch.autograd.Function):
             dw, db = weight_gradients()
         else:
             ctx.deferred.hand_in(weight_gradients, *ctx.leaves)
-        return pending_dx.wait() if pending_dx is not None else None, dw, db, None, None, None, None
+        return pending_dx.wait() if pending_dx is not None else None, dw, db, *(None,) * 5
 
 
 def _linear(
@@ -98,13 +102,15 @@ def _linear(
     axis: Axis,
     sequence_parallel: bool,
     deferred: DeferredGradients,
+    products: Products,
 ) -> Tensor:
     """The function above, with its parameters seen by autograd or not."""
     if not (deferred.enabled and x.requires_grad):
-        out: Tensor = _Linear.apply(x, weight, bias, axis, sequence_parallel, None, ())
+        out: Tensor = _Linear.apply(x, weight, bias, axis, sequence_parallel, None, (), products)
     else:
         hidden_bias = None if bias is None else bias.detach()
-        out = _Linear.apply(x, weight.detach(), hidden_bias, axis, sequence_parallel, deferred, (weight, bias))
+        leaves = weight, bias
+        out = _Linear.apply(x, weight.detach(), hidden_bias, axis, sequence_parallel, deferred, leaves, products)
     return out
 
 
@@ -139,6 +145,10 @@ class ColumnParallelLinear(nn.Module):
         dtype: of the parameters.
         device: of the parameters.
 
+    Attributes:
+        products: how it multiplies.
+        product_choice: why so, for the report, where somebody has looked.
+
     Raises:
         ConfigError: if the features do not split over the ranks.
     """
@@ -160,6 +170,8 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         mesh = mesh or ParallelMesh.single()
         self.axis, self.deferred = mesh.tp, mesh.deferred
+        self.products: Products = PLAIN
+        self.product_choice: Choice | None = None
         self.in_features, self.out_features, self.blocks = in_features, out_features, blocks
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
@@ -182,9 +194,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[S, B, in]`` (``[S/tp, B, in]`` under sequence parallelism) to ``[S, B, out/tp]``; blocks side by side."""
-        if self.axis.size == 1 and not self.deferred.enabled:
+        if self.axis.size == 1 and not self.deferred.enabled and self.products is PLAIN:
             return linear(x, self.weight, self.bias)
-        out = _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.deferred)
+        out = _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.deferred, self.products)
         if not self.gather_output:
             return out
         # Block by block, so that the result is the blocks side by side and not the ranks.
@@ -209,6 +221,10 @@ class RowParallelLinear(nn.Module):
         dtype: of the parameters.
         device: of the parameters.
 
+    Attributes:
+        products: how it multiplies.
+        product_choice: why so, for the report, where somebody has looked.
+
     Raises:
         ConfigError: if the features do not split over the ranks.
     """
@@ -229,6 +245,8 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         mesh = mesh or ParallelMesh.single()
         self.axis, self.deferred = mesh.tp, mesh.deferred
+        self.products: Products = PLAIN
+        self.product_choice: Choice | None = None
         self.in_features, self.out_features = in_features, out_features
         self.split_input = split_input
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
@@ -250,8 +268,8 @@ class RowParallelLinear(nn.Module):
         if self.split_input:
             x = split_features(x, self.axis)
         added = self.bias if self.axis.size == 1 else None  # elsewhere once, after the sum
-        if self.deferred.enabled:
-            partial = _linear(x, self.weight, added, _ALONE, False, self.deferred)
+        if self.deferred.enabled or self.products is not PLAIN:
+            partial = _linear(x, self.weight, added, _ALONE, False, self.deferred, self.products)
         else:
             partial = linear(x, self.weight, added)
         if self.axis.size == 1:

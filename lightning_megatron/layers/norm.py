@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.norm import layer_norm, rms_norm
+from lightning_megatron.ops.choice import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
 
 
@@ -20,9 +20,12 @@ class RMSNorm(nn.Module):
         mesh: the ranks; ``None`` for one process.
         eps: added to the mean square.
         sequence_parallel: the input is a sequence shard, so that weight gradients must be summed over tp.
+        ops: what its arithmetic is chosen from.
         dtype: of the weight.
         device: of the weight.
     """
+
+    op = "rms_norm"
 
     def __init__(
         self,
@@ -31,11 +34,13 @@ class RMSNorm(nn.Module):
         *,
         eps: float = 1e-5,
         sequence_parallel: bool = False,
+        ops: Ops = ANY_DEVICE,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.norm = ops.choose(self.op)
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
         self._grad_sum = sequence_parallel and mesh is not None and mesh.tp.size > 1
 
@@ -48,11 +53,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., H] -> [..., H]``."""
-        return rms_norm(x, self.weight, self.eps)
+        out: Tensor = self.norm.run(x, self.weight, self.eps)
+        return out
 
 
 class LayerNorm(RMSNorm):
     """Layer norm over the last dimension; arguments as for :class:`RMSNorm`."""
+
+    op = "layer_norm"
 
     def __init__(
         self,
@@ -61,15 +69,17 @@ class LayerNorm(RMSNorm):
         *,
         eps: float = 1e-5,
         sequence_parallel: bool = False,
+        ops: Ops = ANY_DEVICE,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(size, mesh, eps=eps, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        super().__init__(size, mesh, eps=eps, sequence_parallel=sequence_parallel, ops=ops, dtype=dtype, device=device)
         self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., H] -> [..., H]``."""
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        out: Tensor = self.norm.run(x, self.weight, self.bias, self.eps)
+        return out
 
 
 NORMS: Mapping[str, Callable[..., RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}

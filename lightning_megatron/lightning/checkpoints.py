@@ -181,8 +181,8 @@ def continue_randomness(state: dict[str, Any], mesh: ParallelMesh) -> None:
 
 def _optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh, sharded: bool) -> State:
     groups: list[Mapping[str, Any]] = [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-        for group, names in zip(optimizer.optimizer.param_groups, optimizer.group_names(), strict=True)
+        {**settings, "params": names}
+        for settings, names in zip(optimizer.group_settings(), optimizer.group_names(), strict=True)
     ]
     return optimizer_state(index, optimizer.pieces(), mesh, groups, sharded=sharded)
 
@@ -191,8 +191,7 @@ def _continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State) -
     """Scalars of groups (the learning rate the next step is to use), shared state, and parameters from main values."""
     saved = state[f"optimizer_{index}.param_groups"]
     scalars, notes = regrouped(saved, optimizer.group_names())
-    for group, values in zip(optimizer.optimizer.param_groups, scalars, strict=True):
-        group.update(values)
+    optimizer.load_group_settings(scalars)
     for note in notes:
         rank_zero_warn(note)
     for piece, *_, shared in optimizer.pieces():

@@ -26,6 +26,7 @@ from lightning_megatron.lightning.refusals import callback_problems, module_prob
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.moe.config import MoEConfig
+from lightning_megatron.ops.choice import Ops
 from lightning_megatron.optim.scaler import grad_reduce_dtype_rule
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.recompute import RecomputePlan
@@ -70,6 +71,7 @@ def job_problems(
     layout: ParallelLayout,
     split: LayerSplit,
     recompute: RecomputePlan,
+    ops: Ops,
     micro_batch_size: int | None,
     dtype: torch.dtype,
 ) -> list[Problem]:
@@ -81,6 +83,7 @@ def job_problems(
         layout: for the job's number of ranks.
         split: how layers are shared out over stages.
         recompute: what is computed again.
+        ops: what arithmetic is chosen from.
         micro_batch_size: samples of one forward.
         dtype: of the parameters.
     """
@@ -103,6 +106,8 @@ def job_problems(
     if isinstance(model, TransformerConfig):
         paths = [item for item in objects if isinstance(item, str | os.PathLike)]
         found += [problem for path in paths if is_hf_directory(path) for problem in hf_problems(path, model)]
+    if model is not None:
+        found += ops.model_problems(layout, model)
     return found + recompute.problems(layout, model)
 
 

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
-from lightning_megatron import device as devices
 from lightning_megatron.config import ModelShape, raise_if_any
 from lightning_megatron.lightning.hugging_face import hf_config, hf_problems, load_hf_weights
 from lightning_megatron.lightning.strategy import MegatronStrategy
@@ -21,6 +20,9 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
+from lightning_megatron.ops.adamw import beyond_fused_adamw
+from lightning_megatron.ops.choice import Ops
+from lightning_megatron.ops.version import Choice
 from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR
 from lightning_megatron.params import named_specs
 
@@ -195,7 +197,9 @@ class GPTModule(MegatronModule):
                 self.model = GPTModel(self.config)
             else:
                 parts = strategy.stages(self.config.num_layers)
-                self.model = GPTModel(self.config, self.mesh, parts, strategy.boundary, strategy.recompute)
+                self.model = GPTModel(
+                    self.config, self.mesh, parts, strategy.boundary, strategy.recompute, strategy.ops
+                )
                 if strategy.compile_backend is not None:
                     self.compile_blocks(strategy.compile_backend)
             self._fill()
@@ -273,9 +277,9 @@ class GPTModule(MegatronModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW over two groups, with a warm-up and a decay."""
+        self.adamw = self._choose_adamw()
         groups = self.decay_groups(self.weight_decay)
-        fused = devices.has_fused_adamw(self.device)
-        optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+        optimizer: Optimizer = self.adamw.run(groups, lr=self.lr, betas=self.betas, eps=self.eps)
         if self.lr_schedule == "constant" and not self.warmup_steps:
             return optimizer
         decay = 0
@@ -286,6 +290,13 @@ class GPTModule(MegatronModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": MegatronLR(optimizer, schedule), "interval": "step"},
         }
+
+    def _choose_adamw(self) -> Choice:
+        strategy = self.megatron_strategy
+        if strategy is None:
+            return Ops(self.device.type).choose("adamw")
+        mode = strategy.precision_plugin.mode
+        return strategy.ops.choose("adamw", unless=beyond_fused_adamw(mode.main or mode.params, self.device.type))
 
 
 class LlamaModule(GPTModule):

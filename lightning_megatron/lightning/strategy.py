@@ -23,10 +23,13 @@ from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
 from lightning_megatron.lightning.checks import GradReduceDtype, argument_problems, job_problems, reduce_dtype
 from lightning_megatron.lightning.engine import StepEngine
 from lightning_megatron.lightning.launcher import CheckedLauncher
+from lightning_megatron.lightning.op_report import write_op_report
 from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.refusals import compile_problems, plugin_problems
 from lightning_megatron.lightning.watchers import watches_parameters
+from lightning_megatron.ops.choice import Ops, parse_wishes
+from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.partition import LayerSplit, StageLayers
 from lightning_megatron.pipeline.schedule import schedule_problems
@@ -74,6 +77,10 @@ class MegatronStrategy(CheckpointStrategy):
         recompute_shard_saved: of ``"full"``: tp ranks share what is kept; for runs without sequence parallelism.
         compile: run every block of layers through ``torch.compile``: ``True`` for the device's own backend, or a name.
         gpu_migration: on Gaudi, let modules that say "cuda" run as they are, by Intel's toolkit; nothing here needs it.
+        ops: how each op with versions of its own for devices is chosen, e.g. ``{"attention": "off"}`` or
+            ``"attention=off,rms_norm=require"``: ``"auto"`` (the best there is), ``"require"`` (a kernel of the
+            device's own, or an error), ``"off"`` (the reference in plain torch). ``lightning-megatron ops`` lists them.
+        fp8: which linear layers ``ops={"linear_fp8": ...}`` is about, and how they are scaled.
         process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
         timeout: after which a collective that nobody answers fails.
         accelerator, parallel_devices, cluster_environment: as in Lightning's strategies.
@@ -85,6 +92,7 @@ class MegatronStrategy(CheckpointStrategy):
         boundary: where model calls begin and end on this rank's pipeline stages; ``None`` without a pipeline.
         num_nodes: set by the Trainer.
         recompute: what models compute again.
+        op_wishes: as given.
 
     Raises:
         ConfigError: for sizes that cannot work; what depends on the number of devices, the model or the data is checked
@@ -122,6 +130,8 @@ class MegatronStrategy(CheckpointStrategy):
         recompute_shard_saved: bool = False,
         compile: bool | str = False,
         gpu_migration: bool = False,
+        ops: dict[str, str] | str | None = None,
+        fp8: Fp8Recipe | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         accelerator: Accelerator | None = None,
@@ -160,8 +170,17 @@ class MegatronStrategy(CheckpointStrategy):
         found = schedule_problems(pipeline_schedule, pp, vpp, 1)
         found += argument_problems(micro_batch_size, bucket_size, grad_reduce_dtype, checkpoint_io)
         wish = recompute, recompute_method, recompute_num_layers, recompute_shard_saved
+        self.op_wishes, self._fp8 = ops, fp8 or Fp8Recipe()
+        found += parse_wishes(ops)[1] + self._fp8.problems()
         raise_if_any(found + recompute_problems(*wish, layout))
         self.recompute = RecomputePlan(*wish)
+        self._op_report_is_due = False
+
+    @property
+    def ops(self) -> Ops:
+        """What the arithmetic of models is chosen from, on the devices of the Trainer."""
+        assert self.parallel_devices is not None
+        return Ops(self.parallel_devices[0].type, self.op_wishes, self._fp8)
 
     @property
     def precision_plugin(self) -> MegatronPrecision:
@@ -189,6 +208,7 @@ class MegatronStrategy(CheckpointStrategy):
         device = self.parallel_devices[0]
         if self._gpu_migration:
             found += migration_problems(device)
+        found += self.ops.problems()
         return found + missed_accelerator(device) + self.precision_plugin.problems(devices.kind_of(device))
 
     def check(self, *objects: object, trainer: Trainer | None = None) -> None:
@@ -206,7 +226,7 @@ class MegatronStrategy(CheckpointStrategy):
         layout = wished if found else wished.resolve(self.num_nodes * self.num_processes)
         if self._compile:
             found += compile_problems(objects, self.root_device)
-        given = layout, self._split, self.recompute, self.micro_batch_size, self.precision_plugin.mode.params
+        given = layout, self._split, self.recompute, self.ops, self.micro_batch_size, self.precision_plugin.mode.params
         raise_if_any(found + job_problems(objects, trainer, *given))
 
     @property
@@ -252,6 +272,7 @@ class MegatronStrategy(CheckpointStrategy):
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._op_report_is_due = True
         self.setup_precision_plugin()
         self.engine.watch(self.lightning_module)
 
@@ -303,6 +324,9 @@ class MegatronStrategy(CheckpointStrategy):
                 scale = self.precision_plugin.scale_of_loss() / batches
                 output = self.engine.train(module, micro_batches, tuple(rest), scale, finishing)
         self._backward_is_done = micro_batches is not None
+        if self._op_report_is_due:
+            self._op_report_is_due = False
+            write_op_report(module, self.ops, self.mesh)
         return optimizers.mean_over_tokens(output, batches) if module.automatic_optimization else output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -19,12 +19,14 @@ from lightning_megatron.config import ConfigError, Problem, multiples_around, ra
 from lightning_megatron.context.split import gather_context, split_context
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
+from lightning_megatron.layers.fp8 import use_fp8
 from lightning_megatron.layers.init import draw_seed, seeded
 from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Block, Embedding, Head
 from lightning_megatron.moe.balance import attach
+from lightning_megatron.ops.choice import ANY_DEVICE, Ops
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan, recomputed
 
 
@@ -75,9 +77,11 @@ class GPTModel(nn.Module):
         parts: the stages on this rank; ``None`` for a model in one piece.
         boundary: of the pipeline; needed with parts.
         recompute: what is computed again for its gradients.
+        ops: what its arithmetic is chosen from.
 
     Raises:
-        ConfigError: if nothing like ``recompute`` can be done with this model on this mesh.
+        ConfigError: if nothing like ``recompute`` can be done with this model on this mesh, or ``ops`` has no
+            kernel that is required.
     """
 
     def __init__(
@@ -87,10 +91,11 @@ class GPTModel(nn.Module):
         parts: Sequence[ModelPart] | None = None,
         boundary: Boundary | None = None,
         recompute: RecomputePlan = NO_RECOMPUTE,
+        ops: Ops = ANY_DEVICE,
     ) -> None:
         super().__init__()
         mesh = mesh or ParallelMesh.single()
-        raise_if_any(recompute.problems(mesh.layout, config))
+        raise_if_any(recompute.problems(mesh.layout, config) + ops.model_problems(mesh.layout, config))
         self.config, self.axis, self.context = config, mesh.tp, mesh.cp
         self.rng, self.recompute = mesh.rng, recompute
         self.sequence_parallel = mesh.layout.uses_sequence_parallel
@@ -117,11 +122,14 @@ class GPTModel(nn.Module):
                     sequence_parallel=self.sequence_parallel,
                     has_experts=config.has_experts(number),
                     recompute=recompute,
+                    ops=ops,
                 )
+        blocks = {int(number): block for number, block in self.layers.items()}
+        self.fp8 = use_fp8(blocks, config.num_layers, ops, mesh)
         self.head: Head | None = None
         if predicts:
             with seeded(base, config.num_layers + 1):
-                self.head = Head(config, mesh, sequence_parallel=self.sequence_parallel)
+                self.head = Head(config, mesh, sequence_parallel=self.sequence_parallel, ops=ops)
         self.rotary: RotaryEmbedding | None = None
         if config.position_embedding == "rope":
             self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)

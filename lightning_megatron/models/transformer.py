@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_megatron.layers.norm import NORMS
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.moe.layer import MoELayer
+from lightning_megatron.ops.choice import ANY_DEVICE, Ops
 from lightning_megatron.ops.matmul import linear
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
@@ -34,6 +36,7 @@ class Block(nn.Module):
         sequence_parallel: the residual stream is a sequence shard.
         has_experts: experts take the place of the feed-forward layer.
         recompute: which parts are computed again for their gradients.
+        ops: what its arithmetic is chosen from.
     """
 
     def __init__(
@@ -44,14 +47,13 @@ class Block(nn.Module):
         sequence_parallel: bool,
         has_experts: bool = False,
         recompute: RecomputePlan = NO_RECOMPUTE,
+        ops: Ops = ANY_DEVICE,
     ) -> None:
         super().__init__()
         self.rng = mesh.rng
         self.recompute = recompute
-        norm = NORMS[config.norm]
-        self.attention_norm = norm(
-            config.hidden_size, mesh, eps=config.norm_epsilon, sequence_parallel=sequence_parallel
-        )
+        norm = partial(NORMS[config.norm], config.hidden_size, mesh, eps=config.norm_epsilon, ops=ops)
+        self.attention_norm = norm(sequence_parallel=sequence_parallel)
         self.attention = SelfAttention(
             config.hidden_size,
             config.num_attention_heads,
@@ -62,10 +64,11 @@ class Block(nn.Module):
             sequence_parallel=sequence_parallel,
             dropout=config.attention_dropout,
             recompute=recompute,
+            ops=ops,
             init_std=config.init_std,
             output_init_std=config.output_init_std,
         )
-        self.mlp_norm = norm(config.hidden_size, mesh, eps=config.norm_epsilon, sequence_parallel=sequence_parallel)
+        self.mlp_norm = norm(sequence_parallel=sequence_parallel)
         self.mlp: MLP | MoELayer
         common: dict[str, Any] = {
             "activation": config.activation,
@@ -75,7 +78,7 @@ class Block(nn.Module):
         }
         if has_experts:
             features, again = config.expert_ffn_hidden_size, recompute.wraps("moe")
-            self.mlp = MoELayer(config, config.hidden_size, features, mesh, recompute=again, **common)
+            self.mlp = MoELayer(config, config.hidden_size, features, mesh, recompute=again, ops=ops, **common)
         else:
             self.mlp = MLP(config.hidden_size, config.ffn_hidden_size, mesh, bias=config.add_bias_linear, **common)
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
@@ -158,15 +161,18 @@ class Head(nn.Module):
         config: the model's shape.
         mesh: the ranks.
         sequence_parallel: the input is a sequence shard.
+        ops: what its norm is chosen from.
     """
 
-    def __init__(self, config: TransformerConfig, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self, config: TransformerConfig, mesh: ParallelMesh, *, sequence_parallel: bool, ops: Ops = ANY_DEVICE
+    ) -> None:
         super().__init__()
         self.axis, self.sequence_parallel = mesh.tp, sequence_parallel and mesh.tp.size > 1
         self.vocab_size, self.label_smoothing = config.vocab_size, config.label_smoothing
         self._shape = (config.vocab_size, config.hidden_size)
         self.norm = NORMS[config.norm](
-            config.hidden_size, mesh, eps=config.norm_epsilon, sequence_parallel=sequence_parallel
+            config.hidden_size, mesh, eps=config.norm_epsilon, sequence_parallel=sequence_parallel, ops=ops
         )
         self.weight: nn.Parameter | None = None
         if not config.tie_embeddings:

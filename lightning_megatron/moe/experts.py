@@ -11,8 +11,8 @@ from lightning_megatron.config import Problem, divisors, nearest_to, raise_if_an
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.activation import ACTIVATIONS, GATED
-from lightning_megatron.ops.grouped_linear import batched_linear, grouped_linear
-from lightning_megatron.ops.mixture_of_experts import mixture_of_experts
+from lightning_megatron.ops.choice import ANY_DEVICE, Ops
+from lightning_megatron.ops.grouped_linear import batched_linear
 from lightning_megatron.params import ParamSpec
 
 
@@ -30,6 +30,7 @@ class RoutedExperts(nn.Module):
         activation: a name in ``ACTIVATIONS``.
         init_std: standard deviation of ``fc1``'s initial weights.
         output_init_std: the same for ``fc2``.
+        ops: what their arithmetic is chosen from.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -47,6 +48,7 @@ class RoutedExperts(nn.Module):
         activation: str,
         init_std: float,
         output_init_std: float,
+        ops: Ops = ANY_DEVICE,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class RoutedExperts(nn.Module):
         gates = (2,) if activation in GATED else ()
         self.first = mesh.ep.rank * here
         self.activation = ACTIVATIONS[activation]
+        self.grouped_linear, self.mixture = ops.choose("grouped_linear"), ops.choose("mixture_of_experts")
         self._shapes = {
             "fc1": (num_experts, *gates, ffn_hidden_size, hidden_size),
             "fc2": (num_experts, hidden_size, ffn_hidden_size),
@@ -80,8 +83,9 @@ class RoutedExperts(nn.Module):
 
     def grouped(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """``[n, H] -> [n, H]``: the rows of each expert here in turn; an expert may have none."""
-        inner = self.activation(grouped_linear(x, self.fc1.flatten(1, -2), counts))
-        return grouped_linear(inner, self.fc2, counts)
+        inner = self.activation(self.grouped_linear.run(x, self.fc1.flatten(1, -2), counts))
+        out: Tensor = self.grouped_linear.run(inner, self.fc2, counts)
+        return out
 
     def batched(self, x: Tensor) -> Tensor:
         """``[experts here, n, H] -> [experts here, n, H]``, as many rows for each."""
@@ -90,7 +94,8 @@ class RoutedExperts(nn.Module):
 
     def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """``[T, H] -> [T, H]``: tokens through those of their experts ``[T, k]`` that are here, weighted and summed."""
-        return mixture_of_experts(x, experts, weights, self.fc1, self.fc2, self.activation, self.first)
+        out: Tensor = self.mixture.run(x, experts, weights, self.fc1, self.fc2, self.activation, self.first)
+        return out
 
     def extra_repr(self) -> str:
         """The sizes, global."""

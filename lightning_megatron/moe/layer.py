@@ -18,6 +18,7 @@ from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.dispatch import ExpertGrid, allgather, alltoall, padded_alltoall
 from lightning_megatron.moe.experts import RoutedExperts
 from lightning_megatron.moe.router import Router
+from lightning_megatron.ops.choice import ANY_DEVICE, Ops
 from lightning_megatron.recompute import recomputed
 
 
@@ -34,6 +35,7 @@ class MoELayer(nn.Module):
         init_std: standard deviation of initial weights.
         output_init_std: the same for the experts' second layer.
         recompute: keep only tokens and routing, and let the experts run twice.
+        ops: what the experts' arithmetic is chosen from.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -53,6 +55,7 @@ class MoELayer(nn.Module):
         init_std: float,
         output_init_std: float,
         recompute: bool = False,
+        ops: Ops = ANY_DEVICE,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -79,6 +82,7 @@ class MoELayer(nn.Module):
             activation=activation,
             init_std=init_std,
             output_init_std=output_init_std,
+            ops=ops,
             dtype=dtype,
             device=device,
         )

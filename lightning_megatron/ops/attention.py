@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.ops.bridge import bridge, needs
 from lightning_megatron.ops.dropout import dropout as drop
 from lightning_megatron.ops.matmul import widens
+from lightning_megatron.ops.version import Op, Version
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0) -> Tensor:
-    """Attention in plain torch, softmax in fp32: the meaning of :func:`attention` without dropout."""
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0, first_query: int = 0
+) -> Tensor:
+    """Attention in plain torch, softmax in fp32: the meaning of :func:`attention`."""
     repeats = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     scores = torch.einsum("sbnd,tbnd->bnst", q, k).float() / math.sqrt(q.shape[-1])
@@ -23,7 +28,8 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_
         queries = torch.arange(q.shape[0], device=q.device) + first_query
         hidden = torch.arange(k.shape[0], device=q.device)[None, :] > queries[:, None]
         scores = scores.masked_fill(hidden, float("-inf"))
-    return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1).to(v.dtype), v)
+    weights = F.dropout(scores.softmax(-1), dropout)
+    return torch.einsum("bnst,tbnd->sbnd", weights.to(v.dtype), v)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0, first_query: int = 0) -> Tensor:
@@ -40,6 +46,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float =
     Returns:
         ``[S, B, N, D]``.
     """
+    out: Tensor = ATTENTION.on(q.device.type)(q, k, v, causal=causal, dropout=dropout, first_query=first_query)
+    return out
+
+
+def attention_torch(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0, first_query: int = 0
+) -> Tensor:
+    """:func:`attention` by torch's choice of kernel."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     mask = None
     if causal and first_query and q.shape[2] > 1:
@@ -103,3 +117,73 @@ def _op_by_op(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: flo
         scores.masked_fill_(~seen.repeat(scores.shape[2] // queries, 1), float("-inf"))
     out = drop(scores.softmax(-1), dropout).matmul(v)
     return out.unflatten(2, (-1, queries)).flatten(1, 2)
+
+
+MAX_HEAD_DIM = 128
+"""Of the Gaudi's kernel."""
+
+
+def attention_hpu(
+    kernel: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    first_query: int = 0,
+    recompute: bool = True,
+    softmax_mode: str = "None",
+) -> Tensor:
+    """:func:`attention` by Intel's ``FusedSDPA``; never run on a real Gaudi.
+
+    Args:
+        kernel: Intel's autograd function. It takes arguments by position only, and a mask or the causal flag, never
+            both; its causal flag aligns the corners at the first key.
+        q: as in :func:`attention`, like all that follow.
+        k: the keys.
+        v: the values.
+        causal: whether position ``i`` sees only positions up to ``i``.
+        dropout: of attention weights.
+        first_query: must be 0.
+        recompute: keep a row's maximum and sum for backward instead of its weights
+            (https://arxiv.org/abs/2205.14135).
+        softmax_mode: ``"None"``, or ``"fast"``, which is less exact.
+    """
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    if k.shape[1] == 1:  # the kernel groups heads by itself, but not around a single one
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    out: Tensor = kernel.apply(q, k, v, None, dropout, causal, None, softmax_mode, recompute)
+    return out.permute(2, 0, 1, 3)
+
+
+def _beyond_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0, first_query: int = 0
+) -> str | None:
+    if q.shape[-1] > MAX_HEAD_DIM:
+        return f"a head of {q.shape[-1]}, and the kernel takes {MAX_HEAD_DIM}"
+    if q.dtype not in (torch.bfloat16, torch.float32, torch.float16):
+        return f"{q.dtype}"
+    if causal and q.shape[0] != k.shape[0]:
+        return "decoding with a cache: queries begin later than keys"
+    return None
+
+
+_FUSED_SDPA = "hpex.kernels", "FusedSDPA"
+ATTENTION = Op(
+    "attention",
+    attention,
+    attention_reference,
+    (
+        Version("torch's kernel", "cpu", lambda: attention_torch),
+        Version("torch's kernel", "cuda", lambda: attention_torch),
+        Version(
+            "FusedSDPA",
+            "hpu",
+            lambda: partial(attention_hpu, bridge(*_FUSED_SDPA)),
+            needs(*_FUSED_SDPA),
+            _beyond_sdpa,
+        ),
+        Version("torch", None, lambda: attention_torch),
+    ),
+)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.ops.matmul import matmul_into, widens
+from lightning_megatron.ops.version import Op, Version
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -41,6 +42,11 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dw, None
 
 
+def grouped_linear_reference(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """The meaning of :func:`grouped_linear` in plain torch."""
+    return torch.cat([rows @ w.t() for rows, w in zip(x.split(list(counts)), weight, strict=True)])
+
+
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """``x_g W_g^T`` for every group ``g`` of consecutive rows.
 
@@ -52,22 +58,43 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     Returns:
         ``[n, out]``.
     """
-    if has_grouped_product(x, weight):
-        return grouped_product(x, weight, counts)
+    out: Tensor = GROUPED_LINEAR.on(x.device.type)(x, weight, counts)
+    return out
+
+
+def grouped_in_place(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """:func:`grouped_linear` with a product a group, each written where it belongs."""
     out: Tensor = _GroupedLinear.apply(x, weight, tuple(counts))
     return out
 
 
-def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether the device multiplies all groups in one kernel: torch's, from 2.10 on, for bf16 and rows of 16 bytes."""
-    known = hasattr(F, "grouped_mm") and x.is_cuda and x.dtype == weight.dtype == torch.bfloat16
-    return known and x.shape[0] > 0 and all(size % 8 == 0 for size in weight.shape[1:])
-
-
 def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """:func:`grouped_linear` by torch's kernel."""
+    """:func:`grouped_linear` by torch's kernel, which multiplies all groups at once; never run on a GPU."""
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def _beyond_kernel(x: Tensor, weight: Tensor, counts: Sequence[int]) -> str | None:
+    if not x.dtype == weight.dtype == torch.bfloat16:
+        return "the kernel is for bf16"
+    if any(size % 8 for size in weight.shape[1:]):
+        return "rows are no multiples of 16 bytes"
+    return None if x.shape[0] else "no tokens"
+
+
+def _no_kernel() -> str | None:
+    return None if hasattr(F, "grouped_mm") else "torch has it from 2.10 on"
+
+
+GROUPED_LINEAR = Op(
+    "grouped_linear",
+    grouped_linear,
+    grouped_linear_reference,
+    (
+        Version("torch's grouped_mm", "cuda", lambda: grouped_product, _no_kernel, _beyond_kernel),
+        Version("a product a group", None, lambda: grouped_in_place),
+    ),
+)
 
 
 def batched_linear(x: Tensor, weight: Tensor) -> Tensor:

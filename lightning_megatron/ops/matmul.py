@@ -8,7 +8,7 @@ large weight there is only a block at a time.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -141,3 +141,39 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, native: boo
         return linear_reference(x, weight, bias)
     out: Tensor = _WideLinear.apply(x, weight, bias)
     return out
+
+
+class Products(Protocol):
+    """The products of a linear layer; none is for autograd to record."""
+
+    # ruff: noqa: D102
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def gradient(self, dy: Tensor) -> Any: ...
+    def input_gradient(self, dy: Any, weight: Tensor) -> Tensor: ...
+    def weight_gradient(self, dy: Any, x: Tensor) -> Tensor: ...
+
+
+class PlainProducts:
+    """In the dtype of the operands."""
+
+    def __reduce__(self) -> str:
+        return "PLAIN"  # there is one, also for copies of a layer
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x W^T + b``, ``[..., in] -> [..., out]``."""
+        return linear(x, weight, bias)
+
+    def gradient(self, dy: Tensor) -> Tensor:
+        """What both gradients need of the output's."""
+        return dy
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """``dy W``, ``[..., out] -> [..., in]``."""
+        return matmul(dy, weight.flatten(0, -2))
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """``dy^T x``, ``[out, in]``."""
+        return product(dy.flatten(0, -2).t(), x.flatten(0, -2))
+
+
+PLAIN = PlainProducts()

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.ops.activation import swiglu
+from lightning_megatron.ops.bridge import lacks
 from lightning_megatron.ops.grouped_linear import grouped_linear
+from lightning_megatron.ops.version import Op, Version
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -53,21 +55,28 @@ def mixture_of_experts(
     Returns:
         ``[T, H]``.
     """
-    if x.device.type == "hpu" and activation is swiglu and has_fused_operator():
-        return mixture_of_experts_fused(x, experts, weights, fc1, fc2, first)
-    return mixture_of_experts_reference(x, experts, weights, fc1, fc2, activation, first)
+    out: Tensor = MIXTURE_OF_EXPERTS.on(x.device.type)(x, experts, weights, fc1, fc2, activation, first)
+    return out
 
 
-def has_fused_operator() -> bool:
-    """Whether Intel's bridge brings the operator with its gradients: from 1.20.1 on, told by an argument."""
+def fused_operator_lacks() -> str | None:
+    """Why there is no operator with gradients: Intel's bridge has it from 1.20.1 on, which an argument tells."""
     operator = getattr(torch.ops.hpu, "mixture_of_experts", None)
     if operator is None or "fused_weights" not in operator.overloads():
-        return False
-    return any(argument.name == "recomp" for argument in operator.fused_weights._schema.arguments)
+        return lacks("core", "mark_step") or "the bridge has no such operator"
+    schema = operator.fused_weights._schema
+    has_gradients = any(argument.name == "recomp" for argument in schema.arguments)
+    return None if has_gradients else "this version of the bridge has no gradients of it"
+
+
+def _beyond_operator(
+    x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, activation: Activation, first: int = 0
+) -> str | None:
+    return None if activation is swiglu else "the operator is for SwiGLU"
 
 
 def mixture_of_experts_fused(
-    x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, first: int = 0
+    x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, activation: Activation, first: int = 0
 ) -> Tensor:
     """:func:`mixture_of_experts` of SwiGLU experts by the Gaudi's operator; never run on a real one.
 
@@ -89,3 +98,15 @@ def mixture_of_experts_fused(
         experts_max=here - 1,
     )
     return out
+
+
+MIXTURE_OF_EXPERTS = Op(
+    "mixture_of_experts",
+    mixture_of_experts,
+    mixture_of_experts_reference,
+    (
+        Version(
+            "hpu::mixture_of_experts", "hpu", lambda: mixture_of_experts_fused, fused_operator_lacks, _beyond_operator
+        ),
+    ),
+)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lightning_megatron.ops.bridge import bridge, needs
+from lightning_megatron.ops.version import Op, Version
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,14 +44,62 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(x.dtype).view(x.shape), d_weight.to(weight.dtype), None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of ``[..., H]`` with weight ``[H]``."""
-    if x.device.type == "cpu":
-        out: Tensor = _RMSNorm.apply(x, weight, eps)
-        return out
+def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """:func:`rms_norm` in few passes over memory."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps)
+    return out
+
+
+def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """:func:`rms_norm` by torch, fused where torch has a kernel for the device."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def rms_norm_hpu(kernel: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """:func:`rms_norm` by Intel's ``FusedRMSNorm``; never run on a real Gaudi.
+
+    Its result would be fp32 if the weight's dtype were another than that of ``x``.
+    """
+    out: Tensor = kernel.apply(x, weight.to(x.dtype), eps, True, 0)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm of ``[..., H]`` with weight ``[H]``."""
+    out: Tensor = RMS_NORM.on(x.device.type)(x, weight, eps)
+    return out
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """The meaning of :func:`layer_norm` in plain torch."""
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight + bias
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer norm of ``[..., H]`` (https://arxiv.org/abs/1607.06450) with weight and bias ``[H]``."""
+    """Layer norm of ``[..., H]`` (https://arxiv.org/abs/1607.06450) with weight and bias ``[H]``: torch's kernel."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+_FUSED_RMS_NORM = "hpex.normalization", "FusedRMSNorm"
+RMS_NORM = Op(
+    "rms_norm",
+    rms_norm,
+    rms_norm_reference,
+    (
+        Version("few passes", "cpu", lambda: rms_norm_cpu),
+        Version("torch's kernel", "cuda", lambda: rms_norm_torch),
+        Version(
+            "FusedRMSNorm", "hpu", lambda: partial(rms_norm_hpu, bridge(*_FUSED_RMS_NORM)), needs(*_FUSED_RMS_NORM)
+        ),
+        Version("torch", None, lambda: rms_norm_torch),
+    ),
+)
+LAYER_NORM = Op(
+    "layer_norm",
+    layer_norm,
+    layer_norm_reference,
+    tuple(Version("torch's kernel", device, lambda: layer_norm) for device in ("cpu", "cuda", "hpu")),
+)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_megatron.ops.bridge import bridge, needs
+from lightning_megatron.ops.version import Op, Version
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -38,18 +42,48 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+def rope_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """:func:`rope` in few passes over memory, keeping nothing but the angles."""
+    if torch.compiler.is_compiling():  # the compiler saves the passes by itself, and knows no `out=` of a slice
+        return rope_reference(x, cos, sin)
+    out: Tensor = _Rope.apply(x, cos, sin)
+    return out
+
+
+def rope_hpu(kernel: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """:func:`rope` by Intel's ``RotaryPosEmbeddingHelperV1``, the one with gradients; never run on a real Gaudi."""
+    out: Tensor = kernel.apply(x, cos, sin, 0)
+    return out
+
+
+def _beyond_helper(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+    if cos.shape[1] != 1:
+        return "every sequence has positions of its own"
+    return None if cos.dtype == x.dtype else f"angles in {cos.dtype} for {x.dtype}"
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs ``(i, i + D/2)`` of the last dimension by the position's angles.
 
     Args:
         x: ``[S, B, N, D]``.
-        cos: ``[S, 1, 1, D]``, both halves alike, in the dtype of ``x``.
+        cos: ``[S, 1 or B, 1, D]``, both halves alike, in the dtype of ``x``.
         sin: like ``cos``.
 
     Returns:
         ``[S, B, N, D]``.
     """
-    if torch.compiler.is_compiling():  # the compiler saves the passes by itself, and knows no `out=` of a slice
-        return rope_reference(x, cos, sin)
-    out: Tensor = _Rope.apply(x, cos, sin)
+    out: Tensor = ROPE.on(x.device.type)(x, cos, sin)
     return out
+
+
+_HELPER = "hpex.kernels", "RotaryPosEmbeddingHelperV1"
+ROPE = Op(
+    "rope",
+    rope,
+    rope_reference,
+    (
+        Version(_HELPER[1], "hpu", lambda: partial(rope_hpu, bridge(*_HELPER)), needs(*_HELPER), _beyond_helper),
+        Version("few passes", None, lambda: rope_torch),
+    ),
+)

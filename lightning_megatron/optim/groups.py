@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.config import ConfigError, Problem, raise_if_any
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.ops.adamw import is_fused_adamw
 from lightning_megatron.optim.buffer import BufferKey, OwnedParam
 from lightning_megatron.params import ParamSpec
 
@@ -34,8 +35,8 @@ def optimizer_problems(
 ) -> list[Problem]:
     """What keeps ``optimizer`` from working on flat shards of the parameters."""
     kind = type(optimizer).__name__
-    if not isinstance(optimizer, ELEMENTWISE):
-        works = tuple(c.__name__ for c in ELEMENTWISE)
+    if not isinstance(optimizer, ELEMENTWISE) and not is_fused_adamw(optimizer):
+        works = (*(c.__name__ for c in ELEMENTWISE), "FusedAdamW")
         reason = (
             "parameters are laid end to end and cut into shards, so an update may look at one element at a time; this "
             "optimizer is not known to (those that use the norm, the rows or the shape of a whole parameter cannot). "
@@ -43,7 +44,8 @@ def optimizer_problems(
         )
         return [Problem("optimizer", kind, reason, works)]
     found: list[Problem] = []
-    if any(state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+    has_stepped = any(group.get("step", 0) for group in optimizer.param_groups)
+    if has_stepped or any(state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         reason = (
             "it has already taken steps, and its state belongs to whole parameters: pass a new one, load state later"
         )

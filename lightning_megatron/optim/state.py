@@ -2,6 +2,9 @@
 
 The optimizer sees one long tensor per bucket and keeps its state in that shape. A checkpoint wants to know which range
 of which parameter each stretch of it is.
+
+It speaks torch's words, where every parameter has a ``step`` of its own. An optimizer may count the steps of a whole
+group in the group instead (Intel's FusedAdamW does), and is translated, so that either goes on where the other stopped.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.params import FlatPiece
+
+STEP = "step"
 
 
 class PieceState(NamedTuple):
@@ -40,8 +45,17 @@ def is_per_element(value: object, main: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == main.shape
 
 
-def pieces_of(bucket: Bucket, main: Tensor, state: Mapping[str, Any]) -> Iterator[PieceState]:
-    """The pieces that this rank owns of the parameters of ``bucket``, in buffer order."""
+def pieces_of(bucket: Bucket, main: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[PieceState]:
+    """The pieces that this rank owns of the parameters of ``bucket``, in buffer order.
+
+    Args:
+        bucket: the parameters.
+        main: their main values.
+        state: the optimizer's, of the main values.
+        group: the optimizer's group that the main values are in.
+    """
+    if state and STEP in group:
+        state = {**state, STEP: float(group[STEP])}
     for slot in bucket.slots:
         start, end = max(slot.start, bucket.own_start), min(slot.end, bucket.own_end)
         if start >= end:
@@ -61,7 +75,7 @@ def state_like(main: Tensor, state: Mapping[str, Any], owner: Tensor) -> dict[st
     """State of ``main`` as an optimizer began it for another parameter, ``owner``, filled with its first element."""
     made: dict[str, Any] = {}
     for name, value in state.items():
-        if isinstance(value, Tensor) and value.shape == owner.shape and name != "step":
+        if isinstance(value, Tensor) and value.shape == owner.shape and name != STEP:
             made[name] = torch.full_like(main, value.flatten()[0].item(), dtype=value.dtype, requires_grad=False)
         else:
             made[name] = value.clone() if isinstance(value, Tensor) else value
@@ -94,19 +108,23 @@ def allocate_state(optimizer: Optimizer, mains: Sequence[Sequence[nn.Parameter]]
             if optimizer.state.get(main):  # an optimizer that allocates when it is made (Adagrad): it steps on that
                 scratch.state[probe] = state_like(probe, optimizer.state[main], main)
     type(scratch).step(scratch)
+    for settings, tried in zip(optimizer.param_groups, scratch.param_groups, strict=True):
+        if STEP in tried:
+            settings.setdefault(STEP, 0)
     for group, probe_group in zip(mains, probes, strict=True):
         for main, probe in zip(group, probe_group, strict=True):
             if optimizer.state.get(main):
                 continue
             state = state_like(main, scratch.state[probe], probe)
-            if "step" in state:
-                state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
+            if STEP in state:
+                state[STEP] = torch.zeros_like(state[STEP]) if isinstance(state[STEP], Tensor) else 0
             optimizer.state[main] = state
 
 
 def load_piece(
     target: PieceState,
     owner: dict[str, Any],
+    group: dict[str, Any],
     main: Tensor | None,
     state: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
@@ -116,6 +134,7 @@ def load_piece(
     Args:
         target: the piece.
         owner: the optimizer's state of the main parameter that the piece is part of; plain numbers are set there.
+        group: of the optimizer; its count of steps, where it has one, is set there.
         main: ``[n]``, ``None`` to leave the main values.
         state: values by name, each ``[n]``.
         scalars: values by name.
@@ -131,5 +150,9 @@ def load_piece(
         held = target.scalars[name]
         if isinstance(held, Tensor):
             held.copy_(torch.as_tensor(value))
+            continue
+        number = value.item() if isinstance(value, Tensor) else value
+        if name == STEP and STEP in group:
+            group[STEP] = int(number)
         else:
-            owner[name] = value.item() if isinstance(value, Tensor) else value
+            owner[name] = number

@@ -7,7 +7,7 @@ gathered. The optimizer object, its hyper-parameters and whatever schedules them
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,11 @@ from lightning_megatron.optim.gather import ParamGather
 from lightning_megatron.optim.groups import assign
 from lightning_megatron.optim.plan import default_bucket_size
 from lightning_megatron.optim.reduce import GradReducer
-from lightning_megatron.optim.state import PieceState, allocate_state, load_piece, pieces_of, state_like
+from lightning_megatron.optim.state import STEP, PieceState, allocate_state, load_piece, pieces_of, state_like
 from lightning_megatron.params import FlatPiece, ParamSpec
+
+_KERNELS = frozenset({"foreach", "fused", "capturable"})
+"""Settings of torch's optimizers that say how, and not what, is computed."""
 
 
 class ShardedOptimizer:
@@ -268,8 +271,12 @@ class ShardedOptimizer:
 
         A parameter that is not sharded, or that is replicated over tp, appears on every rank that holds it.
         """
-        state = self.optimizer.state
-        return [p for bucket, main in self._mains.items() for p in pieces_of(bucket, main, state.get(main, {}))]
+        return [piece for bucket in self._mains for piece in self._pieces_of(bucket)]
+
+    def _pieces_of(self, bucket: Bucket) -> Iterator[PieceState]:
+        main = self._mains[bucket]
+        group = self.optimizer.param_groups[bucket.key.group]
+        return pieces_of(bucket, main, self.optimizer.state.get(main, {}), group)
 
     def load_piece_state(
         self,
@@ -285,10 +292,10 @@ class ShardedOptimizer:
         """
         holding = (b for b in self._mains if any(slot.owned.name == piece.name for slot in b.slots))
         for bucket in holding:
-            own = self._mains[bucket]
-            for target in pieces_of(bucket, own, self.optimizer.state.get(own, {})):
+            owner, group = self._mains[bucket], self.optimizer.param_groups[bucket.key.group]
+            for target in self._pieces_of(bucket):
                 if (target.piece.name, target.piece.start, target.piece.end) == (piece.name, piece.start, piece.end):
-                    load_piece(target, self.optimizer.state[own], main, state or {}, scalars or {})
+                    load_piece(target, self.optimizer.state[owner], group, main, state or {}, scalars or {})
                     return
         raise KeyError(f"no piece {piece.name}[{piece.start}:{piece.end}] on this rank")
 
@@ -298,6 +305,18 @@ class ShardedOptimizer:
         for bucket in self._mains:
             names[bucket.key.group] += [(slot.owned.order, slot.owned.name) for slot in bucket.slots]
         return [[name for _, name in sorted(group)] for group in names]
+
+    def group_settings(self) -> list[dict[str, Any]]:
+        """What each of the user's groups says besides its parameters: the learning rate and so on."""
+        return [
+            {name: value for name, value in group.items() if name not in ("params", STEP)}
+            for group in self.optimizer.param_groups
+        ]
+
+    def load_group_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Set what :meth:`group_settings` gave, but for the choice of a kernel, which is today's."""
+        for group, saved in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update({name: value for name, value in saved.items() if name not in _KERNELS})
 
     @property
     def state_bytes(self) -> int:

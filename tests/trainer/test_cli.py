@@ -75,7 +75,7 @@ def trained(work: Path) -> Path:
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    tools = ("train-tokenizer", "preprocess", "generate", "convert", "schedule")
+    tools = ("train-tokenizer", "preprocess", "generate", "convert", "schedule", "ops")
     for name in ("fit", "validate", "test", "predict", *tools):
         assert f"\n  {name} " in text
 

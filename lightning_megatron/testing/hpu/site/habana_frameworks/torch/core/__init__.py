@@ -3,11 +3,13 @@
 import os
 
 import torch
+from simulated_hpu import ops
 
 from habana_frameworks.torch import hpu
 from habana_frameworks.torch.core.step_closure import add_step_closure, iter_mark_step, mark_step
 from habana_frameworks.torch.core.torch_overwrites import overwrite_torch_functions
 
+ops.define()
 torch._register_device_module("hpu", hpu)
 overwrite_torch_functions()
 os.environ.setdefault("HABANA_PROFILE", "profile_api_light")

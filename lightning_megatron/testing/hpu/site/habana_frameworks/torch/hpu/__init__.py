@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from simulated_hpu.settings import settings
 
+from habana_frameworks.torch.hpu.graphs import ModuleCacher, wrap_in_hpu_graph
 from habana_frameworks.torch.hpu.memory import (
     max_memory_allocated,
     max_memory_reserved,
@@ -44,6 +45,7 @@ from habana_frameworks.torch.hpu.streams import (
 
 __all__ = [
     "Event",
+    "ModuleCacher",
     "Stream",
     "current_device",
     "current_stream",
@@ -89,6 +91,7 @@ __all__ = [
     "set_stream",
     "stream",
     "synchronize",
+    "wrap_in_hpu_graph",
 ]
 
 _Device = int | str | torch.device

@@ -1,0 +1,46 @@
+"""Which versions of ops a model runs, in a form for people and for files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.ops.choice import OPS, Ops
+from lightning_megatron.ops.version import Choice
+
+
+def op_table(ops: Ops) -> list[dict[str, Any]]:
+    """For every op what there is on the device, what would be chosen, and why.
+
+    Args:
+        ops: with a device.
+    """
+    assert ops.device is not None
+    rows = []
+    for name, op in OPS.items():
+        problem = op.problem(ops.device, ops.wish(name))
+        candidates = [f"{v.name}{'' if reason is None else f' ({reason})'}" for v, reason in op.candidates(ops.device)]
+        choice = None if problem else ops.choose(name)
+        rows.append(
+            {
+                "op": name,
+                "wish": ops.wish(name),
+                "candidates": candidates,
+                "chosen": choice.version if choice else None,
+                "why": choice.why if choice else problem.reason,  # type: ignore[union-attr]
+            }
+        )
+    return rows
+
+
+def choices_of(model: nn.Module) -> dict[str, list[dict[str, Any]]]:
+    """What every module of ``model`` chose, by its name; ``fallbacks`` tell what of that could not be kept so far."""
+    found = {}
+    for name, module in model.named_modules():
+        chosen = [value for value in vars(module).values() if isinstance(value, Choice)]
+        if chosen:
+            found[name] = [
+                {"op": c.op, "chosen": c.version, "why": c.why, "fallbacks": dict(c.fallbacks)} for c in chosen
+            ]
+    return found

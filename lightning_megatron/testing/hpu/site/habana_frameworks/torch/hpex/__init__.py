@@ -1,0 +1,1 @@
+"""Fused operations beyond torch's own."""

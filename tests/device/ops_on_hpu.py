@@ -1,0 +1,272 @@
+"""The Gaudi's versions of ops on a simulated one; ``test_ops_on_hpu.py`` runs this in a process for each profile."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron import TransformerConfig
+from lightning_megatron.layers.fp8 import Fp8Steps, multiply_in_fp8
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.rotary import RotaryEmbedding
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.models.gpt import GPTModel
+from lightning_megatron.ops.activation import gelu_tanh, swiglu
+from lightning_megatron.ops.choice import OPS, Ops
+from lightning_megatron.ops.fp8 import LINEAR_FP8, REFERENCE_KERNELS, Fp8Recipe
+from lightning_megatron.ops.report import choices_of, op_table
+from lightning_megatron.ops.version import REFERENCE
+from lightning_megatron.testing import hpu
+from lightning_megatron.testing.parity import assert_same
+
+S, B, N, G, D, H = 16, 2, 6, 3, 8, 32
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
+HAS_EXPERT_GRADIENTS = os.environ[hpu.PROFILE] != "1.19"
+Inputs = list[tuple[int, ...]]
+
+
+@pytest.fixture(autouse=True)
+def _from_zero() -> None:
+    hpu.reset_calls()
+
+
+def called(name: str) -> int:
+    return sum(count for op, count in hpu.calls().items() if name in op)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def run(op: Callable[..., Tensor], shapes: Inputs, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Output and gradients, on the host, of inputs that bf16 can say."""
+    leaves = [random(*s, seed=i).bfloat16().to(device, dtype).requires_grad_() for i, s in enumerate(shapes)]
+    out = op(*leaves)
+    assert out.device.type == device
+    assert out.dtype == dtype
+    out.backward(random(*out.shape, seed=9).bfloat16().to(device, dtype))
+    grads = {f"gradient {i}": x.grad.cpu() for i, x in enumerate(leaves)}
+    return {"output": out.detach().cpu(), **grads}
+
+
+def rotated(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x: op(x, *RotaryEmbedding(D).first(S, x.device, x.dtype))
+
+
+def attending(causal: bool) -> Callable[..., Callable[..., Tensor]]:
+    return lambda op: lambda q, k, v: op(q, k, v, causal=causal)
+
+
+FULL, GROUPED, ONE = ([(S, B, N, D), (S, B, g, D), (S, B, g, D)] for g in (N, G, 1))
+CASES: dict[str, tuple[str, str, Callable[..., Callable[..., Tensor]], Inputs]] = {
+    "rms_norm": ("rms_norm", "FusedRMSNorm", lambda op: lambda x, w: op(x, w, 1e-5), [(S, B, H), (H,)]),
+    "rope": ("rope", "RotaryPosEmbeddingHelperV1", rotated, [(S, B, N, D)]),
+    "causal": ("attention", "FusedSDPA", attending(True), FULL),
+    "causal, grouped": ("attention", "FusedSDPA", attending(True), GROUPED),
+    "causal, one key": ("attention", "FusedSDPA", attending(True), ONE),
+    "all of it": ("attention", "FusedSDPA", attending(False), GROUPED),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_fused_versions_equal_the_references_forward_and_backward(case: str, dtype: torch.dtype) -> None:
+    name, kernel, calling, shapes = CASES[case]
+    right = run(calling(OPS[name].reference), shapes, torch.float32, "cpu")
+    choice = Ops("hpu").choose(name)
+    assert choice.version == kernel
+    assert_same(run(calling(choice.run), shapes, dtype, "hpu"), right, rtol=TOLERANCE[dtype])
+    assert called(kernel) >= 1
+    assert choice.fallbacks == {}
+    hpu.reset_calls()
+    by_tensor = run(calling(OPS[name].run), shapes, dtype, "hpu")
+    assert called(kernel) >= 1
+    hpu.reset_calls()
+    off = Ops("hpu", {name: "off"}).choose(name)
+    assert off.version == REFERENCE
+    assert_same(run(calling(off.run), shapes, dtype, "hpu"), right, rtol=TOLERANCE[dtype])
+    assert called(kernel) == 0
+    assert_same(by_tensor, right, rtol=TOLERANCE[dtype])
+    assert Ops("hpu", {name: "require"}).problems() == []
+
+
+@pytest.mark.parametrize("mode", ["None", "fast"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_attention_in_every_mode_of_the_kernel(recompute: bool, mode: str) -> None:
+    attention = Ops("hpu").choose("attention").run._function
+    op = attending(True)(lambda *x, **more: attention(*x, recompute=recompute, softmax_mode=mode, **more))
+    right = run(attending(True)(OPS["attention"].reference), GROUPED, torch.float32, "cpu")
+    assert_same(run(op, GROUPED, torch.float32, "hpu"), right, rtol=1e-5 if mode == "None" else 2**-6)
+
+
+def test_attention_drops_weights_of_its_own() -> None:
+    q = random(S, B, N, D).to("hpu")
+    choice = Ops("hpu").choose("attention")
+    outs = torch.stack([choice.run(q, q, q, causal=True, dropout=0.2).cpu() for _ in range(200)])
+    assert not torch.equal(outs[0], outs[1])
+    right = OPS["attention"].reference(*[q.cpu()] * 3, causal=True)
+    assert (outs.mean(0) - right).abs().mean() < 0.05
+    assert called("FusedSDPA") >= 200
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "head", "reason"), [(4, 16, 8, "decoding with a cache"), (16, 16, 136, "a head of 136")]
+)
+def test_what_the_kernel_cannot_do_is_done_by_torch_and_noted(queries: int, keys: int, head: int, reason: str) -> None:
+    q, k = random(queries, B, N, head), random(keys, B, N, head, seed=1)
+    choice = Ops("hpu").choose("attention")
+    more = {"causal": True, "first_query": keys - queries}
+    out = choice.run(q.to("hpu"), k.to("hpu"), k.to("hpu"), **more)
+    assert_same({"out": out.cpu()}, {"out": OPS["attention"].reference(q, k, k, **more)}, rtol=1e-5)
+    assert called("FusedSDPA") == 0
+    ((noted, other),) = choice.fallbacks.items()
+    assert reason in noted
+    assert other == "torch"
+
+
+def test_positions_of_their_own_are_rotated_without_the_helper() -> None:
+    x, positions = random(S, B, N, D), torch.randint(0, 50, (S, B))
+    angles = RotaryEmbedding(D)(positions, torch.float32)
+    choice = Ops("hpu").choose("rope")
+    out = choice.run(x.to("hpu"), *(a.to("hpu") for a in angles))
+    assert_same({"out": out.cpu()}, {"out": OPS["rope"].reference(x, *angles)}, rtol=1e-5)
+    assert list(choice.fallbacks.values()) == ["few passes"]
+
+
+def experts(activation: Callable[[Tensor], Tensor]) -> Callable[..., Callable[..., Tensor]]:
+    ids = torch.randint(8, (S, 2), generator=torch.Generator().manual_seed(1))
+
+    def calling(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, weights, fc1, fc2: op(x, ids.to(x.device), weights, fc1, fc2, activation, 2)
+
+    return calling
+
+
+def test_experts_by_the_operator_where_it_has_gradients() -> None:
+    shapes: Inputs = [(S, H), (S, 2), (3, 2, 24, H), (3, H, 24)]
+    right = run(experts(swiglu)(OPS["mixture_of_experts"].reference), shapes, torch.float32, "cpu")
+    choice = Ops("hpu").choose("mixture_of_experts")
+    assert (choice.version == REFERENCE) == (not HAS_EXPERT_GRADIENTS)
+    assert_same(run(experts(swiglu)(choice.run), shapes, torch.float32, "hpu"), right, rtol=1e-5)
+    assert (called("mixture_of_experts") > 0) == HAS_EXPERT_GRADIENTS
+    if HAS_EXPERT_GRADIENTS:
+        hpu.reset_calls()
+        plain: Inputs = [(S, H), (S, 2), (3, 24, H), (3, H, 24)]
+        right = run(experts(gelu_tanh)(OPS["mixture_of_experts"].reference), plain, torch.float32, "cpu")
+        assert_same(run(experts(gelu_tanh)(choice.run), plain, torch.float32, "hpu"), right, rtol=1e-5)
+        assert called("mixture_of_experts") == 0
+        assert list(choice.fallbacks) == ["the operator is for SwiGLU"]
+    else:
+        assert "gradients" in choice.why
+
+
+def test_adamw_takes_the_steps_of_torchs() -> None:
+    steps = {}
+    for device, wishes in {"cpu": None, "hpu": "adamw=require"}.items():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8).to(device)
+        groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
+        choice = Ops(device, wishes).choose("adamw")
+        optimizer = choice.run(groups, lr=0.05, betas=(0.8, 0.9), eps=1e-30)
+        for seed in range(5):
+            model.zero_grad()
+            model(random(4, 8, seed=seed).to(device)).square().mean().backward()
+            optimizer.step()
+        steps[device] = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    assert choice.version == "FusedAdamW"
+    assert called("AdamW") + called("adamw") >= 5
+    assert_same(steps["hpu"], steps["cpu"], rtol=2e-5)
+
+
+LLAMA = TransformerConfig(
+    num_layers=3,
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=40,
+    max_position_embeddings=16,
+    norm="rmsnorm",
+    activation="swiglu",
+    position_embedding="rope",
+    add_bias_linear=False,
+    tie_embeddings=False,
+)
+
+
+def gradients(model: GPTModel, device: str) -> dict[str, Tensor]:
+    tokens = torch.randint(0, 40, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
+    loss = model(tokens, labels=tokens)
+    loss.backward()
+    return {"loss": loss.detach().cpu(), **{name: p.grad.cpu() for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("wishes", [None, dict.fromkeys(OPS, "off"), "attention=require,rms_norm=require,rope=require"])
+def test_a_model_on_the_device_has_the_gradients_of_one_on_a_cpu(wishes: str | dict[str, str] | None) -> None:
+    torch.manual_seed(1)
+    right = gradients(GPTModel(LLAMA), "cpu")
+    torch.manual_seed(1)
+    model = GPTModel(LLAMA, ops=Ops("hpu", wishes)).to("hpu")
+    assert_same(gradients(model, "hpu"), right, rtol=1e-4)
+    used = [called(kernel) for kernel in ("FusedSDPA", "FusedRMSNorm", "RotaryPosEmbeddingHelperV1")]
+    # Three layers: one attention, two norms and one more at the end, queries and keys.
+    least = [0, 0, 0] if isinstance(wishes, dict) else [3, 7, 6]
+    assert all((n >= low) if low else (n == 0) for n, low in zip(used, least, strict=True))
+    assert all(not c["fallbacks"] for chosen in choices_of(model).values() for c in chosen)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_fp8_products_of_the_operators_are_those_of_the_reference(kind: type[nn.Module]) -> None:
+    found = {}
+    for device, kernels in (("cpu", REFERENCE_KERNELS), ("hpu", LINEAR_FP8.choose("hpu", "require").run())):
+        torch.manual_seed(1)
+        linear = kind(32, 48, bias=True).to(device)
+        products = multiply_in_fp8(linear, kernels, Fp8Recipe(), LINEAR_FP8.choose("hpu"))
+        steps = Fp8Steps([products], ParallelMesh.single())
+        for seed in (1, 2):
+            linear.zero_grad()
+            x = random(16, 2, 32, seed=seed).to(device).requires_grad_()
+            out = linear(x)
+            out.backward(random(16, 2, 48, seed=seed).to(device))
+            steps.after_optimizer_step()
+        tensors = {"out": out.detach(), "dx": x.grad, "dw": linear.weight.grad, "scale": products.scale}
+        found[device] = {name: value.cpu() for name, value in tensors.items()}
+    assert_same(found["hpu"], found["cpu"], rtol=1e-5)
+    assert called("cast_to_fp8_v2") > 0
+    assert called("fp8_gemm_v2") == 6  # three a step
+
+
+def test_a_model_in_fp8_keeps_its_first_and_last_layer() -> None:
+    torch.manual_seed(1)
+    plain = GPTModel(LLAMA).to("hpu", torch.bfloat16)
+    torch.manual_seed(1)
+    model = GPTModel(LLAMA, ops=Ops("hpu", "linear_fp8=require")).to("hpu", torch.bfloat16)
+    right = gradients(plain, "hpu")
+    assert called("fp8_gemm_v2") == 0
+    ours = gradients(model, "hpu")
+    assert called("fp8_gemm_v2") == 3 * 4
+    assert ours["loss"].item() == pytest.approx(right["loss"].item(), rel=0.02)
+    model.fp8.after_optimizer_step()
+    state = copy.deepcopy(model.state_dict())
+    assert state["layers.1.mlp.fc1.products.scale"].min() > 0
+    chosen = {name: c["chosen"] for name, found in choices_of(model).items() for c in found if c["op"] == "linear_fp8"}
+    assert [chosen[f"layers.{i}.mlp.fc1"] for i in range(3)] == [REFERENCE, "hpu::fp8_gemm_v2", REFERENCE]
+
+
+def test_the_table_names_the_kernels() -> None:
+    chosen = {row["op"]: row["chosen"] for row in op_table(Ops("hpu", "linear_fp8=auto"))}
+    assert chosen == {
+        "attention": "FusedSDPA",
+        "rms_norm": "FusedRMSNorm",
+        "layer_norm": "torch's kernel",
+        "rope": "RotaryPosEmbeddingHelperV1",
+        "mixture_of_experts": "hpu::mixture_of_experts" if HAS_EXPERT_GRADIENTS else REFERENCE,
+        "grouped_linear": "a product a group",
+        "linear_fp8": "hpu::fp8_gemm_v2",
+        "adamw": "FusedAdamW",
+    }
