@@ -19,6 +19,14 @@ at::Tensor make(c10::Storage storage, c10::DispatchKeySet keys, const at::Tensor
   return made;
 }
 
+// A view is of the kind of its base: made in inference mode or not, whatever the mode is now.
+at::Tensor make_view(c10::Storage storage, const at::Tensor& base, const at::Tensor& like) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, std::move(storage), base.key_set(), like.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  return made;
+}
+
 void delete_storage(void* context) {
   delete static_cast<c10::Storage*>(context);
 }
@@ -64,7 +72,7 @@ class Visit {
       }
     }
     auto inside = host(tensor);
-    storages_.emplace(inside.storage().unsafeGetStorageImpl(), tensor.storage());
+    bases_.emplace(inside.storage().unsafeGetStorageImpl(), tensor);
     guests_.emplace_back(inside, tensor);
     return inside;
   }
@@ -106,6 +114,9 @@ class Visit {
       }
     }
     auto* impl = tensor.storage().unsafeGetStorageImpl();
+    if (auto base = bases_.find(impl); base != bases_.end()) {
+      return make_view(base->second.storage(), base->second, tensor);
+    }
     auto known = storages_.find(impl);
     if (known == storages_.end()) {
       known = storages_.emplace(impl, adopt(tensor.storage())).first;
@@ -115,6 +126,7 @@ class Visit {
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> guests_;
+  std::unordered_map<c10::StorageImpl*, at::Tensor> bases_;
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
   bool seen_ = false;
   bool stranger_ = false;
