@@ -95,6 +95,7 @@ __all__ = [
 ]
 
 _Device = int | str | torch.device
+_initialized = True  # recomputation keeps the generator's state only where it finds this
 
 
 def is_available() -> bool:
