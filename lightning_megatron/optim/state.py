@@ -99,8 +99,9 @@ def allocate_state(optimizer: Optimizer, mains: Sequence[Sequence[nn.Parameter]]
     for probe in (probe for group in probes for probe in group):
         probe.grad = torch.zeros_like(probe)
     scratch = copy.copy(optimizer)  # torch's own copy protocol: groups and state, no hooks
-    for name, value in vars(optimizer).items():  # and no attributes of the class's own, which its step may need
-        vars(scratch).setdefault(name, value)
+    for name, value in vars(optimizer).items():
+        if name != "step":  # which a scheduler has wrapped; the rest is what a class adds
+            vars(scratch).setdefault(name, value)
     scratch.param_groups = [
         {**group, "params": probe} for group, probe in zip(optimizer.param_groups, probes, strict=True)
     ]

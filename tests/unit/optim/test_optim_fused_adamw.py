@@ -32,6 +32,7 @@ class FusedAdamW(Optimizer):
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, bias_correction=True):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "bias_correction": bias_correction})
+        self.moments_dtype = None
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -44,7 +45,8 @@ class FusedAdamW(Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    state |= {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    zeros = torch.zeros_like(p, dtype=self.moments_dtype or p.dtype)
+                    state |= {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
                 state["exp_avg"].lerp_(p.grad, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
                 p.mul_(1 - lr * group["weight_decay"])
