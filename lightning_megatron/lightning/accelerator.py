@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from lightning.pytorch.strategies import Strategy
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ConfigError, Problem
@@ -121,6 +123,16 @@ def missed_accelerator(used: torch.device) -> list[Problem]:
         return []
     reason = f"would take {used.type}, although there is a Gaudi: to a strategy given by its name it must be said"
     return [Problem("accelerator", "auto", reason, (NAME, used.type))]
+
+
+def be_taken_with(accelerator: Accelerator | None, strategy: type[Strategy]) -> None:
+    """Let a Lightning that still knows lightning-habana (2.5.5 and older) take its accelerator with this strategy.
+
+    It asks whether the strategy is one of lightning-habana's; as abstract classes go, it may be told so.
+    """
+    if type(accelerator).__module__.split(".")[0] == "lightning_habana":
+        theirs: Any = import_module("lightning_habana.pytorch.strategies")
+        theirs.HPUParallelStrategy.register(strategy)
 
 
 def migration_problems(device: torch.device) -> list[Problem]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout, Problem, raise_if_any
-from lightning_megatron.lightning.accelerator import migration_problems, missed_accelerator
+from lightning_megatron.lightning.accelerator import be_taken_with, migration_problems, missed_accelerator
 from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
 from lightning_megatron.lightning.checks import GradReduceDtype, argument_problems, job_problems, reduce_dtype
 from lightning_megatron.lightning.engine import StepEngine
@@ -196,6 +196,7 @@ class MegatronStrategy(CheckpointStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        be_taken_with(self.accelerator, type(self))
         raise_if_any(self._environment_problems())
         if not self.cluster_environment.creates_processes_externally:
             size = self.num_processes, self.num_nodes

@@ -12,6 +12,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 from lightning_megatron import device
 
 SITE = Path(__file__).parent / "site"
@@ -30,8 +32,13 @@ def enable(profile: str = "1.21", devices: int = 8) -> None:
         devices: HPUs of the machine.
 
     Raises:
-        RuntimeError: if torch has looked for HPUs already, or the real software is installed.
+        RuntimeError: if torch has looked for HPUs already, or was built for CUDA, or the real software is installed.
     """
+    if torch.version.cuda is not None:
+        raise RuntimeError(
+            f"torch {torch.__version__} was built for CUDA, and differentiates on no other accelerator: install its CPU"
+            " build to simulate HPUs"
+        )
     here = str(SITE)
     if here not in sys.path:
         if importlib.util.find_spec("habana_frameworks") is not None:
