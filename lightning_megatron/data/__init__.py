@@ -3,6 +3,7 @@
 from lightning_megatron.data.blend import BlendedDataset
 from lightning_megatron.data.build import build_gpt_datasets
 from lightning_megatron.data.errors import DataError
+from lightning_megatron.data.fingerprint import data_fingerprint, fingerprint_problems, tokenizer_fingerprint
 from lightning_megatron.data.gpt_dataset import GPTDataset
 from lightning_megatron.data.indexed import IndexedDataset, optimal_dtype
 from lightning_megatron.data.indexed_writer import IndexedDatasetWriter
@@ -21,5 +22,8 @@ __all__ = [
     "Tokenizer",
     "build_gpt_datasets",
     "build_tokenizer",
+    "data_fingerprint",
+    "fingerprint_problems",
     "optimal_dtype",
+    "tokenizer_fingerprint",
 ]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_megatron.config import BatchShape, Problem, raise_if_any
+from lightning_megatron.config import BatchShape, ConfigError, Problem, raise_if_any
 from lightning_megatron.data import build_gpt_datasets, build_tokenizer
 from lightning_megatron.data.build import SampleDataset
+from lightning_megatron.data.fingerprint import (
+    Fingerprint,
+    data_fingerprint,
+    fingerprint_problems,
+    tokenizer_fingerprint,
+)
 from lightning_megatron.data.resumable_loader import ResumableDataLoader
 from lightning_megatron.data.sampler import MegatronSampler
 from lightning_megatron.data.tokenizers import Tokenizer
@@ -22,7 +30,7 @@ class MegatronDataModule(LightningDataModule):
 
     Ranks of one data-parallel replica read the same samples. The order depends on the data, the seed, the number of
     samples drawn (so give ``train_samples`` where a run may be prolonged) and the global batch alone, and a checkpoint
-    in mid-epoch resumes at the next sample.
+    in mid-epoch resumes at the next sample. It holds what was trained on, and ``fit`` refuses to go on with other data.
 
     Args:
         data_path: prefix of a pair of files, a list of prefixes, or ``[weight, prefix, ...]``.
@@ -40,6 +48,8 @@ class MegatronDataModule(LightningDataModule):
         tokenizer_model: its file or directory.
         eod_mask_loss: leave end-of-document tokens out of the loss; needs the tokenizer.
         reset_position_ids: let positions begin anew after each document; needs the tokenizer.
+        allow_other_data: let ``fit`` resume a checkpoint that was trained on other data, other shares or weights of it,
+            another order, or with another tokenizer; it goes on after as many samples as were consumed.
 
     Raises:
         ConfigError: for arguments that cannot work.
@@ -61,6 +71,7 @@ class MegatronDataModule(LightningDataModule):
         tokenizer_model: str | None = None,
         eod_mask_loss: bool = False,
         reset_position_ids: bool = False,
+        allow_other_data: bool = False,
     ) -> None:
         super().__init__()
         self.data_path = data_path if isinstance(data_path, str | Path) else list(data_path)
@@ -68,12 +79,15 @@ class MegatronDataModule(LightningDataModule):
         self.samples = (train_samples, val_samples, test_samples)
         self.num_workers, self.cache_dir = num_workers, cache_dir
         self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
+        self.allow_other_data = allow_other_data
         self.tokenizer: Tokenizer | None = None
+        self._tokenizer_model = tokenizer_model
         if tokenizer_type is not None:
             self.tokenizer = build_tokenizer(tokenizer_type, tokenizer_model)
         self._datasets: tuple[SampleDataset | None, ...] = (None, None, None)
         self._train_loader: ResumableDataLoader | None = None
         self._saved_place: dict[str, Any] | None = None
+        self._fingerprint: Fingerprint | None = None
         raise_if_any(self._problems())
 
     def _problems(self) -> list[Problem]:
@@ -149,19 +163,56 @@ class MegatronDataModule(LightningDataModule):
                 loader.load_state_dict(self._saved_place)
         return loader
 
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What training reads: equal for two runs that draw as many samples if these are the same in the same order."""
+        if self._fingerprint is None:
+            tokenizer = self.tokenizer and tokenizer_fingerprint(self.tokenizer, self._tokenizer_model)
+            self._fingerprint = {
+                "data_path": data_fingerprint(self.data_path, split=self.split),
+                "seq_length": self.seq_length,
+                "seed": self.seed,
+                "tokenizer": tokenizer,
+                "eod_mask_loss": self.eod_mask_loss,
+                "reset_position_ids": self.reset_position_ids,
+            }
+        return self._fingerprint
+
     def state_dict(self) -> dict[str, Any]:
-        """How far training has read, the same on all ranks.
+        """What is trained on, and how far training has read; the same on all ranks.
 
         Lightning keeps a loader's place too, but loses it where the loader is made before the checkpoint is read:
         ``estimated_stepping_batches`` in ``configure_optimizers`` is enough for that.
         """
-        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
+        if self._train_loader is None:
+            return {}
+        place, samples = self._train_loader.state_dict(), len(self._train_loader.dataset)
+        return {"train": place, "train_samples": samples, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there, whether the loader is made already or not."""
+        """Go on from there, whether the loader is made already or not.
+
+        Raises:
+            ConfigError: if training would go on with other data, naming every difference.
+        """
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not self.allow_other_data:
+            self._compare_data(state_dict)
         self._saved_place = state_dict.get("train")
         if self._train_loader is not None and self._saved_place is not None:
             self._train_loader.load_state_dict(self._saved_place)
+
+    def _compare_data(self, saved: Mapping[str, Any]) -> None:
+        if found := fingerprint_problems(saved.get("fingerprint", {}), self.fingerprint):
+            reason = "the checkpoint was trained on other data; True goes on with today's, after as many samples"
+            raise ConfigError([*found, Problem("allow_other_data", False, reason, (True,))])
+        dataset = self._datasets[0]
+        if dataset is not None and len(dataset) != saved.get("train_samples", len(dataset)):
+            rank_zero_warn(
+                f"{len(dataset)} samples are drawn for training now, and {saved['train_samples']} were before: they may"
+                " come in another order, and some twice. Give train_samples a number that lasts for all runs"
+            )
 
     def val_dataloader(self) -> Any:
         """The same of the validation share; nothing where it is empty."""

@@ -1,0 +1,111 @@
+"""What a run is trained on, in a few plain values: two runs read the same samples if these are equal.
+
+Paths are no part of it, since data may move. Files of up to 4 MiB are hashed whole, longer ones by their length and by
+64 blocks spread evenly over them: hashing terabytes would take hours, and in an index all that follows a change of one
+length changes too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.config import Problem
+from lightning_megatron.data.build import DataPath, parse_data_path, parse_split
+from lightning_megatron.data.indexed import index_path, tokens_path
+from lightning_megatron.data.tokenizers import Tokenizer
+
+Fingerprint = dict[str, Any]
+"""Plain values by what they are of: survives ``torch.load(weights_only=True)``, and is compared key by key."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt")
+_BLOCK = 2**16
+_BLOCKS = 64
+_ABSENT = "nothing"
+
+
+def data_fingerprint(data_path: DataPath, *, split: str) -> Fingerprint:
+    """What the files and the way they are mixed and cut say of the samples.
+
+    Args:
+        data_path: a prefix, a list of prefixes, or ``[weight, prefix, ...]``.
+        split: shares of training, validation and test, as in :func:`~lightning_megatron.data.build.parse_split`.
+    """
+    blend = parse_data_path(data_path)
+    return {
+        "files": [_pair(prefix) for prefix in blend.prefixes],
+        "weights": None if blend.weights is None else list(blend.weights),
+        "split": [None if span is None else list(span) for span in parse_split(split)],
+    }
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer, model: str | os.PathLike[str] | None) -> Fingerprint:
+    """What makes a tokenizer: its kind, the sizes that data depends on, and its file.
+
+    Args:
+        tokenizer: the tokenizer.
+        model: the file or directory it was made of, if any; of a directory, the files that hold vocabularies.
+    """
+    path = None if model is None else Path(model)
+    files = [] if path is None else [path] if path.is_file() else [path / name for name in _TOKENIZER_FILES]
+    return {
+        "kind": type(tokenizer).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "files": [_content(file) for file in files if file.is_file()],
+    }
+
+
+def fingerprint_problems(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
+    """What differs between the data of a checkpoint and that of today.
+
+    What only one side knows (no tokenizer was named, an older version) cannot be compared and is no difference.
+
+    Args:
+        saved: the fingerprint in the checkpoint.
+        now: today's.
+    """
+    return [
+        Problem(where, _shown(mine), f"the checkpoint was trained with {_shown(theirs)}")
+        for name in saved
+        if name in now and saved[name] is not None and now[name] is not None
+        for where, mine, theirs in _differences(name, now[name], saved[name])
+    ]
+
+
+def _differences(where: str, mine: Any, theirs: Any) -> Iterable[tuple[str, Any, Any]]:
+    """The places where two values differ, as deep as both are mappings or lists."""
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        for key in dict.fromkeys((*theirs, *mine)):
+            yield from _differences(f"{where}.{key}", mine.get(key, _ABSENT), theirs.get(key, _ABSENT))
+    elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            yield from _differences(f"{where}[{number}]", a, b)
+    elif mine != theirs:
+        yield where, mine, theirs
+
+
+def _shown(value: Any) -> Any:
+    return f"{len(value)} entries" if isinstance(value, list) and value and isinstance(value[0], Mapping) else value
+
+
+def _pair(prefix: str) -> Fingerprint:
+    index, tokens = index_path(prefix), tokens_path(prefix)
+    return {"index": _content(index), "tokens": _content(tokens), "token_bytes": tokens.stat().st_size}
+
+
+def _content(file: Path) -> str:
+    """BLAKE2b of the length and of the blocks; the first and the last are among those of a long file."""
+    size = file.stat().st_size
+    starts: Iterable[int] = range(0, size, _BLOCK)
+    if size > _BLOCK * _BLOCKS:
+        starts = [(size - _BLOCK) * i // (_BLOCKS - 1) for i in range(_BLOCKS)]
+    digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+    with file.open("rb") as stream:
+        for start in starts:
+            stream.seek(start)
+            digest.update(stream.read(_BLOCK))
+    return digest.hexdigest()

@@ -1,0 +1,94 @@
+"""What makes two runs read the same samples, and what does not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_megatron.data import (
+    IndexedDatasetWriter,
+    build_tokenizer,
+    data_fingerprint,
+    fingerprint_problems,
+    tokenizer_fingerprint,
+)
+
+
+def written(prefix: Path, *, seed: int = 0, documents: int = 5, length: int = 30) -> str:
+    random = np.random.default_rng(seed)
+    with IndexedDatasetWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        for _ in range(documents):
+            writer.add_item(random.integers(0, 99, length).astype(np.uint16))
+            writer.end_document()
+    return str(prefix)
+
+
+def differs(saved: object, now: object) -> list[str]:
+    return [problem.argument for problem in fingerprint_problems({"data": saved}, {"data": now})]
+
+
+def test_data_that_moved_is_the_same_data(tmp_path):
+    here = written(tmp_path / "a")
+    for end in (".bin", ".idx"):
+        shutil.copy(here + end, str(tmp_path / "b") + end)
+    assert data_fingerprint(here, split="9,1") == data_fingerprint(str(tmp_path / "b"), split="90,10,0")
+
+
+def test_every_difference_is_named(tmp_path):
+    a, b = written(tmp_path / "a"), written(tmp_path / "b", seed=1)
+    longer = written(tmp_path / "c", documents=6)
+    whole = data_fingerprint([0.5, a, 0.5, b], split="9,1")
+    assert differs(whole, data_fingerprint([0.5, a, 0.5, b], split="9,1")) == []
+    assert differs(whole, data_fingerprint([0.5, b, 0.5, b], split="9,1")) == ["data.files[0].tokens"]
+    assert differs(whole, data_fingerprint([0.4, a, 0.6, b], split="9,1")) == ["data.weights[0]", "data.weights[1]"]
+    assert differs(whole, data_fingerprint([0.5, a], split="9,1")) == ["data.files", "data.weights"]
+    assert differs(whole, data_fingerprint([0.5, a, 0.5, b], split="8,2")) == ["data.split[0][1]", "data.split[1][0]"]
+    found = differs(whole, data_fingerprint([0.5, longer, 0.5, b], split="9,1"))
+    assert found == [f"data.files[0].{name}" for name in ("index", "tokens", "token_bytes")]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2**16 * 40, -1])
+def test_long_files_are_compared_in_blocks_that_reach_both_ends(tmp_path, place):
+    prefix = written(tmp_path / "a", documents=2, length=2**22)  # 16 MiB of tokens
+    before = data_fingerprint(prefix, split="1")
+    tokens = np.memmap(f"{prefix}.bin", np.uint8, "r+")
+    size = len(tokens)
+    start = (size - 2**16) * 20 // 63 if place == 2**16 * 40 else place  # inside a block in the middle
+    tokens[start] ^= 1
+    tokens.flush()
+    assert differs(before, data_fingerprint(prefix, split="1")) == ["data.files[0].tokens"]
+
+
+def test_a_fingerprint_is_plain(tmp_path):
+    found = data_fingerprint(written(tmp_path / "a"), split="9,1")
+    torch.save(found, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt", weights_only=True) == found
+
+
+def bert(folder: Path, *words: str) -> dict[str, object]:
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words]))
+    pytest.importorskip("tokenizers")
+    return tokenizer_fingerprint(build_tokenizer("BertWordPieceCase", folder), folder)
+
+
+def test_tokenizers_are_told_apart_by_their_files(tmp_path):
+    a, b = bert(tmp_path / "a", "one", "two"), bert(tmp_path / "b", "one", "two")
+    assert a == b
+    assert differs(a, bert(tmp_path / "c", "one", "too")) == ["data.files[0]"]
+    null = tokenizer_fingerprint(build_tokenizer("NullTokenizer", vocab_size=6), None)
+    assert differs(null, tokenizer_fingerprint(build_tokenizer("NullTokenizer", vocab_size=7), None)) == [
+        "data.vocab_size",
+        "data.eod",
+    ]
+
+
+def test_what_only_one_side_knows_is_no_difference():
+    assert fingerprint_problems({"tokenizer": None, "seed": 1}, {"tokenizer": {"kind": "x"}, "seed": 1}) == []
+    assert fingerprint_problems({}, {"seed": 1}) == []
+    (problem,) = fingerprint_problems({"seed": 1}, {"seed": 2})
+    assert str(problem) == "seed=2: the checkpoint was trained with 1"
