@@ -19,7 +19,8 @@ class ResumableDataLoader(DataLoader[Any]):
     So ``len`` stays that of the whole epoch, while the first iteration after :meth:`load_state_dict` yields the rest.
 
     That number counts batches. Resuming with another dp size goes on at the same global sample; Lightning's own
-    count is right only where the global batch size, ``batch_size * dp_size``, stays the same.
+    count is right only where ``batch_size * dp_size`` stays the same, or what it has counted is converted
+    (``MegatronDataModule`` sees to that).
 
     Args:
         dataset: map-style data set.

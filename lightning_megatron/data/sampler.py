@@ -73,6 +73,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         self._epoch = 0
         self._consumed = 0
         self._resuming = False
+        self._unfinished = False
         # Itself: Lightning looks for ``set_epoch`` in ``loader.batch_sampler.sampler``. An attribute, because the
         # wrapper that it puts around batch samplers for prediction copies attributes, and nothing else.
         self.sampler = self
@@ -109,7 +110,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         """Begin an epoch, or go on with a restored one; returns the samples of it that are already consumed."""
         if not self._resuming:
             self._consumed = 0
-        self._resuming = False
+        self._resuming = self._unfinished = False
         return self._consumed
 
     def advance(self, batches: int = 1) -> None:
@@ -117,8 +118,11 @@ class MegatronSampler(Sampler[list[int | None]]):
         self._consumed = min(self._consumed + batches * self.global_batch_size, self.num_samples_total)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch. A position restored for this epoch is kept, one of another epoch is dropped."""
-        if epoch != self._epoch:
+        """Choose the epoch. A position restored for this epoch is kept, one of another epoch is dropped.
+
+        An epoch that is known to be unfinished is read to its end, whatever its number is now.
+        """
+        if epoch != self._epoch and not self._unfinished:
             self._epoch = epoch
             self._consumed = 0
             self._resuming = False
@@ -128,10 +132,16 @@ class MegatronSampler(Sampler[list[int | None]]):
         return {"epoch": self._epoch, "consumed_samples": self._consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go to a position; the end of an epoch is the beginning of the next."""
+        """Go to a position; the end of an epoch is the beginning of the next.
+
+        Args:
+            state: of :meth:`state_dict`. Under ``unfinished`` it may say whether the epoch was left before its end, as
+                opposed to shortened by a limit that holds in each epoch.
+        """
         self._epoch, self._consumed = int(state["epoch"]), int(state["consumed_samples"])
+        self._unfinished = bool(state.get("unfinished", self._unfinished))
         if not self._batches(self._consumed):
-            self._epoch, self._consumed = self._epoch + 1, 0
+            self._epoch, self._consumed, self._unfinished = self._epoch + 1, 0, False
         self._resuming = True
 
     def _batches(self, start: int) -> int:

@@ -21,6 +21,7 @@ from lightning_megatron.lightning.checkpoints import (
 )
 from lightning_megatron.lightning.mesh_strategy import MeshStrategy
 from lightning_megatron.lightning.optimizers import OptimizerSet
+from lightning_megatron.lightning.progress import follow_batch_size
 from lightning_megatron.optim.zero import ShardedOptimizer
 
 
@@ -121,6 +122,7 @@ class CheckpointStrategy(MeshStrategy):
         if self._saved_randomness is not None:
             continue_randomness(self._saved_randomness, self.mesh)
         self._loaded_model = dict(checkpoint["state_dict"])
+        follow_batch_size(checkpoint, getattr(self.lightning_module.trainer, "datamodule", None))
         return checkpoint
 
     @property

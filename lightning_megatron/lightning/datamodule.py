@@ -107,6 +107,11 @@ class MegatronDataModule(LightningDataModule):
         vocab = None if self.tokenizer is None else self.tokenizer.vocab_size
         return BatchShape(self.batch_size, seq_length=self.seq_length, vocab_size=vocab)
 
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one batch of all replicas."""
+        return self.batch_size * self._dp[1]
+
     def prepare_data(self) -> None:
         """Build the index files, on one process of each node; all then map them into memory."""
         self._build()
@@ -118,7 +123,7 @@ class MegatronDataModule(LightningDataModule):
     def _build(self) -> tuple[SampleDataset | None, ...]:
         train, val, test = self.samples
         if train is None and self.trainer is not None and self.trainer.max_steps > 0:
-            train = self.trainer.max_steps * self.trainer.accumulate_grad_batches * self._dp[1] * self.batch_size
+            train = self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.global_batch_size
         return build_gpt_datasets(
             self.data_path,
             seq_length=self.seq_length,
@@ -186,8 +191,19 @@ class MegatronDataModule(LightningDataModule):
         """
         if self._train_loader is None:
             return {}
-        place, samples = self._train_loader.state_dict(), len(self._train_loader.dataset)
-        return {"train": place, "train_samples": samples, "fingerprint": self.fingerprint}
+        place = {**self._train_loader.state_dict(), "unfinished": self._epoch_is_unfinished}
+        samples = len(self._train_loader.dataset)  # type: ignore[arg-type]
+        return {
+            "train": place,
+            "train_samples": samples,
+            "global_batch_size": self.global_batch_size,
+            "fingerprint": self.fingerprint,
+        }
+
+    @property
+    def _epoch_is_unfinished(self) -> bool:
+        """Whether an epoch was begun and has batches left: Lightning counts one that ``max_steps`` cut off as done."""
+        return self.trainer is not None and not self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there, whether the loader is made already or not.

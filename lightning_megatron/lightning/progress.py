@@ -1,0 +1,25 @@
+"""How far a run has come, where a batch is not what it was: Lightning counts batches, and data counts samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def follow_batch_size(checkpoint: dict[str, Any], datamodule: Any) -> None:
+    """Let Lightning count on in batches of today's size, so that the epoch ends where its samples do.
+
+    With more replicas and less accumulation one batch of all replicas is longer than those that were counted.
+
+    Args:
+        checkpoint: Lightning's dictionary, changed in place.
+        datamodule: today's; where it has a ``global_batch_size`` and has kept the one of the checkpoint in its state.
+    """
+    before = checkpoint.get(type(datamodule).__qualname__, {}).get("global_batch_size")
+    now = getattr(datamodule, "global_batch_size", None)
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+    if not before or not now or before == now or progress is None:
+        return
+    count = progress["current"]
+    batches = count["ready"] * before // now
+    # A checkpoint may be written before the last batch counts as completed: the difference stays.
+    progress["current"] = {name: batches - (count["ready"] - value) for name, value in count.items()}
