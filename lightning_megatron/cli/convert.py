@@ -1,25 +1,30 @@
-"""``lightning-megatron convert``: Hugging Face directories to checkpoints and back."""
+"""``lightning-megatron convert``: Hugging Face directories to checkpoints and back, and Megatron's checkpoints."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.lightning.convert import checkpoint_to_hf, hf_to_checkpoint
+from lightning_megatron.lightning.convert import checkpoint_to_hf, hf_to_checkpoint, megatron_to_checkpoint
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.presets import preset
 
 _DESCRIPTION = """\
 Convert LLaMA 2/3.x, GPT-2 and Mixtral, tensor by tensor, in one process: the memory it takes is that of the largest
-tensors of the model. Checkpoints may come from any layout, and load into any."""
+tensors of the model. Checkpoints may come from any layout, and load into any; Megatron's are read, and not written."""
 
 _EXAMPLE = """\
 examples:
   lightning-megatron convert hf-to-ckpt Llama-3.1-8B llama.ckpt
-  lightning-megatron convert ckpt-to-hf run/last.ckpt exported --dtype bf16 --max-shard-size 5GB"""
+  lightning-megatron convert ckpt-to-hf run/last.ckpt exported --dtype bf16 --max-shard-size 5GB
+  lightning-megatron convert megatron-to-ckpt megatron/checkpoints llama.ckpt --config llama3.1-8b"""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -47,7 +52,23 @@ def convert_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="bytes of one file at most, such as 500MB or 5GB (default: 5GB)",
     )
-    for way in (there, back):
+    megatron = ways.add_parser("megatron-to-ckpt", help="a checkpoint of Megatron-LM to one that begins a run")
+    megatron.add_argument(
+        "source", metavar="MEGATRON_DIR", help="what Megatron saved to, or the folder of an iteration"
+    )
+    megatron.add_argument("target", metavar="OUT.ckpt", help="checkpoint directory to make")
+    megatron.add_argument(
+        "--config",
+        type=transformer_config,
+        metavar="NAME|FILE",
+        help="preset, or JSON file with fields of TransformerConfig (default: Megatron's own command line)",
+    )
+    megatron.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read files that hold objects, as those with Megatron's command line do; nothing that they name is run",
+    )
+    for way in (there, back, megatron):
         way.add_argument("--dtype", choices=_DTYPES, help="of the tensors written (default: as they are)")
     return parser
 
@@ -59,6 +80,9 @@ def convert_command(argv: Sequence[str]) -> int:
     try:
         if args.way == "hf-to-ckpt":
             hf_to_checkpoint(args.source, args.target, dtype=dtype)
+        elif args.way == "megatron-to-ckpt":
+            options = {"config": args.config, "allow_pickle": args.allow_pickle}
+            megatron_to_checkpoint(args.source, args.target, dtype=dtype, **options)
         else:
             checkpoint_to_hf(args.source, args.target, dtype=dtype, max_shard_size=args.max_shard_size)
     except (ValueError, OSError, CheckpointError) as error:
@@ -66,6 +90,20 @@ def convert_command(argv: Sequence[str]) -> int:
         return 2
     print(args.target)
     return 0
+
+
+def transformer_config(text: str) -> TransformerConfig:
+    """The preset of that name, or what a JSON file says.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is neither, or is no configuration.
+    """
+    try:
+        if not Path(text).is_file():
+            return preset(text)
+        return TransformerConfig(**json.loads(Path(text).read_text("utf-8")))
+    except (ValueError, TypeError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
 
 
 def size_in_bytes(text: str) -> int:

@@ -30,7 +30,9 @@ _COMMANDS = {
         "lightning_megatron.cli.preprocess", "preprocess_command", "JSON lines to the token files that training reads"
     ),
     "generate": _Command("lightning_megatron.cli.generate", "generate_command", "continue a text with a checkpoint"),
-    "convert": _Command("lightning_megatron.cli.convert", "convert_command", "Hugging Face models to ours and back"),
+    "convert": _Command(
+        "lightning_megatron.cli.convert", "convert_command", "other programs' models to ours, and back"
+    ),
     "verify": _Command(
         "lightning_megatron.cli.verify", "verify_command", "is a checkpoint whole, and what was written?"
     ),

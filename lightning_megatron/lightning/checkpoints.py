@@ -22,8 +22,7 @@ from lightning_megatron.checkpoint import (
     save,
     shared_state,
 )
-from lightning_megatron.checkpoint.hf.directory import is_hf_directory
-from lightning_megatron.lightning.hugging_face import fresh_run, load_hf_weights
+from lightning_megatron.lightning.foreign import fresh_run, is_foreign, load_foreign_weights
 from lightning_megatron.lightning.random_state import random_state, restore_random_state
 from lightning_megatron.lightning.versions import (
     NOTE,
@@ -93,7 +92,7 @@ def load_trainer_checkpoint(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Fill the model and the optimizers in place from a checkpoint of any layout; all ranks call this.
 
-    A Hugging Face directory, and a checkpoint converted from one, give weights alone: the run begins with them.
+    What another program wrote, and a checkpoint converted from that, give weights alone: the run begins with them.
 
     Args:
         path: the directory.
@@ -109,8 +108,8 @@ def load_trainer_checkpoint(
     """
     for optimizer in optimizers:
         optimizer.finish_param_gather()
-    if is_hf_directory(path):
-        load_hf_weights(module, path, mesh)
+    if is_foreign(path):
+        load_foreign_weights(module, path, mesh)
         for optimizer in optimizers:
             optimizer.refresh_main()
         return fresh_run() | {"state_dict": module.state_dict()}, None

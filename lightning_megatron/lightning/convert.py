@@ -1,4 +1,4 @@
-"""Between Hugging Face directories and checkpoints, tensor by tensor, in one process and without a model."""
+"""Between other programs' directories and checkpoints, tensor by tensor, in one process and without a model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from lightning_megatron.checkpoint import CheckpointError, save
 from lightning_megatron.checkpoint.hf import family_for
 from lightning_megatron.checkpoint.hf.translate import to_theirs
 from lightning_megatron.checkpoint.hf.write import write_hf
+from lightning_megatron.checkpoint.megatron import open_megatron
 from lightning_megatron.checkpoint.stream import open_checkpoint
+from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.lightning.checkpoints import IMPORTED_FROM
-from lightning_megatron.lightning.hugging_face import fresh_run, hf_config, open_hf
+from lightning_megatron.lightning.foreign import fresh_run
+from lightning_megatron.lightning.hugging_face import hf_config, open_hf
+from lightning_megatron.lightning.megatron import megatron_config, megatron_tensors
 from lightning_megatron.lightning.module import GPTModule
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
@@ -37,12 +41,56 @@ def hf_to_checkpoint(source: Path, target: Path, *, dtype: torch.dtype | None = 
         CheckpointError: naming files and tensors at fault, or if ``target`` exists.
         ConfigError: for a model that ours cannot reproduce.
     """
+    _refuse_existing(target)
+    config = hf_config(source)
+    _begin(target, config, open_hf(source, _on_meta(config)), source, dtype)
+
+
+def megatron_to_checkpoint(
+    source: Path,
+    target: Path,
+    *,
+    config: TransformerConfig | None = None,
+    allow_pickle: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Make a checkpoint of one of Megatron's: the start of a run, without optimizer state.
+
+    Args:
+        source: the folder that Megatron saved to, or that of one iteration; formats ``torch_dist`` and ``torch``.
+        target: the checkpoint to make.
+        config: the model; ``None`` reads it from Megatron's command line, which needs ``allow_pickle``.
+        allow_pickle: read files that hold objects; all of the format ``torch`` do. Nothing that they name is run.
+        dtype: of its tensors; ``None`` for that of the files.
+
+    Raises:
+        CheckpointError: naming files and tensors at fault, or if ``target`` exists.
+        ConfigError: for a model that ours cannot reproduce, or that is not known.
+    """
+    _refuse_existing(target)
+    checkpoint = open_megatron(source, allow_pickle=allow_pickle)
+    config = config or megatron_config(checkpoint, source)
+    _begin(target, config, megatron_tensors(checkpoint, _on_meta(config)), source, dtype)
+
+
+def _refuse_existing(target: Path) -> None:
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already: remove it or give another name")
-    config = hf_config(source)
+
+
+def _on_meta(config: TransformerConfig) -> GPTModel:
     with torch.device("meta"):
-        model = GPTModel(config)
-    state = {_PREFIX + name: tensor.to(dtype) for name, tensor in open_hf(source, model).items()}
+        return GPTModel(config)
+
+
+def _begin(
+    target: Path,
+    config: TransformerConfig,
+    tensors: Mapping[str, WholeTensor],
+    source: Path,
+    dtype: torch.dtype | None,
+) -> None:
+    state = {_PREFIX + name: tensor.to(dtype) for name, tensor in tensors.items()}
     meta = fresh_run(GPTModule(config).hparams) | {IMPORTED_FROM: os.fspath(source)}
     save(target, dict(state), meta, ParallelMesh.single())
 

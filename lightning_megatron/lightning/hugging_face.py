@@ -1,26 +1,19 @@
-"""Weights of a Hugging Face directory into a live model of any layout."""
+"""Hugging Face directories for our models: their configuration, and their tensors by our names."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import lightning
-from torch import nn
-
-from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.hf import family_of
 from lightning_megatron.checkpoint.hf.directory import read_config, read_tensors
 from lightning_megatron.checkpoint.hf.translate import to_ours
-from lightning_megatron.checkpoint.together import together
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.config import Problem, raise_if_any
-from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.params import copy_slice, named_specs
+from lightning_megatron.params import named_specs
 
 Path = str | os.PathLike[str]
 
@@ -91,44 +84,3 @@ def open_hf(path: Path, model: GPTModel) -> dict[str, WholeTensor]:
     raise_if_any(hf_problems(path, model.config))
     rules = family_of(read_config(path)).weight_map(model.config)
     return to_ours(read_tensors(path), rules, {name: spec.global_shape for name, _, spec in named_specs(model)})
-
-
-def load_hf_weights(module: nn.Module, path: Path, mesh: ParallelMesh) -> None:
-    """Fill the model inside a module; all ranks call this, and each reads what its own stages need.
-
-    One tensor is in memory at a time beside the model.
-
-    Args:
-        module: holds one :class:`GPTModel`.
-        path: the directory.
-        mesh: this rank's.
-
-    Raises:
-        CheckpointError: on every rank, if anything is wrong on any.
-    """
-
-    def open_it() -> tuple[GPTModel, dict[str, WholeTensor]]:
-        models = [part for part in module.modules() if isinstance(part, GPTModel)]
-        if len(models) != 1:
-            raise CheckpointError(f"{type(module).__name__} holds {len(models)} models of type GPTModel, not one")
-        return models[0], open_hf(path, models[0])
-
-    def fill() -> None:
-        for name, param, spec in named_specs(model):
-            copy_slice(name, param, spec, tensors[name].make(), mesh.shard_ranks)
-
-    doing = f"loading {path}"
-    model, tensors = together(mesh, doing, open_it)
-    together(mesh, doing, fill)
-
-
-def fresh_run(hyper_parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Lightning's dictionary of a run that has not begun: no loops, callbacks, schedulers or optimizers to restore."""
-    given = {} if hyper_parameters is None else {"hyper_parameters": dict(hyper_parameters)}
-    return {
-        "pytorch-lightning_version": lightning.__version__,
-        "epoch": 0,
-        "global_step": 0,
-        "lr_schedulers": [],
-        **given,
-    }

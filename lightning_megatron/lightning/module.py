@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.config import ModelShape, raise_if_any
-from lightning_megatron.lightning.hugging_face import hf_config, hf_problems, load_hf_weights
+from lightning_megatron.lightning.foreign import load_foreign_weights
+from lightning_megatron.lightning.hugging_face import hf_config, hf_problems
 from lightning_megatron.lightning.strategy import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
@@ -179,7 +180,7 @@ class GPTModule(MegatronModule):
     def _fill(self) -> None:
         if self._hf_weights is None:
             return
-        load_hf_weights(self, self._hf_weights, self.mesh)
+        load_foreign_weights(self, self._hf_weights, self.mesh)
         self._hf_weights = None
         if (strategy := self.megatron_strategy) is not None:
             strategy.refresh_main_params()

@@ -98,11 +98,13 @@ class WeightMap:
         rules: one for each of our tensors.
         ignored: pattern of their names that hold no parameter (buffers of older versions).
         prefix: of their names; files of the model without its head leave it out.
+        theirs: what to call their tensors in messages.
     """
 
     rules: tuple[Rule, ...]
     ignored: str
     prefix: str
+    theirs: str = "Hugging Face tensors"
 
     def their_name(self, name: str) -> str | None:
         """The full name of a tensor in one of their files; ``None`` if it holds nothing of ours."""
@@ -129,7 +131,7 @@ class WeightMap:
         found = {full: name for name in names if (full := self.their_name(name)) is not None}
         needed = {name for rule in self.rules for name in rule.theirs}
         repeats = {name for rule in self.rules for name in rule.repeats}
-        _same_names("Hugging Face tensors", found.keys() - repeats, needed)
+        _same_names(self.theirs, found.keys() - repeats, needed)
         return {name: found[name] for name in needed}
 
     def check_ours(self, names: Iterable[str]) -> None:
@@ -173,20 +175,21 @@ def _same_names(what: str, given: Iterable[str], needed: Iterable[str]) -> None:
 
 
 class Fields:
-    """Reads a Hugging Face configuration, and collects what we have no counterpart for.
+    """Reads another program's configuration, and collects what we have no counterpart for.
 
     Args:
-        config: the contents of ``config.json``.
+        config: the contents of ``config.json``, or whatever else holds it.
+        source: what to call it in messages.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
+    def __init__(self, config: Mapping[str, Any], source: str = "Hugging Face configuration") -> None:
+        self._config, self._source = config, source
         self._problems: list[Problem] = []
 
     def required(self, name: str) -> Any:
         """A field that must be there; 0 where it is not, and the fault noted."""
         if self._config.get(name) is None:
-            self._problems.append(Problem(name, None, "missing in the Hugging Face configuration"))
+            self._problems.append(Problem(name, None, f"missing in the {self._source}"))
             return 0
         return self._config[name]
 
