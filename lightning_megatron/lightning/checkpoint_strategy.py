@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import SaveGuard
+from lightning_megatron.checkpoint.collect import HostMemory
 from lightning_megatron.lightning.checkpoints import (
     continue_randomness,
     good_checkpoint,
@@ -20,6 +21,7 @@ from lightning_megatron.lightning.checkpoints import (
     save_trainer_checkpoint,
 )
 from lightning_megatron.lightning.mesh_strategy import MeshStrategy
+from lightning_megatron.lightning.optimizer_file import export_optimizers, import_optimizers
 from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.progress import follow_batch_size
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -165,6 +167,41 @@ class CheckpointStrategy(MeshStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: :meth:`load_checkpoint` has filled the optimizers."""
+
+    def export_optimizer_state(
+        self, path: str | Path, memory_level: str = "serial_per_dp_groups", ranks_per_node: int | None = None
+    ) -> HostMemory:
+        """Write the state of all optimizers to one safetensors file; called by all ranks while ``fit`` runs.
+
+        Tensors have global names and the shapes of whole parameters. Neither layout nor level changes a byte.
+
+        Args:
+            path: the file, on a file system that the nodes share; it has its name when it is complete.
+            memory_level: how much of it is in host memory at once: ``"parallel_node_0"``, ``"parallel_multi_node"``,
+                ``"serial_per_node"`` or ``"serial_per_dp_groups"``.
+            ranks_per_node: processes on a node; ``None`` for those that this Trainer has started.
+
+        Returns:
+            What it took of this rank's host memory.
+        """
+        self.finish_param_gather()
+        return export_optimizers(
+            path, self.sharded_optimizers, self.mesh, **self._of_file(memory_level, ranks_per_node)
+        )
+
+    def load_optimizer_state(
+        self, path: str | Path, memory_level: str = "serial_per_dp_groups", ranks_per_node: int | None = None
+    ) -> HostMemory:
+        """Fill the optimizers, and the parameters from their main values, from such a file; arguments as there."""
+        return import_optimizers(
+            path, self.sharded_optimizers, self.mesh, **self._of_file(memory_level, ranks_per_node)
+        )
+
+    def _of_file(self, level: str, ranks_per_node: int | None) -> dict[str, Any]:
+        if not self.sharded_optimizers:
+            raise RuntimeError("there are optimizers only while fit runs: call this in a hook such as on_train_start")
+        count = ranks_per_node or max(1, self.world_size // self.num_nodes)
+        return {"sharded": self._distributed_optimizer, "level": level, "ranks_per_node": count}
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint; one rank does it."""

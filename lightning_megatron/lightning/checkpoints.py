@@ -76,7 +76,7 @@ def save_trainer_checkpoint(
         for index, optimizer in enumerate(optimizers):
             # Before the first step there is no state yet; an empty one keeps the set of keys the same at all times.
             optimizer.init_state()
-            state |= _optimizer_part(index, optimizer, mesh, sharded)
+            state |= optimizer_part(index, optimizer, mesh, sharded)
     save(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard)
 
 
@@ -126,12 +126,12 @@ def load_trainer_checkpoint(
         state |= version_state(key, version, module, mesh)
     for index, optimizer in enumerate(optimizers):
         optimizer.init_state()
-        state |= _optimizer_part(index, optimizer, mesh, sharded)
+        state |= optimizer_part(index, optimizer, mesh, sharded)
     loaded = load(path, state, mesh, strict=module.strict_loading, weights_only=weights_only)
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
     for index, optimizer in enumerate(optimizers):
-        _continue_optimizer(index, optimizer, state)
+        continue_optimizer(index, optimizer, state)
     if loaded.per_rank is None:
         rank_zero_info(f"{path} was saved under another layout: random generators start anew from the seed")
     if beside is not None:
@@ -178,7 +178,8 @@ def continue_randomness(state: dict[str, Any], mesh: ParallelMesh) -> None:
     restore_random_state(state, mesh.rng)
 
 
-def _optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh, sharded: bool) -> State:
+def optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh, sharded: bool) -> State:
+    """What a rank holds of one optimizer, as a checkpoint has it; all ranks call this."""
     groups: list[Mapping[str, Any]] = [
         {**settings, "params": names}
         for settings, names in zip(optimizer.group_settings(), optimizer.group_names(), strict=True)
@@ -186,7 +187,7 @@ def _optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh,
     return optimizer_state(index, optimizer.pieces(), mesh, groups, sharded=sharded)
 
 
-def _continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State) -> None:
+def continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State) -> None:
     """Scalars of groups (the learning rate the next step is to use), shared state, and parameters from main values."""
     saved = state[f"optimizer_{index}.param_groups"]
     scalars, notes = regrouped(saved, optimizer.group_names())

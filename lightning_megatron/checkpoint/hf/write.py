@@ -96,7 +96,7 @@ def shard_names(count: int) -> list[str]:
 
 def _write_shard(file: Path, shard: Header, values: Iterator[Tensor]) -> None:
     with file.open("wb") as stream:
-        stream.write(_header(shard))
+        stream.write(header_bytes(shard))
         for dtype, _ in shard.values():
             _write_tensor(stream, next(values).to(dtype))
     sync_file(file)
@@ -106,7 +106,8 @@ def _write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
     stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def _header(shard: Header) -> bytes:
+def header_bytes(shard: Header) -> bytes:
+    """The beginning of a safetensors file with these tensors, in this order and end to end."""
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
     for name, (dtype, shape) in shard.items():

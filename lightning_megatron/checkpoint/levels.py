@@ -1,0 +1,80 @@
+"""Who collects the optimizer state of which ranks, and when: what one file of it may cost in host memory.
+
+Ranks that share out the state of the same slice of the model (over ``dp`` and ``cp``, of experts over ``edp``) are one
+group. The first rank of a node collects groups for the node; the names of the levels are those of Intel's Megatron for
+Gaudi. Pure functions, without processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from lightning_megatron.config import ConfigError, ParallelLayout, Problem, nearest_names
+from lightning_megatron.mesh import dense_grid, expert_grid, rank_groups
+
+MEMORY_LEVELS = {
+    "parallel_node_0": "all groups at once, on the first node",
+    "parallel_multi_node": "all groups at once, shared out over the nodes",
+    "serial_per_node": "on each node one group after the other",
+    "serial_per_dp_groups": "one group after the other in the whole job",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that together hold the state of one slice, each part of it once or more often.
+
+    Attributes:
+        of_experts: whether it is the state of experts, or of all else.
+        ranks: its members.
+        collector: the rank whose host memory takes all of it.
+    """
+
+    of_experts: bool
+    ranks: tuple[int, ...]
+    collector: int
+
+
+def collecting_steps(layout: ParallelLayout, ranks_per_node: int, level: str) -> list[list[Group]]:
+    """The groups of a job, in steps: those of one step are in host memory at the same time.
+
+    Args:
+        layout: resolved.
+        ranks_per_node: processes on a node.
+        level: a name in ``MEMORY_LEVELS``.
+
+    Raises:
+        ConfigError: for another name.
+    """
+    if level not in MEMORY_LEVELS:
+        near = nearest_names(level, list(MEMORY_LEVELS))
+        raise ConfigError([Problem("memory_level", level, "no such level", near)])
+    dense = rank_groups(dense_grid(layout), ["cp", "dp"])
+    experts = rank_groups(expert_grid(layout), ["edp"])
+    groups = [
+        Group(of_experts, ranks, node * ranks_per_node)
+        for of_experts, kind in ((False, dense), (True, experts))
+        for ranks, node in zip(kind, _nodes(kind, ranks_per_node, level), strict=True)
+    ]
+    if level in ("parallel_node_0", "parallel_multi_node"):
+        return [groups]
+    if level == "serial_per_dp_groups":
+        return [[group] for group in groups]
+    queues = [[group for group in groups if group.collector == c] for c in sorted({g.collector for g in groups})]
+    return [[group for group in step if group is not None] for step in zip_longest(*queues)]
+
+
+def _nodes(groups: Sequence[tuple[int, ...]], ranks_per_node: int, level: str) -> list[int]:
+    """The node of each group: the first that holds one of its ranks and has not had its share of groups yet."""
+    if level == "parallel_node_0":
+        return [0] * len(groups)
+    nodes = max(max(ranks) for ranks in groups) // ranks_per_node + 1
+    share, taken, found = -(-len(groups) // nodes), [0] * nodes, []
+    for ranks in groups:
+        homes = sorted({rank // ranks_per_node for rank in ranks})
+        node = next((home for home in homes if taken[home] < share), homes[0])
+        taken[node] += 1
+        found.append(node)
+    return found
