@@ -184,18 +184,16 @@ class CheckpointStrategy(MeshStrategy):
         Returns:
             What it took of this rank's host memory.
         """
+        options = self._of_file(memory_level, ranks_per_node)
         self.finish_param_gather()
-        return export_optimizers(
-            path, self.sharded_optimizers, self.mesh, **self._of_file(memory_level, ranks_per_node)
-        )
+        return export_optimizers(path, self.sharded_optimizers, self.mesh, **options)
 
     def load_optimizer_state(
         self, path: str | Path, memory_level: str = "serial_per_dp_groups", ranks_per_node: int | None = None
     ) -> HostMemory:
         """Fill the optimizers, and the parameters from their main values, from such a file; arguments as there."""
-        return import_optimizers(
-            path, self.sharded_optimizers, self.mesh, **self._of_file(memory_level, ranks_per_node)
-        )
+        options = self._of_file(memory_level, ranks_per_node)
+        return import_optimizers(path, self.sharded_optimizers, self.mesh, **options)
 
     def _of_file(self, level: str, ranks_per_node: int | None) -> dict[str, Any]:
         if not self.sharded_optimizers:
