@@ -20,6 +20,7 @@ from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.levels import Group, collecting_steps
 from lightning_megatron.checkpoint.meta import refuse_objects
 from lightning_megatron.checkpoint.one_file import Entry
+from lightning_megatron.checkpoint.publish import sync_file
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
 from lightning_megatron.mesh import ParallelMesh
@@ -236,6 +237,8 @@ def _read(
 def _write(path: Path, entries: Mapping[str, Entry], held: Mapping[_Place, Tensor]) -> None:
     for (key, box), value in held.items():
         one_file.write_part(path, entries[key], box, value)
+    if held:  # each collector waits for its own pages: rank 0 cannot for those of another node
+        sync_file(one_file.unfinished(path))
 
 
 def _refuse_misfit(state: State, entries: Mapping[str, Entry]) -> None:

@@ -120,8 +120,8 @@ def load_file(file: Path, *, allow_pickle: bool) -> Any:
             raise CheckpointError(f"{file}: cannot be read: {error}") from None
         raise CheckpointError(
             f"{file} holds objects beside primitives and tensors, as all files of Megatron with its command line do. If"
-            " you trust where it comes from, read it with --allow-pickle (allow_pickle=True): nothing that it names is"
-            " run, but it is a pickle"
+            " you trust where it comes from, convert it with `lightning-megatron convert megatron-to-ckpt` and"
+            " --allow-pickle: nothing that it names is run, but it is a pickle"
         ) from None
     except (RuntimeError, OSError, EOFError) as error:
         raise CheckpointError(f"{file}: missing, truncated or no file of torch.save: {error}") from None
