@@ -95,10 +95,10 @@ def export_state(
         for step in steps:
             held = {place: x for group in step for place, x in _gather(group, offered, own, known, mesh, memory)}
             together(mesh, doing, partial(_write, path, entries, held))
+            held.clear()
             memory.release()
-        if leads:
-            held = {(key, Box.whole(tuple(value.shape))): value for key, value in packed.items()}
-        together(mesh, doing, partial(_write, path, entries, held if leads else {}))
+        plain = {(key, Box.whole(tuple(value.shape))): value for key, value in packed.items()}
+        together(mesh, doing, partial(_write, path, entries, plain if leads else {}))
         together(mesh, doing, lambda: one_file.finish(path) if leads else None)
     except CheckpointError:
         if leads:
@@ -135,6 +135,7 @@ def import_state(
         held = together(mesh, doing, partial(_read, path, entries, mine, wanted, memory))
         for group in step:
             _scatter(group, wanted, own, held, entries, mesh)
+        held.clear()
         memory.release()
     plain = [key for key, value in state.items() if not isinstance(value, Fragment)]
     state.update(_from_first(mesh, doing, lambda: {key: _unpacked(path, entries[key]) for key in plain}))
