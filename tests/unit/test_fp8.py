@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron import MegatronStrategy, ParallelLayout, TransformerConfig
 from lightning_megatron.checkpoint import load, local_tensors, model_state, save
@@ -178,6 +179,33 @@ def test_a_number_of_tokens_that_does_not_fit_is_multiplied_as_it_is():
     assert_same({"out": linear(x)}, {"out": in_fp32(linear)(x)})
     linear(x.requires_grad_()).sum().backward()
     assert linear.product_choice.fallbacks == {"15 tokens, no multiple of 16": "reference"}
+
+
+def gradients_after_a_step(linear: nn.Module, steps: Fp8Steps, how: str) -> dict[str, Tensor]:
+    x = torch.empty(0)
+    for seed in (2, 3):
+        linear.zero_grad()
+        x = random(16, 32, seed=seed).requires_grad_()
+        out = checkpoint(linear, x, use_reentrant=False) if how == "recomputed" else linear(x)
+        if how == "put off":
+            with linear.deferred.collecting() as collection:
+                out.backward(random(16, 48, seed=seed))
+            assert linear.weight.grad is None
+            collection.play()
+        else:
+            out.backward(random(16, 48, seed=seed))
+        steps.after_optimizer_step()
+    return {"dx": x.grad, "dw": linear.weight.grad, "db": linear.bias.grad, "scale": steps._products[0].scale}
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("how", ["recomputed", "put off"])
+def test_recomputed_and_put_off_gradients_are_the_same(kind, how):
+    linear, _, steps = layer(kind)
+    right = gradients_after_a_step(linear, steps, "at once")
+    linear, _, steps = layer(kind)
+    linear.deferred.enabled = how == "put off"
+    assert_same(gradients_after_a_step(linear, steps, how), right, rtol=0)
 
 
 def in_fp8(model: GPTModel, recipe: Fp8Recipe) -> GPTModel:
