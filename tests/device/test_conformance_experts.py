@@ -79,7 +79,7 @@ def test_the_keyword_of_newer_versions():
     x, table, router, w = draw()
     arguments = (x, table, router, *matrices(w, False), False, "silu", 0, EXPERTS - 1)
     if OLD:
-        with pytest.raises(RuntimeError, match="Unknown keyword argument 'recomp'"):
+        with pytest.raises(RuntimeError, match=r"expected at most 10 argument\(s\) but received 11"):
             torch.ops.hpu.mixture_of_experts.default(*arguments, recomp=True)
     else:
         assert torch.ops.hpu.mixture_of_experts.default(*arguments, recomp=False).shape == (T, H)

@@ -45,14 +45,14 @@ def build() -> Path:
     if library.exists():
         return library
     directory.mkdir(parents=True, exist_ok=True)
-    with open(directory.with_suffix(".lock"), "w") as lock:
+    with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            _compile(directory)
+            _compile(directory, lock.fileno())
     return library
 
 
-def _compile(directory: Path) -> None:
+def _compile(directory: Path, lock: int) -> None:
     scratch = directory / "build"
     scratch.mkdir(exist_ok=True)
     (scratch / "lock").unlink(missing_ok=True)  # torch's own, of a build that was killed; we hold a better one
@@ -60,6 +60,7 @@ def _compile(directory: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(HERE / "compile.py"), str(scratch)],
         env=environment,
+        pass_fds=[lock],  # a compiler that outlives us keeps the others out
         capture_output=True,
         text=True,
         check=False,
