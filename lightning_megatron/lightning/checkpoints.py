@@ -10,16 +10,17 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import (
+    BackgroundWriter,
+    Draft,
     SaveGuard,
     State,
+    complete,
     load,
     local_tensors,
     model_state,
     newest_good,
     optimizer_state,
     regrouped,
-    remove,
-    save,
     shared_state,
 )
 from lightning_megatron.checkpoint.hf.directory import is_hf_directory
@@ -52,6 +53,7 @@ def save_trainer_checkpoint(
     *,
     sharded: bool,
     guard: SaveGuard | None,
+    writer: BackgroundWriter | None,
 ) -> None:
     """Write what Lightning put together, every rank its part; all ranks call this.
 
@@ -64,6 +66,7 @@ def save_trainer_checkpoint(
         mesh: this rank's.
         sharded: whether data-parallel ranks hold different shares of optimizer state.
         guard: what looks at the checkpoint before it gets its name.
+        writer: who writes it, from a copy, while training goes on; ``None`` to write it now.
     """
     rest = dict(checkpoint)
     tensors = rest.pop("state_dict")
@@ -78,7 +81,11 @@ def save_trainer_checkpoint(
             # Before the first step there is no state yet; an empty one keeps the set of keys the same at all times.
             optimizer.init_state()
             state |= _optimizer_part(index, optimizer, mesh, sharded)
-    save(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard)
+    draft = Draft.of(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard)
+    if writer is None:
+        complete(draft, mesh)
+    else:
+        writer.begin(draft)
 
 
 def load_trainer_checkpoint(
@@ -167,11 +174,6 @@ def good_checkpoint(path: str, check: Literal["sizes", "hashes"]) -> str:
     reasons = "".join(f"\n  - {candidate}: {reason}" for candidate, reason in passed)
     rank_zero_warn(f"the last checkpoint cannot be used, resuming from the newest good one, {found}:{reasons}")
     return str(found)
-
-
-def remove_checkpoint(path: str) -> None:
-    """Delete a checkpoint; one rank calls this."""
-    remove(path)
 
 
 def continue_randomness(state: dict[str, Any], mesh: ParallelMesh) -> None:
