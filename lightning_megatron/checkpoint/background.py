@@ -37,11 +37,12 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         self._links: dict[Path, str] = {}
-        # Shared with the thread.
-        self._lock = threading.Lock()
-        self._then: list[Callable[[], None]] = []
-        self._is_durable = True
         self._error: CheckpointError | None = None
+        # Shared with the thread, under the lock: what changes the folder does so one at a time.
+        self._lock = threading.Lock()
+        self._is_durable = True
+        self._removals: list[Callable[[], None]] = []
+        self._relinks: list[Callable[[], None]] = []
 
     def begin(self, draft: Draft) -> None:
         """Copy what is to be saved to the host, and begin to write it; waits for the checkpoint before.
@@ -68,28 +69,31 @@ class BackgroundWriter:
             return
         self._thread.join()
         self._thread = None
-        with self._lock:
-            error, self._error, self._is_durable = self._error, None, True
-            self._then.clear()
+        error, self._error, self._is_durable = self._error, None, True
+        self._removals, self._relinks = [], []
         if error is not None:
             raise error
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint once the one that is being written is durable. Call it on one rank."""
-        self._afterwards(partial(remove, path))
+        with self._lock:
+            if self._is_durable:
+                remove(path)
+            else:
+                self._removals.append(partial(remove, path))
 
     def keep_links(self) -> None:
         """Lead links to the checkpoint that is being written back to where they led; they follow once it is durable.
 
         Whoever makes a link to it at once (``save_last="link"``) must call this next, on rank 0.
         """
-        path = self._path
-        if self._thread is None or path is None or path.exists():
-            return
-        for link, target in links_in(path.parent).items():
-            if Path(os.path.abspath(link.parent / target)) == path:
-                lead(link, self._links.get(link))
-                self._afterwards(partial(lead, link, target))
+        with self._lock:
+            if self._is_durable or self._path is None or self._path.exists():
+                return
+            for link, target in links_in(self._path.parent).items():
+                if Path(os.path.abspath(link.parent / target)) == self._path:
+                    lead(link, self._links.get(link))
+                    self._relinks.append(partial(lead, link, target))
 
     def close(self) -> None:
         """Wait, and let go of the group and of the memory.
@@ -104,29 +108,19 @@ class BackgroundWriter:
             if self._mesh.is_distributed:
                 dist.destroy_process_group(self._own_mesh.host_group)
 
-    def _afterwards(self, act: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._is_durable:
-                self._then.append(act)
-                return
-        act()
-
     def _write(self, draft: Draft) -> None:
         """Life of the thread."""
         try:
             complete(draft, self._own_mesh)
-            together(self._own_mesh, f"after {draft.doing}", self._act)
+            together(self._own_mesh, f"after {draft.doing}", self._catch_up)
         except Exception as error:
             # A rank that is gone makes the group fail with errors of its own.
             known = isinstance(error, CheckpointError)
             self._error = error if known else CheckpointError(f"{draft.doing}: {type(error).__name__}: {error}")  # type: ignore[assignment]
 
-    def _act(self) -> None:
-        """What was put off; from when there is nothing left on, nothing is put off."""
-        while True:
-            with self._lock:
-                if not self._then:
-                    self._is_durable = True
-                    return
-                act = self._then.pop(0)
-            act()
+    def _catch_up(self) -> None:
+        """What was put off. Links first: the checkpoint they lead to may be one that is to go."""
+        with self._lock:
+            self._is_durable = True
+            for act in (*self._relinks, *self._removals):
+                act()
