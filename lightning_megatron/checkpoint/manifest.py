@@ -8,18 +8,27 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning-megatron"
-VERSION = 1
+VERSION = 2
+
+_BLOCK = 1 << 23
+_PIECE = 1 << 20
+_THREADS = 4
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: its length, and its BLAKE2b hash of 256 bits (faster than SHA-256 without help of the processor)."""
+    """One file: its length, and the BLAKE2b hash of 256 bits over those of its blocks of 8 MiB, one after another.
+
+    BLAKE2b is faster than SHA-256 without help of the processor, and one core of it slower than a disk: blocks can be
+    hashed side by side.
+    """
 
     bytes: int
     blake2b: str
@@ -58,9 +67,8 @@ class Manifest:
             content = json.loads(text)
             if content["format"] != FORMAT:
                 raise ValueError(f"the format is {content['format']!r}, not {FORMAT!r}")
-            if content["version"] > VERSION:
-                version = content["version"]
-                raise ValueError(f"format version {version} is newer than this package, which knows up to {VERSION}")
+            if (version := content["version"]) != VERSION:
+                raise ValueError(f"it has format version {version}, this package knows {VERSION}")
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
             manifest = cls(content["layout"], files, content["torch"], content["version"])
         except (KeyError, TypeError, AttributeError) as error:
@@ -82,13 +90,19 @@ def read_manifest(path: Path) -> Manifest:
 
 def record(file: Path) -> FileRecord:
     """Length and hash of a file as it is on disk now."""
-    hasher, length = hashlib.blake2b(digest_size=32), 0
-    buffer = memoryview(bytearray(1 << 20))
+    length = file.stat().st_size
+    with ThreadPoolExecutor(_THREADS) as threads:
+        digests = threads.map(lambda start: _block_digest(file, start), range(0, length, _BLOCK))
+        return FileRecord(length, _digest(b"".join(digests)))
+
+
+def _block_digest(file: Path, start: int) -> bytes:
+    hasher, buffer = hashlib.blake2b(digest_size=32), memoryview(bytearray(_PIECE))
     with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
+        stream.seek(start)
+        while stream.tell() < start + _BLOCK and (count := stream.readinto(buffer)):
             hasher.update(buffer[:count])
-            length += count
-    return FileRecord(length, hasher.hexdigest())
+    return hasher.digest()
 
 
 def _digest(content: bytes) -> str:
