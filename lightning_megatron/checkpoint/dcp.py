@@ -17,10 +17,10 @@ from lightning_megatron.checkpoint.draft import Draft, complete, own_key
 from lightning_megatron.checkpoint.fault import listed
 from lightning_megatron.checkpoint.guard import SaveGuard
 from lightning_megatron.checkpoint.locate import locate
-from lightning_megatron.checkpoint.manifest import Manifest
 from lightning_megatron.checkpoint.meta import read_meta
 from lightning_megatron.checkpoint.plan import load_faults
 from lightning_megatron.checkpoint.publish import recover
+from lightning_megatron.checkpoint.single_file import SingleFile
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
 from lightning_megatron.checkpoint.transfer import read, read_metadata
@@ -30,6 +30,43 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import is_calibration
 
 _SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Directory:
+    """An opened checkpoint whose files are as they should be.
+
+    Attributes:
+        path: where it is.
+        metadata: names, shapes and places of its tensors.
+        meta: what was saved beside them.
+        layout: fields of the layout it was saved under.
+    """
+
+    path: Path
+    metadata: Metadata
+    meta: dict[str, Any]
+    layout: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path, mesh: ParallelMesh, weights_only: bool, check: Literal["sizes", "hashes"]) -> Directory:
+        """Compare files with the manifest, and read all but tensors; arguments as of :func:`load`.
+
+        Raises:
+            CheckpointError: if it is no checkpoint, or damaged.
+        """
+        manifest = locate(path)
+        faults = size_faults(path, manifest)
+        if not faults and check == "hashes":
+            names = sorted(manifest.files)[mesh.rank :: mesh.world.size]
+            faults = hash_faults(path, manifest, names)
+        if faults:
+            raise CheckpointError("the checkpoint is damaged:\n" + listed(faults))
+        return cls(path, read_metadata(path), read_meta(path, weights_only), manifest.layout)
+
+    def read(self, state: State) -> None:
+        """Fill a state in place."""
+        read(self.path, self.metadata, state)
 
 
 @dataclass(frozen=True)
@@ -90,12 +127,12 @@ def load(
     weights_only: bool = True,
     check: Literal["sizes", "hashes"] = "sizes",
 ) -> Loaded:
-    """Fill a state in place from a checkpoint of any layout.
+    """Fill a state in place from a checkpoint of any layout, or from a single file of Lightning's.
 
     Fragments are filled where they lie; under the other keys the saved value takes the place of the one given.
 
     Args:
-        path: the directory.
+        path: the directory, or the file.
         state: what this rank wants; ask for nothing with an empty one.
         mesh: who takes part.
         strict: whether keys that only one side has are errors. Another shape always is.
@@ -108,15 +145,10 @@ def load(
     path = Path(path)
     doing = f"loading {path}"
 
-    def open_it() -> tuple[Manifest, Metadata, dict[str, Any]]:
-        manifest = locate(path)
-        faults = size_faults(path, manifest)
-        if not faults and check == "hashes":
-            names = sorted(manifest.files)[mesh.rank :: mesh.world.size]
-            faults = hash_faults(path, manifest, names)
-        if faults:
-            raise CheckpointError("the checkpoint is damaged:\n" + listed(faults))
-        return manifest, read_metadata(path), read_meta(path, weights_only)
+    def open_it() -> Directory | SingleFile:
+        if path.is_file():
+            return SingleFile.open(path, state, weights_only)
+        return Directory.open(path, mesh, weights_only, check)
 
     def fit() -> list[str]:
         missing, faults = load_faults(state, metadata)
@@ -129,19 +161,20 @@ def load(
         return missing
 
     together(mesh, doing, lambda: recover(path) if mesh.rank == 0 else None)
-    manifest, metadata, meta = together(mesh, doing, open_it)
+    source = together(mesh, doing, open_it)
+    metadata = source.metadata
     unexpected = _unexpected(state, metadata, mesh)
     missing = together(mesh, doing, fit)
 
     wanted = {key: value for key, value in state.items() if key not in missing}
     own = own_key(mesh)
-    is_own = dict(manifest.layout) == asdict(mesh.layout) and own in metadata.state_dict_metadata
+    is_own = dict(source.layout) == asdict(mesh.layout) and own in metadata.state_dict_metadata
     if is_own:
         wanted[own] = None
-    together(mesh, doing, lambda: read(path, metadata, wanted))
+    together(mesh, doing, lambda: source.read(wanted))
     per_rank = wanted.pop(own) if is_own else None
     state.update(wanted)
-    return Loaded(meta, manifest.layout, per_rank, tuple(missing), tuple(unexpected))
+    return Loaded(source.meta, source.layout, per_rank, tuple(missing), tuple(unexpected))
 
 
 def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[str]:

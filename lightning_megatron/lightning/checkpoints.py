@@ -100,10 +100,11 @@ def load_trainer_checkpoint(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Fill the model and the optimizers in place from a checkpoint of any layout; all ranks call this.
 
-    A Hugging Face directory, and a checkpoint converted from one, give weights alone: the run begins with them.
+    A single file of Lightning's one-device strategies does as well. A Hugging Face directory, and a checkpoint that was
+    converted from one, give weights alone: the run begins with them.
 
     Args:
-        path: the directory.
+        path: the directory, or the file.
         module: the user's.
         optimizers: the distributed optimizers; none outside ``fit``.
         mesh: this rank's.
@@ -166,8 +167,11 @@ def _load_imported(
 def good_checkpoint(path: str, check: Literal["sizes", "hashes"]) -> str:
     """The last checkpoint, or where it is damaged the newest good one beside it, which one warning says.
 
-    One rank calls this. Where there is no good one it is the last one, and loading it says what is wrong.
+    One rank calls this. Where there is no good one it is the last one, and loading it says what is wrong. A single file
+    has no manifest to tell; it is taken as it is.
     """
+    if Path(path).is_file():
+        return path
     found, passed = newest_good(Path(path), check=check)
     if found is None or not passed:
         return path

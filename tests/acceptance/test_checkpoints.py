@@ -21,6 +21,7 @@ from jobs import (
     STOCK,
     TP2,
     TP2PP2,
+    VOCABULARY,
     Layout,
     Ranks,
     assert_close,
@@ -353,10 +354,34 @@ def test_36_a_consolidated_checkpoint_loads_without_us(ranks: Ranks, tmp_path: P
 # 37
 
 
-@pytest.mark.skip(
-    reason="files of one device are refused in this release: issue C, point 6 (Hugging Face: test_hugging_face.py)"
-)
-def test_37_a_checkpoint_of_one_device_loads_on_every_layout() -> None: ...
+def one_device(layout: Layout, folder: str, tied: bool) -> Any:
+    """Two epochs with a file after the first; losses of the second, and what each file evaluates to."""
+    saver = ModelCheckpoint(Path(folder), filename="{epoch}", save_top_k=-1)
+    _, recorder = trained(layout, saver, module=padded(tied), max_epochs=2)
+    return recorder.series("train_loss")[4:], from_one_device(layout, folder, tied, fits=False)[1]
+
+
+def padded(tied: bool) -> Any:
+    """With a vocabulary that is padded, otherwise in the file than under most layouts."""
+    return language_model(vocab_size=VOCABULARY + 1, vocab_multiple=4, tie_embeddings=tied, lr_schedule="cosine")
+
+
+def from_one_device(layout: Layout, folder: str, tied: bool, fits: bool = True) -> Any:
+    file, recorder = f"{folder}/epoch=0.ckpt", Recorder()
+    trainer = trainer_for(layout, max_epochs=2, logger=recorder)
+    if fits:
+        trainer.fit(padded(tied), loader(layout), ckpt_path=file)
+    found = trainer.validate(padded(tied), loader(layout, 16), ckpt_path=file, verbose=False)[0]["val_loss"]
+    return recorder.series("train_loss"), found
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_37_a_checkpoint_of_one_device_loads_on_every_layout(ranks: Ranks, tmp_path: Path, tied: bool) -> None:
+    # Hugging Face directories: tests/trainer/test_hugging_face.py.
+    expected = on_all(ranks, STOCK, one_device, str(tmp_path), tied)
+    assert (tmp_path / "epoch=0.ckpt").is_file()
+    for layout in LAYOUTS:
+        assert_close(on_all(ranks, layout, from_one_device, str(tmp_path), tied), expected)
 
 
 # 38

@@ -101,8 +101,6 @@ def test_what_is_no_checkpoint_is_told_apart(path, tmp_path):
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty" / "a.ckpt", {}, "holds no checkpoint")
     refused(tmp_path / "empty", {}, "no manifest.json")
-    torch.save({"state_dict": {}}, tmp_path / "old.ckpt")
-    refused(tmp_path / "old.ckpt", {}, "single file")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     refused(tmp_path / "hf", {}, "Hugging Face")
