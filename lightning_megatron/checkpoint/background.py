@@ -113,10 +113,10 @@ class BackgroundWriter:
         try:
             complete(draft, self._own_mesh)
             together(self._own_mesh, f"after {draft.doing}", self._catch_up)
-        except Exception as error:
-            # A rank that is gone makes the group fail with errors of its own.
-            known = isinstance(error, CheckpointError)
-            self._error = error if known else CheckpointError(f"{draft.doing}: {type(error).__name__}: {error}")  # type: ignore[assignment]
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # a rank that is gone makes the group fail with errors of its own
+            self._error = CheckpointError(f"{draft.doing}: {type(error).__name__}: {error}")
 
     def _catch_up(self) -> None:
         """What was put off. Links first: the checkpoint they lead to may be one that is to go."""

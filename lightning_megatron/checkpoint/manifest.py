@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -17,21 +18,24 @@ MANIFEST = "manifest.json"
 FORMAT = "lightning-megatron"
 VERSION = 2
 
-_BLOCK = 1 << 23
-_PIECE = 1 << 20
+_BLOCK = 1 << 20
+_STRETCH = 1 << 23  # what a thread reads at a time
 _THREADS = 4
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: its length, and the BLAKE2b hash of 256 bits over those of its blocks of 8 MiB, one after another.
+    """One file.
 
-    BLAKE2b is faster than SHA-256 without help of the processor, and one core of it slower than a disk: blocks can be
-    hashed side by side.
+    Attributes:
+        bytes: its length.
+        hash: BLAKE2b of 256 bits over the CRC-32s of its blocks of 1 MiB. It is to find damage, and no signature: over
+            the content itself it would be five times slower than a disk, and a CRC-32 misses one damaged block in four
+            billion.
     """
 
     bytes: int
-    blake2b: str
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -92,17 +96,19 @@ def record(file: Path) -> FileRecord:
     """Length and hash of a file as it is on disk now."""
     length = file.stat().st_size
     with ThreadPoolExecutor(_THREADS) as threads:
-        digests = threads.map(lambda start: _block_digest(file, start), range(0, length, _BLOCK))
-        return FileRecord(length, _digest(b"".join(digests)))
+        sums = threads.map(lambda start: _block_sums(file, start), range(0, length, _STRETCH))
+        return FileRecord(length, _digest(b"".join(sums)))
 
 
-def _block_digest(file: Path, start: int) -> bytes:
-    hasher, buffer = hashlib.blake2b(digest_size=32), memoryview(bytearray(_PIECE))
-    with file.open("rb", buffering=0) as stream:
+def _block_sums(file: Path, start: int) -> bytes:
+    """The CRC-32 of each block from ``start`` on, four bytes each."""
+    found: list[bytes] = []
+    buffer = memoryview(bytearray(_BLOCK))
+    with file.open("rb") as stream:
         stream.seek(start)
-        while stream.tell() < start + _BLOCK and (count := stream.readinto(buffer)):
-            hasher.update(buffer[:count])
-    return hasher.digest()
+        while len(found) * _BLOCK < _STRETCH and (count := stream.readinto(buffer)):
+            found.append(zlib.crc32(buffer[:count]).to_bytes(4, "big"))
+    return b"".join(found)
 
 
 def _digest(content: bytes) -> str:

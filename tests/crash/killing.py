@@ -178,10 +178,8 @@ def strike(job: Job, processes: list[BaseProcess], aims: bool, dice: random.Rand
         if process.pid is not None and process.is_alive():
             os.kill(process.pid, signal.SIGKILL)
     for process in processes:
-        process.join(20.0)  # the survivor finds out by itself
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.join(PATIENCE)
+        assert not process.is_alive(), (job, "the survivor must find out by itself")
     if all(process.exitcode == 0 for process in processes):
         return "too late"
     return "inside a save" if is_saving(job.folder) else "between saves"
