@@ -6,6 +6,9 @@ One process. Bandwidth: the same tensors through us, ``torch.save`` and ``torch.
 ``torch.distributed.checkpoint``, one round of each in turn, so that a busy machine slows all alike. A writer is done
 when the bytes are on the disk; ours has hashed them, too. Files are read from the page cache, just written.
 
+Memory: by how much resident memory grows at most in a save of tensors that are views of one flat buffer, as those of an
+optimizer are, and what of that stays. Linux.
+
 Stall: the Trainer trains one model without checkpoints, with saves at once, and with saves in the background, in turn,
 on one thread: as with an accelerator, the host has something left for the disk.
 """
@@ -13,7 +16,9 @@ on one thread: as with an accelerator, the host has something left for the disk.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -30,7 +35,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.utils.data import DataLoader
 
 from lightning_megatron import LlamaModule, MegatronStrategy
-from lightning_megatron.checkpoint import State, load, model_state, save
+from lightning_megatron.checkpoint import BackgroundWriter, Draft, State, load, model_state, save
 from lightning_megatron.checkpoint.publish import remove, sync_file
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.testing.trainer import quiet_trainer
@@ -111,6 +116,41 @@ def bandwidth(folder: Path, megabytes: int, rounds: int) -> dict[str, list[float
     return found
 
 
+def kilobytes(name: str) -> int:
+    found = re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def growth(act: Callable[[], Any]) -> tuple[float, float]:
+    """MB of resident memory at most, and afterwards, over what there was before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark begins anew
+    before = kilobytes("VmRSS")
+    act()
+    peak = kilobytes("VmHWM")
+    gc.collect()
+    return (peak - before) * 1.024e-3, (kilobytes("VmRSS") - before) * 1.024e-3
+
+
+def memory(folder: Path, megabytes: int) -> dict[str, tuple[float, float]]:
+    """Growth by a save at once, and by the first and the second one in the background."""
+    flat = torch.ones(megabytes * 1_000_000 // 4)
+    state = state_of({f"t{i}": piece for i, piece in enumerate(flat.split(TENSOR))})
+    writer = BackgroundWriter(MESH)
+
+    def in_background(name: str) -> None:
+        writer.begin(Draft.of(folder / name, state, {}, MESH))
+        writer.wait()
+
+    save(folder / "warm.ckpt", state_of({"t": flat[:TENSOR]}), {}, MESH)
+    return {
+        "at once": growth(lambda: save(folder / "0.ckpt", state, {}, MESH)),
+        "in the background": growth(lambda: in_background("1.ckpt")),
+        "and once more": growth(lambda: in_background("2.ckpt")),
+    }
+
+
 class StepTimes(Callback):
     """Seconds from the beginning of each step to that of the next, so with the save that may lie between them."""
 
@@ -171,6 +211,9 @@ def main() -> None:
         print(f"{'':28}   median MB/s   lowest   highest")
         for name, speeds in bandwidth(folder, options.megabytes, options.rounds).items():
             print(f"{name:28} {statistics.median(speeds):13.0f} {min(speeds):8.0f} {max(speeds):9.0f}")
+        print(f"{'save of ' + str(options.megabytes) + ' MB':20}   at most, MB   stays, MB")
+        for name, (peak, stays) in memory(folder, options.megabytes).items():
+            print(f"{name:20} {peak:13.0f} {stays:11.0f}")
         torch.set_num_threads(1)
         print(f"{'saves':10} step with a save, ms   other steps, ms")
         for saves, (with_save, others) in stalls(folder, max(1, options.rounds // 2)).items():
