@@ -208,12 +208,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        print(f"{'':28}   median MB/s   lowest   highest")
-        for name, speeds in bandwidth(folder, options.megabytes, options.rounds).items():
-            print(f"{name:28} {statistics.median(speeds):13.0f} {min(speeds):8.0f} {max(speeds):9.0f}")
         print(f"{'save of ' + str(options.megabytes) + ' MB':20}   at most, MB   stays, MB")
         for name, (peak, stays) in memory(folder, options.megabytes).items():
             print(f"{name:20} {peak:13.0f} {stays:11.0f}")
+        print(f"{'':28}   median MB/s   lowest   highest")
+        for name, speeds in bandwidth(folder, options.megabytes, options.rounds).items():
+            print(f"{name:28} {statistics.median(speeds):13.0f} {min(speeds):8.0f} {max(speeds):9.0f}")
         torch.set_num_threads(1)
         print(f"{'saves':10} step with a save, ms   other steps, ms")
         for saves, (with_save, others) in stalls(folder, max(1, options.rounds // 2)).items():

@@ -41,7 +41,7 @@ class BackgroundWriter:
         # Shared with the thread, under the lock: what changes the folder does so one at a time.
         self._lock = threading.Lock()
         self._is_durable = True
-        self._removals: list[Callable[[], None]] = []
+        self._removals: list[Path] = []
         self._relinks: list[Callable[[], None]] = []
 
     def begin(self, draft: Draft) -> None:
@@ -69,29 +69,36 @@ class BackgroundWriter:
             return
         self._thread.join()
         self._thread = None
-        error, self._error, self._is_durable = self._error, None, True
-        self._removals, self._relinks = [], []
+        error, self._error, self._is_durable, self._relinks = self._error, None, True, []
         if error is not None:
+            self._removals = []
             raise error
+        self._remove_unlinked()
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint once the one that is being written is durable. Call it on one rank."""
+        """Remove a checkpoint once the newer one is durable and no link leads to the older one. Call it on one rank.
+
+        ``ModelCheckpoint`` removes the one before, and then leads its link to the new one.
+        """
         with self._lock:
+            self._removals.append(Path(os.path.abspath(path)))
             if self._is_durable:
-                remove(path)
-            else:
-                self._removals.append(partial(remove, path))
+                self._remove_unlinked()
 
     def keep_links(self) -> None:
         """Lead links to the checkpoint that is being written back to where they led; they follow once it is durable.
 
-        Whoever makes a link to it at once (``save_last="link"``) must call this next, on rank 0.
+        Where it is durable already, what they led to before may go. Whoever makes a link to it at once
+        (``save_last="link"``) must call this next, on rank 0.
         """
         with self._lock:
-            if self._is_durable or self._path is None or self._path.exists():
+            if self._is_durable:
+                self._remove_unlinked()
+                return
+            if self._path is None or self._path.exists():
                 return
             for link, target in links_in(self._path.parent).items():
-                if Path(os.path.abspath(link.parent / target)) == self._path:
+                if _end(link, target) == self._path:
                     lead(link, self._links.get(link))
                     self._relinks.append(partial(lead, link, target))
 
@@ -119,8 +126,21 @@ class BackgroundWriter:
             self._error = CheckpointError(f"{draft.doing}: {type(error).__name__}: {error}")
 
     def _catch_up(self) -> None:
-        """What was put off. Links first: the checkpoint they lead to may be one that is to go."""
+        """What was put off."""
         with self._lock:
             self._is_durable = True
-            for act in (*self._relinks, *self._removals):
+            for act in self._relinks:
                 act()
+            self._remove_unlinked()
+
+    def _remove_unlinked(self) -> None:
+        waiting, self._removals = self._removals, []
+        for path in sorted(waiting, key=lambda path: not path.is_symlink()):  # links first
+            if path in {_end(link, target) for link, target in links_in(path.parent).items()}:
+                self._removals.append(path)
+            else:
+                remove(path)
+
+
+def _end(link: Path, target: str) -> Path:
+    return Path(os.path.abspath(link.parent / target))
