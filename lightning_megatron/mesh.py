@@ -7,6 +7,7 @@ https://arxiv.org/abs/2504.14960). The arithmetic is pure functions; :class:`Par
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -244,6 +245,17 @@ class ParallelMesh:
         return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0], device_type, mesh=grid, mesh_dim_names=tuple(axes)
         )
+
+    def beside(self, timeout: timedelta | None = None) -> ParallelMesh:
+        """This mesh with a host group of its own, for a thread that talks while others do. Every rank must call this.
+
+        Whoever asks for it destroys the group; a single rank has none.
+        """
+        other = copy.copy(self)
+        if self.is_distributed:
+            ranks = list(range(self.world.size))
+            other.host_group = dist.new_group(ranks, timeout=timeout, backend=devices.CPU.backend)
+        return other
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
         return self  # as for an axis: a copy of a model, such as averaged weights, stands on the same rank

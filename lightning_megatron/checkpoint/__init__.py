@@ -1,6 +1,8 @@
 """Checkpoints that outlive the layout: sharded, published at once, verified, loaded under any other layout."""
 
+from lightning_megatron.checkpoint.background import BackgroundWriter
 from lightning_megatron.checkpoint.dcp import Loaded, load, save
+from lightning_megatron.checkpoint.draft import Draft, complete
 from lightning_megatron.checkpoint.fault import Fault
 from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.guard import SaveGuard
@@ -18,12 +20,15 @@ from lightning_megatron.checkpoint.together import CheckpointError
 from lightning_megatron.checkpoint.verify import verify
 
 __all__ = [
+    "BackgroundWriter",
     "CheckpointError",
+    "Draft",
     "Fault",
     "Fragment",
     "Loaded",
     "SaveGuard",
     "State",
+    "complete",
     "load",
     "local_tensors",
     "model_state",

@@ -6,31 +6,67 @@ All ranks call :func:`save` and :func:`load`. Whatever fails on one rank raises 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_megatron.checkpoint.fragment import Fragment
+from lightning_megatron.checkpoint.draft import Draft, complete, own_key
+from lightning_megatron.checkpoint.fault import listed
 from lightning_megatron.checkpoint.guard import SaveGuard
 from lightning_megatron.checkpoint.locate import locate
-from lightning_megatron.checkpoint.manifest import MANIFEST, FileRecord, Manifest, record
-from lightning_megatron.checkpoint.meta import META, read_meta, refuse_objects, write_meta
-from lightning_megatron.checkpoint.plan import PER_RANK, load_faults
-from lightning_megatron.checkpoint.publish import discard, prepare, publish, recover, saving_path, sweep, sync_file
+from lightning_megatron.checkpoint.meta import read_meta
+from lightning_megatron.checkpoint.plan import load_faults
+from lightning_megatron.checkpoint.publish import recover
+from lightning_megatron.checkpoint.single_file import SingleFile
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
-from lightning_megatron.checkpoint.transfer import read, read_metadata, write
+from lightning_megatron.checkpoint.transfer import read, read_metadata
 from lightning_megatron.checkpoint.verify import hash_faults, size_faults
-from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.config import nearest_names
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import is_calibration
 
 _SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Directory:
+    """An opened checkpoint whose files are as they should be.
+
+    Attributes:
+        path: where it is.
+        metadata: names, shapes and places of its tensors.
+        meta: what was saved beside them.
+        layout: fields of the layout it was saved under.
+    """
+
+    path: Path
+    metadata: Metadata
+    meta: dict[str, Any]
+    layout: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path, mesh: ParallelMesh, weights_only: bool, check: Literal["sizes", "hashes"]) -> Directory:
+        """Compare files with the manifest, and read all but tensors; arguments as of :func:`load`.
+
+        Raises:
+            CheckpointError: if it is no checkpoint, or damaged.
+        """
+        manifest = locate(path)
+        faults = size_faults(path, manifest)
+        if not faults and check == "hashes":
+            names = sorted(manifest.files)[mesh.rank :: mesh.world.size]
+            faults = hash_faults(path, manifest, names)
+        if faults:
+            raise CheckpointError("the checkpoint is damaged:\n" + listed(faults))
+        return cls(path, read_metadata(path), read_meta(path, weights_only), manifest.layout)
+
+    def read(self, state: State) -> None:
+        """Fill a state in place."""
+        read(self.path, self.metadata, state)
 
 
 @dataclass(frozen=True)
@@ -79,49 +115,7 @@ def save(
     Raises:
         CheckpointError: on every rank, if anything failed on any; the old checkpoint is then untouched.
     """
-    path = Path(path)
-    doing = f"saving {path}"
-    temporary = saving_path(path)
-    whole = dict(state)
-    if per_rank is not None:
-        whole[_own_key(mesh)] = per_rank
-
-    def begin() -> None:
-        if replica_faults:
-            raise CheckpointError("ranks do not hold the same:\n" + _listed(replica_faults))
-        _refuse_object_values(whole)
-        if mesh.rank == 0:
-            sweep(path.parent)
-            prepare(path)
-            write_meta(temporary, meta, allow_objects)
-
-    def hash_own_files() -> dict[str, FileRecord]:
-        own = sorted(temporary.glob(f"__{mesh.rank}_*.distcp"))
-        if mesh.rank == 0:
-            own += [temporary / META, temporary / ".metadata"]
-        return {file.name: record(file) for file in own}
-
-    def complete() -> None:
-        if mesh.rank == 0:
-            files = {name: entry for found in records for name, entry in found.items()}
-            _write_manifest(temporary, Manifest(asdict(mesh.layout), files, torch.__version__))
-
-    def look_again() -> None:
-        if guard is not None and (faults := guard.before_publishing(temporary, mesh)):
-            raise CheckpointError("what was written is damaged:\n" + _listed(faults))
-
-    replica_faults = [] if guard is None else guard.before_writing(whole, mesh, doing)
-    try:
-        together(mesh, doing, begin)
-        write(temporary, whole, mesh, doing)
-        records = gathered(mesh, together(mesh, doing, hash_own_files))
-        together(mesh, doing, complete)
-        together(mesh, doing, look_again)
-        together(mesh, doing, lambda: publish(path) if mesh.rank == 0 else None)
-    except CheckpointError:
-        if mesh.rank == 0:
-            discard(path)
-        raise
+    complete(Draft.of(path, state, meta, mesh, per_rank=per_rank, allow_objects=allow_objects, guard=guard), mesh)
 
 
 def load(
@@ -133,12 +127,12 @@ def load(
     weights_only: bool = True,
     check: Literal["sizes", "hashes"] = "sizes",
 ) -> Loaded:
-    """Fill a state in place from a checkpoint of any layout.
+    """Fill a state in place from a checkpoint of any layout, or from a single file of Lightning's.
 
     Fragments are filled where they lie; under the other keys the saved value takes the place of the one given.
 
     Args:
-        path: the directory.
+        path: the directory, or the file.
         state: what this rank wants; ask for nothing with an empty one.
         mesh: who takes part.
         strict: whether keys that only one side has are errors. Another shape always is.
@@ -151,15 +145,10 @@ def load(
     path = Path(path)
     doing = f"loading {path}"
 
-    def open_it() -> tuple[Manifest, Metadata, dict[str, Any]]:
-        manifest = locate(path)
-        faults = size_faults(path, manifest)
-        if not faults and check == "hashes":
-            names = sorted(manifest.files)[mesh.rank :: mesh.world.size]
-            faults = hash_faults(path, manifest, names)
-        if faults:
-            raise CheckpointError("the checkpoint is damaged:\n" + _listed(faults))
-        return manifest, read_metadata(path), read_meta(path, weights_only)
+    def open_it() -> Directory | SingleFile:
+        if path.is_file():
+            return SingleFile.open(path, state, weights_only)
+        return Directory.open(path, mesh, weights_only, check)
 
     def fit() -> list[str]:
         missing, faults = load_faults(state, metadata)
@@ -168,44 +157,24 @@ def load(
         if strict:
             faults += [f"{key}: in the checkpoint, but not in the model" for key in unexpected]
         if faults:
-            raise CheckpointError("the checkpoint does not fit:\n" + _listed(faults))
+            raise CheckpointError("the checkpoint does not fit:\n" + listed(faults))
         return missing
 
     together(mesh, doing, lambda: recover(path) if mesh.rank == 0 else None)
-    manifest, metadata, meta = together(mesh, doing, open_it)
+    source = together(mesh, doing, open_it)
+    metadata = source.metadata
     unexpected = _unexpected(state, metadata, mesh)
     missing = together(mesh, doing, fit)
 
     wanted = {key: value for key, value in state.items() if key not in missing}
-    own_key = _own_key(mesh)
-    is_own = dict(manifest.layout) == asdict(mesh.layout) and own_key in metadata.state_dict_metadata
+    own = own_key(mesh)
+    is_own = dict(source.layout) == asdict(mesh.layout) and own in metadata.state_dict_metadata
     if is_own:
-        wanted[own_key] = None
-    together(mesh, doing, lambda: read(path, metadata, wanted))
-    per_rank = wanted.pop(own_key) if is_own else None
+        wanted[own] = None
+    together(mesh, doing, lambda: source.read(wanted))
+    per_rank = wanted.pop(own) if is_own else None
     state.update(wanted)
-    return Loaded(meta, manifest.layout, per_rank, tuple(missing), tuple(unexpected))
-
-
-def _own_key(mesh: ParallelMesh) -> str:
-    return f"{PER_RANK}.pp{mesh.pp.rank}-dp{mesh.dp.rank}-cp{mesh.cp.rank}-tp{mesh.tp.rank}"
-
-
-def _write_manifest(directory: Path, manifest: Manifest) -> None:
-    if faults := size_faults(directory, manifest):
-        listed = _listed(faults)
-        if any(fault.what == "missing" for fault in faults):
-            listed += "\nrank 0 does not see files that other ranks wrote: all must share one file system"
-        raise CheckpointError(listed)
-    file = directory / MANIFEST
-    file.write_text(manifest.render())
-    sync_file(file)
-
-
-def _refuse_object_values(state: State) -> None:
-    for key, value in state.items():
-        if not isinstance(value, Fragment | WholeTensor):
-            refuse_objects(value, key, "Turn them into plain containers, numbers, strings or tensors.")
+    return Loaded(source.meta, source.layout, per_rank, tuple(missing), tuple(unexpected))
 
 
 def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[str]:
@@ -233,10 +202,3 @@ def _told_missing(missing: list[str], known: list[str]) -> list[str]:
             there = ", ".join(dict.fromkeys(key.partition(".")[0] for key in known)) or "nothing"
             told.append(f"{family}: the checkpoint has none of it, only: {there} (saved with save_weights_only?)")
     return told
-
-
-def _listed(faults: Sequence[object]) -> str:
-    shown = [f"  - {fault}" for fault in faults[:_SHOWN]]
-    if len(faults) > _SHOWN:
-        shown.append(f"  - ... and {len(faults) - _SHOWN} more")
-    return "\n".join(shown)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SHOWN = 3
+_LISTED = 10
 
 
 @dataclass(frozen=True)
@@ -26,3 +28,11 @@ class Fault:
             return f"{self.file}: {self.what}"
         more = f" and {len(self.tensors) - _SHOWN} more" if len(self.tensors) > _SHOWN else ""
         return f"{self.file}: {self.what} ({', '.join(self.tensors[:_SHOWN])}{more})"
+
+
+def listed(faults: Sequence[object]) -> str:
+    """The first of them, a line each."""
+    shown = [f"  - {fault}" for fault in faults[:_LISTED]]
+    if len(faults) > _LISTED:
+        shown.append(f"  - ... and {len(faults) - _LISTED} more")
+    return "\n".join(shown)

@@ -19,9 +19,7 @@ def locate(path: Path) -> Manifest:
     if path.parent.name == UNFINISHED:
         raise CheckpointError("it was never completed: a save was interrupted, or is under way. Use another one")
     if path.is_file():
-        raise CheckpointError(
-            "it is a single file, as Lightning's one-device strategies write; this package reads directories"
-        )
+        raise CheckpointError("it is a single file, which has no manifest")
     if not path.is_dir():
         raise CheckpointError(_absent(path))
     if not (path / MANIFEST).is_file():

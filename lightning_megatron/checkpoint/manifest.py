@@ -7,22 +7,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning-megatron"
-VERSION = 1
+VERSION = 2
+
+_BLOCK = 1 << 20
+_STRETCH = 1 << 23  # what a thread reads at a time
+_THREADS = 4
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: its length, and its BLAKE2b hash of 256 bits (faster than SHA-256 without help of the processor)."""
+    """One file.
+
+    Attributes:
+        bytes: its length.
+        hash: BLAKE2b of 256 bits over the CRC-32s of its blocks of 1 MiB. It is to find damage, and no signature: over
+            the content itself it would be five times slower than a disk, and a CRC-32 misses one damaged block in four
+            billion.
+    """
 
     bytes: int
-    blake2b: str
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -58,9 +71,8 @@ class Manifest:
             content = json.loads(text)
             if content["format"] != FORMAT:
                 raise ValueError(f"the format is {content['format']!r}, not {FORMAT!r}")
-            if content["version"] > VERSION:
-                version = content["version"]
-                raise ValueError(f"format version {version} is newer than this package, which knows up to {VERSION}")
+            if (version := content["version"]) != VERSION:
+                raise ValueError(f"it has format version {version}, this package knows {VERSION}")
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
             manifest = cls(content["layout"], files, content["torch"], content["version"])
         except (KeyError, TypeError, AttributeError) as error:
@@ -82,13 +94,21 @@ def read_manifest(path: Path) -> Manifest:
 
 def record(file: Path) -> FileRecord:
     """Length and hash of a file as it is on disk now."""
-    hasher, length = hashlib.blake2b(digest_size=32), 0
-    buffer = memoryview(bytearray(1 << 20))
-    with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            hasher.update(buffer[:count])
-            length += count
-    return FileRecord(length, hasher.hexdigest())
+    length = file.stat().st_size
+    with ThreadPoolExecutor(_THREADS) as threads:
+        sums = threads.map(lambda start: _block_sums(file, start), range(0, length, _STRETCH))
+        return FileRecord(length, _digest(b"".join(sums)))
+
+
+def _block_sums(file: Path, start: int) -> bytes:
+    """The CRC-32 of each block from ``start`` on, four bytes each."""
+    found: list[bytes] = []
+    buffer = memoryview(bytearray(_BLOCK))
+    with file.open("rb") as stream:
+        stream.seek(start)
+        while len(found) * _BLOCK < _STRETCH and (count := stream.readinto(buffer)):
+            found.append(zlib.crc32(buffer[:count]).to_bytes(4, "big"))
+    return b"".join(found)
 
 
 def _digest(content: bytes) -> str:

@@ -60,8 +60,8 @@ def refuse_objects(value: Any, what: str, advice: str) -> None:
         raise CheckpointError(f"{what} must hold only primitives, containers and tensors, but has\n{listed}\n{advice}")
 
 
-def write_meta(directory: Path, meta: dict[str, Any], allow_objects: bool) -> None:
-    """Write ``meta.pt``."""
+def render_meta(meta: dict[str, Any], allow_objects: bool) -> bytes:
+    """Content of ``meta.pt``."""
     if not allow_objects:
         refuse_objects(
             meta,
@@ -69,8 +69,15 @@ def write_meta(directory: Path, meta: dict[str, Any], allow_objects: bool) -> No
             "Store them as plain containers (str(path), dataclasses.asdict(config)), or save with allow_objects=True; "
             "such a checkpoint loads only with weights_only=False, which runs code that is in the file.",
         )
+    buffer = io.BytesIO()
+    torch.save(meta, buffer)
+    return buffer.getvalue()
+
+
+def write_meta(directory: Path, content: bytes) -> None:
+    """Write ``meta.pt``."""
     file = directory / META
-    torch.save(meta, file)
+    file.write_bytes(content)
     sync_file(file)
 
 

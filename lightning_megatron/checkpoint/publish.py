@@ -21,7 +21,7 @@ DEAD_AFTER = 3600.0
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_KINDS = (".saving", ".replaced", ".removing")
+_KINDS = (".saving", ".replaced", ".removing", ".linking")
 
 
 def saving_path(path: Path) -> Path:
@@ -93,6 +93,27 @@ def remove(path: str | os.PathLike[str]) -> None:
         _tidy(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def links_in(folder: Path) -> dict[Path, str]:
+    """The symbolic links of a folder, and what is written in them."""
+    if not folder.is_dir():
+        return {}
+    return {entry: os.readlink(entry) for entry in folder.iterdir() if entry.is_symlink()}
+
+
+def lead(link: Path, target: str | None) -> None:
+    """Let a link lead elsewhere, in one step; ``None`` removes it."""
+    if target is None:
+        link.unlink(missing_ok=True)
+        return
+    other = link.parent / UNFINISHED / f"{link.name}.linking"
+    other.parent.mkdir(exist_ok=True)
+    _delete(other)
+    os.symlink(target, other)
+    os.replace(other, link)
+    sync_directory(link.parent)
+    _tidy(link)
 
 
 def sweep(folder: Path, dead_after: float = DEAD_AFTER) -> list[str]:

@@ -161,6 +161,16 @@ def synchronize(device: torch.device) -> None:
         hpu.synchronize()
 
 
+def host_memory(like: torch.Tensor) -> torch.Tensor:
+    """Memory on the host of a tensor's shape and dtype; page-locked where its device copies into that at full speed."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+
+def copy_to_host(source: torch.Tensor, memory: torch.Tensor) -> None:
+    """Begin to copy into :func:`host_memory`; it is there after :func:`synchronize`."""
+    memory.copy_(source, non_blocking=source.device.type == "cuda")
+
+
 def rng_state(device: torch.device) -> torch.Tensor:
     """State of the default generator of ``device``, a byte tensor on the host."""
     if device.type == "cpu":

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint import SaveGuard
+from lightning_megatron.checkpoint import BackgroundWriter, CheckpointError, SaveGuard, remove
 from lightning_megatron.checkpoint.collect import HostMemory
 from lightning_megatron.lightning.checkpoints import (
     continue_randomness,
     good_checkpoint,
     load_trainer_checkpoint,
-    remove_checkpoint,
     save_trainer_checkpoint,
 )
 from lightning_megatron.lightning.mesh_strategy import MeshStrategy
@@ -25,6 +27,8 @@ from lightning_megatron.lightning.optimizer_file import export_optimizers, impor
 from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.progress import follow_batch_size
 from lightning_megatron.optim.zero import ShardedOptimizer
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointStrategy(MeshStrategy):
@@ -36,6 +40,8 @@ class CheckpointStrategy(MeshStrategy):
 
     save_guard: SaveGuard | None = None
 
+    _async_save: bool = False
+    _writer: BackgroundWriter | None = None
     _distributed_optimizer: bool = True
     _optimizer_set: OptimizerSet | None = None
     _loaded_model: dict[str, Any] | None = None
@@ -86,13 +92,21 @@ class CheckpointStrategy(MeshStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a sharded checkpoint; called by all ranks.
 
+        With ``async_save``, while a fit is running, this returns as soon as the state is copied to the host.
+
         Raises:
+            CheckpointError: if this save has failed, or the one before, which was written in the background.
             TypeError: for ``storage_options``, which no sharded strategy of Lightning takes.
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes local directories and takes no storage_options")
         assert self.lightning_module is not None
         self.finish_param_gather()
+        state = self.lightning_module.trainer.state
+        # Outside of a running fit there are no steps to go on with, and whoever saves may copy the files next, or exit.
+        is_fitting = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        if not is_fitting:
+            self.finish_save()
         save_trainer_checkpoint(
             self.broadcast(str(filepath)),
             checkpoint,
@@ -101,6 +115,7 @@ class CheckpointStrategy(MeshStrategy):
             self.mesh,
             sharded=self._distributed_optimizer,
             guard=self.save_guard,
+            writer=self._writer if is_fitting else None,
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -109,6 +124,7 @@ class CheckpointStrategy(MeshStrategy):
         ``fit`` goes on from the newest good checkpoint of the folder where the last one is damaged.
         """
         assert self.lightning_module is not None
+        self.finish_save()
         path, check = str(checkpoint_path), self._load_check
         if self.is_global_zero and self._is_last(path):
             path = good_checkpoint(path, check)
@@ -202,6 +218,56 @@ class CheckpointStrategy(MeshStrategy):
         return {"sharded": self._distributed_optimizer, "level": level, "ranks_per_node": count}
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint; one rank does it."""
-        if self.is_global_zero:
-            remove_checkpoint(filepath)
+        """Remove a checkpoint; one rank does it, and not before a newer one that is being written is durable."""
+        if not self.is_global_zero:
+            return
+        if self._writer is None:
+            remove(filepath)
+        else:
+            self._writer.remove(filepath)
+
+    # Saving in the background
+
+    def _open_writer(self, trainer: Trainer) -> None:
+        self._close_writer()  # of a fit that an error ended before its teardown
+        if self._async_save and trainer.state.fn == TrainerFn.FITTING:
+            self._writer = BackgroundWriter(self.mesh, self._timeout)
+
+    def finish_save(self) -> None:
+        """Wait until the checkpoint that is being written in the background, if any, is durable; called by all ranks.
+
+        Raises:
+            CheckpointError: if it has failed. Where another exception is ending the run, this one is logged instead.
+        """
+        if self._writer is not None:
+            with self._unless_interrupted():
+                self._writer.wait()
+
+    def _close_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with self._unless_interrupted():
+                writer.close()
+
+    @contextmanager
+    def _unless_interrupted(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except CheckpointError as error:
+            if self.lightning_module is None or not self.lightning_module.trainer.interrupted:
+                raise
+            _log.error("%s", error)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks.
+
+        ``ModelCheckpoint(save_last="link")`` calls this when it has led its link to a checkpoint that may not be there.
+        """
+        if self._writer is not None and self.is_global_zero:
+            self._writer.keep_links()
+        super().barrier(name)
+
+    def on_train_end(self) -> None:
+        """Leave whole parameters behind, and durable checkpoints."""
+        self.finish_param_gather()
+        self.finish_save()

@@ -10,16 +10,17 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import (
+    BackgroundWriter,
+    Draft,
     SaveGuard,
     State,
+    complete,
     load,
     local_tensors,
     model_state,
     newest_good,
     optimizer_state,
     regrouped,
-    remove,
-    save,
     shared_state,
 )
 from lightning_megatron.lightning.foreign import fresh_run, is_foreign, load_foreign_weights
@@ -51,6 +52,7 @@ def save_trainer_checkpoint(
     *,
     sharded: bool,
     guard: SaveGuard | None,
+    writer: BackgroundWriter | None,
 ) -> None:
     """Write what Lightning put together, every rank its part; all ranks call this.
 
@@ -63,6 +65,7 @@ def save_trainer_checkpoint(
         mesh: this rank's.
         sharded: whether data-parallel ranks hold different shares of optimizer state.
         guard: what looks at the checkpoint before it gets its name.
+        writer: who writes it, from a copy, while training goes on; ``None`` to write it now.
     """
     rest = dict(checkpoint)
     tensors = rest.pop("state_dict")
@@ -77,7 +80,11 @@ def save_trainer_checkpoint(
             # Before the first step there is no state yet; an empty one keeps the set of keys the same at all times.
             optimizer.init_state()
             state |= optimizer_part(index, optimizer, mesh, sharded)
-    save(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard)
+    draft = Draft.of(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard)
+    if writer is None:
+        complete(draft, mesh)
+    else:
+        writer.begin(draft)
 
 
 def load_trainer_checkpoint(
@@ -92,10 +99,11 @@ def load_trainer_checkpoint(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Fill the model and the optimizers in place from a checkpoint of any layout; all ranks call this.
 
-    What another program wrote, and a checkpoint converted from that, give weights alone: the run begins with them.
+    A single file of Lightning's one-device strategies does as well. What another program wrote, and a checkpoint
+    converted from that, give weights alone: the run begins with them.
 
     Args:
-        path: the directory.
+        path: the directory, or the file.
         module: the user's.
         optimizers: the distributed optimizers; none outside ``fit``.
         mesh: this rank's.
@@ -158,19 +166,17 @@ def _load_imported(
 def good_checkpoint(path: str, check: Literal["sizes", "hashes"]) -> str:
     """The last checkpoint, or where it is damaged the newest good one beside it, which one warning says.
 
-    One rank calls this. Where there is no good one it is the last one, and loading it says what is wrong.
+    One rank calls this. Where there is no good one it is the last one, and loading it says what is wrong. A single file
+    has no manifest to tell; it is taken as it is.
     """
+    if Path(path).is_file():
+        return path
     found, passed = newest_good(Path(path), check=check)
     if found is None or not passed:
         return path
     reasons = "".join(f"\n  - {candidate}: {reason}" for candidate, reason in passed)
     rank_zero_warn(f"the last checkpoint cannot be used, resuming from the newest good one, {found}:{reasons}")
     return str(found)
-
-
-def remove_checkpoint(path: str) -> None:
-    """Delete a checkpoint; one rank calls this."""
-    remove(path)
 
 
 def continue_randomness(state: dict[str, Any], mesh: ParallelMesh) -> None:

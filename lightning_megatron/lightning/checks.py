@@ -22,7 +22,7 @@ from lightning_megatron.config import (
 )
 from lightning_megatron.device import HPU, DeviceKind
 from lightning_megatron.lightning.hugging_face import hf_problems
-from lightning_megatron.lightning.refusals import callback_problems, module_problems
+from lightning_megatron.lightning.refusals import callback_problems, checkpoint_io_problem, module_problems
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.moe.config import MoEConfig
@@ -60,8 +60,7 @@ def argument_problems(
         near = nearest_names(str(grad_reduce_dtype), list(REDUCE_DTYPES))
         found.append(Problem("grad_reduce_dtype", grad_reduce_dtype, "unknown", near))
     if checkpoint_io is not None:
-        reason = "checkpoints are sharded directories that all ranks write together: leave it out"
-        found.append(Problem("checkpoint_io", type(checkpoint_io).__name__, reason, (None,)))
+        found.append(checkpoint_io_problem("checkpoint_io", checkpoint_io))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron import device as devices
@@ -39,8 +39,7 @@ def plugin_problems(checkpoint_io: CheckpointIO, syncs_batchnorm: bool) -> list[
     """Plugins and flags that Lightning has handed to the strategy and that it cannot honour."""
     found = []
     if type(checkpoint_io) is not TorchCheckpointIO:  # Lightning's default, which nobody asks to write anything
-        reason = "checkpoints are sharded directories that all ranks write together: leave it out"
-        found.append(Problem("plugins", type(checkpoint_io).__name__, reason))
+        found.append(checkpoint_io_problem("plugins", checkpoint_io))
     if syncs_batchnorm:
         reason = "ranks of a model do not hold the same batch norms: use a norm over features (LayerNorm, RMSNorm)"
         found.append(Problem("sync_batchnorm", True, reason, (False,)))
@@ -54,6 +53,15 @@ def compile_problems(objects: Iterable[object], device: torch.device) -> list[Pr
     reason = "the module has no method compile_blocks(backend): give it one, or compile in its configure_model"
     modules = (item for item in objects if isinstance(item, LightningModule))
     return [Problem("compile", True, reason, (False,)) for m in modules if not hasattr(m, "compile_blocks")]
+
+
+def checkpoint_io_problem(argument: str, checkpoint_io: CheckpointIO) -> Problem:
+    """Any plugin that writes checkpoints; wherever it was given."""
+    advice = "leave it out"
+    if isinstance(checkpoint_io, AsyncCheckpointIO):
+        advice = "to save in the background set async_save=True of the strategy"
+    reason = f"checkpoints are sharded directories that all ranks write together: {advice}"
+    return Problem(argument, type(checkpoint_io).__name__, reason)
 
 
 def module_problems(module: LightningModule, layout: ParallelLayout, trainer: Trainer | None) -> list[Problem]:

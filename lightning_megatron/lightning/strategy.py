@@ -81,6 +81,7 @@ class MegatronStrategy(CheckpointStrategy):
             ``"attention=off,rms_norm=require"``: ``"auto"`` (the best there is), ``"require"`` (a kernel of the
             device's own, or an error), ``"off"`` (the reference in plain torch). ``lightning-megatron ops`` lists them.
         fp8: which linear layers ``ops={"linear_fp8": ...}`` is about, and how they are scaled.
+        async_save: while ``fit`` is running, write checkpoints in the background, from a copy in host memory.
         process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
         timeout: after which a collective that nobody answers fails.
         accelerator, parallel_devices, cluster_environment: as in Lightning's strategies.
@@ -132,6 +133,7 @@ class MegatronStrategy(CheckpointStrategy):
         gpu_migration: bool = False,
         ops: dict[str, str] | str | None = None,
         fp8: Fp8Recipe | None = None,
+        async_save: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         accelerator: Accelerator | None = None,
@@ -158,6 +160,7 @@ class MegatronStrategy(CheckpointStrategy):
         self._split = LayerSplit(first_stage_layers, last_stage_layers, count_embedding, count_loss, pipeline_layout)
         self._broadcast_predictions = broadcast_predictions
         self._distributed_optimizer = distributed_optimizer
+        self._async_save = async_save
         self._overlap_grad_reduce = overlap_grad_reduce
         self._overlap_param_gather = overlap_param_gather
         self._grad_reduce_dtype = grad_reduce_dtype
@@ -269,6 +272,7 @@ class MegatronStrategy(CheckpointStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._release_optimizers()
+        self._open_writer(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -398,15 +402,12 @@ class MegatronStrategy(CheckpointStrategy):
             broadcast = name == "predict_step" and self._broadcast_predictions
             return self.engine.evaluate(module, name, micro_batches, tuple(rest), broadcast)
 
-    def on_train_end(self) -> None:
-        """Leave whole parameters behind."""
-        self.finish_param_gather()
-
     def teardown(self) -> None:
         """Let go of the environment. Parameters stay where they are: they are views of flat buffers."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.finish_param_gather()
+        self._close_writer()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

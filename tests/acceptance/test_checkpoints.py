@@ -1,4 +1,4 @@
-"""Checks 27-38: stock checkpointing callbacks, resuming, and what goes in and out of a checkpoint, on every layout."""
+"""Checks 27-38, without 32: stock checkpointing callbacks, resuming, and what goes in and out, on every layout."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from jobs import (
     STOCK,
     TP2,
     TP2PP2,
+    VOCABULARY,
     Layout,
     Ranks,
     assert_close,
@@ -66,15 +67,15 @@ class Fails(Callback):
             raise RuntimeError("on purpose")
 
 
-def saves(layout: Layout, folder: str, wish: str) -> Any:
+def saves(layout: Layout, folder: str, wish: str, strategy: dict[str, Any] | None = None) -> Any:
     """What the callback says is best and last, and the best score."""
     here = Path(folder) / wish
     saver = ModelCheckpoint(here, filename="{epoch}-{step}", **SAVERS[wish])
     if wish == "on exception":
         with pytest.raises(RuntimeError, match="on purpose"):
-            trained(layout, Fails(), saver)
+            trained(layout, Fails(), saver, strategy=strategy)
     else:
-        trained(layout, saver, max_epochs=3)
+        trained(layout, saver, strategy=strategy, max_epochs=3)
     names = [Path(name).name for name in (saver.best_model_path, saver.last_model_path, *saver.best_k_models)]
     return names, None if saver.best_model_score is None else float(saver.best_model_score)
 
@@ -89,9 +90,9 @@ def test_27_model_checkpoint_saves_what_it_does_in_stock(ranks: Ranks, tmp_path:
     names, score = on_all(ranks, STOCK, saves, str(tmp_path / "stock"), wish)
     there = contents(tmp_path / "stock" / wish)
     assert there
-    for layout in (TP2PP2, DP2):
-        folder = tmp_path / str(layout)
-        our_names, our_score = on_all(ranks, layout, saves, str(folder), wish)
+    for layout, in_background in ((TP2PP2, False), (DP2, False), (DP2, True)):
+        folder = tmp_path / f"{layout} {in_background}"
+        our_names, our_score = on_all(ranks, layout, saves, str(folder), wish, {"async_save": in_background})
         assert our_names == names
         assert contents(folder / wish) == there
         if score is not None:
@@ -222,13 +223,6 @@ def test_31_best_last_hpc_and_a_path_are_found(ranks: Ranks, tmp_path: Path) -> 
         assert_close(on_all(ranks, layout, resolved, str(tmp_path / str(layout))), expected)
 
 
-# 32
-
-
-@pytest.mark.skip(reason="async_save is not in this release: issue C, point 3")
-def test_32_a_crash_during_an_async_save_leaves_a_checkpoint() -> None: ...
-
-
 # 33
 
 
@@ -266,17 +260,19 @@ def test_33_averaged_weights_are_validated_saved_and_resumed(ranks: Ranks, tmp_p
 # 34
 
 
-def with_finder(layout: Layout, folder: str, finds: bool) -> list[float]:
+def with_finder(layout: Layout, folder: str, finds: bool, in_background: bool) -> list[float]:
     finder = [LearningRateFinder(num_training_steps=4, update_attr=False)] if finds else []
-    _, recorder = fit(layout, callbacks=finder, default_root_dir=folder, enable_checkpointing=True, max_epochs=2)
+    options: dict[str, Any] = {"default_root_dir": folder, "enable_checkpointing": True, "max_epochs": 2}
+    _, recorder = fit(layout, callbacks=finder, strategy={"async_save": in_background}, **options)
     return recorder.series("train_loss")[-8:]
 
 
 def test_34_the_learning_rate_finder_leaves_training_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
     for layout in (ONE, TP2, DP2):
         folder = tmp_path / str(layout)
-        expected = on_all(ranks, layout, with_finder, str(folder), False)
-        assert on_all(ranks, layout, with_finder, str(folder), True) == expected
+        expected = on_all(ranks, layout, with_finder, str(folder), False, False)
+        for in_background in (False, True):
+            assert on_all(ranks, layout, with_finder, str(folder), True, in_background) == expected
         assert not list(folder.rglob(".lr_find*"))
 
 
@@ -358,10 +354,34 @@ def test_36_a_consolidated_checkpoint_loads_without_us(ranks: Ranks, tmp_path: P
 # 37
 
 
-@pytest.mark.skip(
-    reason="files of one device are refused in this release: issue C, point 6 (Hugging Face: test_hugging_face.py)"
-)
-def test_37_a_checkpoint_of_one_device_loads_on_every_layout() -> None: ...
+def one_device(layout: Layout, folder: str, tied: bool) -> Any:
+    """Two epochs with a file after the first; losses of the second, and what each file evaluates to."""
+    saver = ModelCheckpoint(Path(folder), filename="{epoch}", save_top_k=-1)
+    _, recorder = trained(layout, saver, module=padded(tied), max_epochs=2)
+    return recorder.series("train_loss")[4:], from_one_device(layout, folder, tied, fits=False)[1]
+
+
+def padded(tied: bool) -> Any:
+    """With a vocabulary that is padded, otherwise in the file than under most layouts."""
+    return language_model(vocab_size=VOCABULARY + 1, vocab_multiple=4, tie_embeddings=tied, lr_schedule="cosine")
+
+
+def from_one_device(layout: Layout, folder: str, tied: bool, fits: bool = True) -> Any:
+    file, recorder = f"{folder}/epoch=0.ckpt", Recorder()
+    trainer = trainer_for(layout, max_epochs=2, logger=recorder)
+    if fits:
+        trainer.fit(padded(tied), loader(layout), ckpt_path=file)
+    found = trainer.validate(padded(tied), loader(layout, 16), ckpt_path=file, verbose=False)[0]["val_loss"]
+    return recorder.series("train_loss"), found
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_37_a_checkpoint_of_one_device_loads_on_every_layout(ranks: Ranks, tmp_path: Path, tied: bool) -> None:
+    # Hugging Face directories: tests/trainer/test_hugging_face.py.
+    expected = on_all(ranks, STOCK, one_device, str(tmp_path), tied)
+    assert (tmp_path / "epoch=0.ckpt").is_file()
+    for layout in LAYOUTS:
+        assert_close(on_all(ranks, layout, from_one_device, str(tmp_path), tied), expected)
 
 
 # 38

@@ -8,7 +8,7 @@ import torch
 from checkpoint_toy import Toy, mesh_of
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_megatron.checkpoint import CheckpointError, Fragment, dcp, load, save, transfer, verify
+from lightning_megatron.checkpoint import CheckpointError, Fragment, draft, load, save, transfer, verify
 from lightning_megatron.testing.workers import WorkerError
 
 
@@ -26,7 +26,7 @@ def save_toy(path, number, fault=None):
         if fault == "disk full":
             patch.setattr(transfer, "FileSystemWriter", _Full)
         if fault == "killed before publishing":
-            patch.setattr(dcp, "publish", lambda path: os._exit(9))
+            patch.setattr(draft, "publish", lambda path: os._exit(9))
         try:
             save(path, state, {"number": number}, toy.mesh)
         except CheckpointError as error:

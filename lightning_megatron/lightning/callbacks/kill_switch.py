@@ -17,6 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
+
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
@@ -125,19 +127,22 @@ class KillSwitch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Leave."""
-        self._leave_if_stopped()
+        self._leave_if_stopped(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave."""
-        self._leave_if_stopped()
+        self._leave_if_stopped(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave."""
-        self._leave_if_stopped()
+        self._leave_if_stopped(trainer)
 
-    def _leave_if_stopped(self) -> None:
-        if self._leaving:
-            raise SystemExit(0)
+    def _leave_if_stopped(self, trainer: Trainer) -> None:
+        if not self._leaving:
+            return
+        if isinstance(trainer.strategy, CheckpointStrategy):
+            trainer.strategy.finish_save()  # its error is not to be lost behind the exit
+        raise SystemExit(0)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give signals back."""

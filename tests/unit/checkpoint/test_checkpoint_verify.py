@@ -6,7 +6,9 @@ import os
 import pickle
 import random
 import shutil
+import zlib
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from lightning_megatron.checkpoint import (
     verify,
 )
 from lightning_megatron.checkpoint.guard import digests, replica_faults
-from lightning_megatron.checkpoint.manifest import Manifest, read_manifest, record
+from lightning_megatron.checkpoint.manifest import FileRecord, Manifest, read_manifest, record
 from lightning_megatron.checkpoint.publish import UNFINISHED, saving_path
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec
@@ -181,6 +183,15 @@ def test_what_is_missing_from_the_start_is_told(tmp_path, options, words):
     (fault,) = verify(saved(tmp_path / "a.ckpt", **options))
     for word in words:
         assert word in str(fault)
+
+
+@pytest.mark.parametrize("length", [0, 1, (1 << 23) - 1, 1 << 23, (1 << 24) + (1 << 20) + 7])
+def test_the_hash_of_a_file_is_that_of_the_check_sums_of_its_blocks(tmp_path, length):
+    content = random.Random(length).randbytes(length)
+    (tmp_path / "file").write_bytes(content)
+    blocks = [content[start : start + (1 << 20)] for start in range(0, length, 1 << 20)]
+    sums = b"".join(zlib.crc32(block).to_bytes(4, "big") for block in blocks)
+    assert record(tmp_path / "file") == FileRecord(length, blake2b(sums, digest_size=32).hexdigest())
 
 
 def rewritten(path: Path, change: Callable[[object], None]) -> Path:

@@ -1,0 +1,137 @@
+"""A checkpoint on its way to the disk: what is to be written, and the steps until it has its name."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_megatron.checkpoint.fault import listed
+from lightning_megatron.checkpoint.fragment import Fragment
+from lightning_megatron.checkpoint.guard import SaveGuard
+from lightning_megatron.checkpoint.manifest import MANIFEST, FileRecord, Manifest, record
+from lightning_megatron.checkpoint.meta import META, refuse_objects, render_meta, write_meta
+from lightning_megatron.checkpoint.plan import PER_RANK
+from lightning_megatron.checkpoint.publish import discard, prepare, publish, saving_path, sweep, sync_file
+from lightning_megatron.checkpoint.state import State
+from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
+from lightning_megatron.checkpoint.transfer import write
+from lightning_megatron.checkpoint.verify import size_faults
+from lightning_megatron.checkpoint.whole import WholeTensor
+from lightning_megatron.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What one rank is about to save.
+
+    Attributes:
+        path: the directory to make.
+        state: what this rank holds; live memory, unless somebody has copied it.
+        meta: content of ``meta.pt``; nothing on ranks that do not write it.
+        guard: looks at the state before it is written, and at the files before they get their name.
+    """
+
+    path: Path
+    state: State
+    meta: bytes
+    guard: SaveGuard | None = None
+
+    @classmethod
+    def of(
+        cls,
+        path: str | os.PathLike[str],
+        state: State,
+        meta: dict[str, Any],
+        mesh: ParallelMesh,
+        *,
+        per_rank: Any = None,
+        allow_objects: bool = False,
+        guard: SaveGuard | None = None,
+    ) -> Draft:
+        """Put a checkpoint together; arguments as of :func:`save`. Every rank must call this.
+
+        Raises:
+            CheckpointError: on every rank, if any rank's values could not be read again.
+        """
+        whole = dict(state)
+        if per_rank is not None:
+            whole[own_key(mesh)] = per_rank
+
+        def render() -> bytes:
+            for key, value in whole.items():
+                if not isinstance(value, Fragment | WholeTensor):
+                    refuse_objects(value, key, "Turn them into plain containers, numbers, strings or tensors.")
+            return render_meta(meta, allow_objects) if mesh.rank == 0 else b""
+
+        return cls(Path(path), whole, together(mesh, f"saving {path}", render), guard)
+
+    @property
+    def doing(self) -> str:
+        """For error texts."""
+        return f"saving {self.path}"
+
+
+def complete(draft: Draft, mesh: ParallelMesh) -> None:
+    """Write a draft and give it its name when it is whole and on the disk. Every rank must call this.
+
+    Raises:
+        CheckpointError: on every rank, if anything failed on any; what had the name before is then untouched.
+    """
+    path, guard, doing = draft.path, draft.guard, draft.doing
+    temporary = saving_path(path)
+
+    def begin() -> None:
+        if replica_faults:
+            raise CheckpointError("ranks do not hold the same:\n" + listed(replica_faults))
+        if mesh.rank == 0:
+            sweep(path.parent)
+            prepare(path)
+            write_meta(temporary, draft.meta)
+
+    def hash_own_files() -> dict[str, FileRecord]:
+        own = sorted(temporary.glob(f"__{mesh.rank}_*.distcp"))
+        if mesh.rank == 0:
+            own += [temporary / META, temporary / ".metadata"]
+        return {file.name: record(file) for file in own}
+
+    def add_manifest() -> None:
+        if mesh.rank == 0:
+            files = {name: entry for found in records for name, entry in found.items()}
+            _write_manifest(temporary, Manifest(asdict(mesh.layout), files, torch.__version__))
+
+    def look_again() -> None:
+        if guard is not None and (faults := guard.before_publishing(temporary, mesh)):
+            raise CheckpointError("what was written is damaged:\n" + listed(faults))
+
+    replica_faults = [] if guard is None else guard.before_writing(draft.state, mesh, doing)
+    try:
+        together(mesh, doing, begin)
+        write(temporary, draft.state, mesh, doing)
+        records = gathered(mesh, together(mesh, doing, hash_own_files))
+        together(mesh, doing, add_manifest)
+        together(mesh, doing, look_again)
+        together(mesh, doing, lambda: publish(path) if mesh.rank == 0 else None)
+    except CheckpointError:
+        if mesh.rank == 0:
+            discard(path)
+        raise
+
+
+def own_key(mesh: ParallelMesh) -> str:
+    """Key of what only a rank at the same coordinate of the same layout can use."""
+    return f"{PER_RANK}.pp{mesh.pp.rank}-dp{mesh.dp.rank}-cp{mesh.cp.rank}-tp{mesh.tp.rank}"
+
+
+def _write_manifest(directory: Path, manifest: Manifest) -> None:
+    if faults := size_faults(directory, manifest):
+        text = listed(faults)
+        if any(fault.what == "missing" for fault in faults):
+            text += "\nrank 0 does not see files that other ranks wrote: all must share one file system"
+        raise CheckpointError(text)
+    file = directory / MANIFEST
+    file.write_text(manifest.render())
+    sync_file(file)
