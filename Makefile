@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: demo test test-fast lint types clean
+.PHONY: demo test test-fast test-hpu lint types clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -17,6 +17,14 @@ test: $(READY)
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST)
+
+# The Trainer's own tests again, on a Gaudi in the host's memory (docs/simulated-hpu.md).
+PROFILE ?= 1.21
+ON_HPU  := tests/acceptance $(addprefix tests/trainer/test_parity_,hf.py lightning.py pipeline.py mixtral.py context.py \
+	token_mean.py) $(addprefix tests/trainer/test_,precision.py resume.py recompute_in_training.py determinism.py)
+
+test-hpu: $(READY)
+	$(BIN)/python -m pytest -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) -m "not slow" $(ON_HPU) $(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check

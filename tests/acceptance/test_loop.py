@@ -32,13 +32,17 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from lightning_megatron import ConfigError, GPTModule
+from lightning_megatron import device as devices
 
 # 1, 2
 
 
 def test_01_one_rank_is_stock_lightning_bit_for_bit(ranks: Ranks) -> None:
     stock, ours = on_all(ranks, STOCK, series), on_all(ranks, ONE, series)
-    assert ours == stock
+    if devices.hpu_available():  # whose attention and optimizer are not those of the CPU that stock trains on
+        assert_close(ours, stock)
+    else:
+        assert ours == stock
     assert len(stock["train_loss"]) == 4
 
 
@@ -333,7 +337,10 @@ def with_anomalies(layout: Layout, module: type[GPTModule]) -> str:
         text = str(error)
     # A rank of a job would end here, and its peers with it; a worker of a pool only lets go of its connections.
     gc.collect()
-    dist.destroy_process_group()
+    try:
+        dist.destroy_process_group()
+    except RuntimeError as error:  # on a Gaudi members leave a group together, and the peer may still be waiting
+        assert devices.hpu_available(), error
     return text
 
 

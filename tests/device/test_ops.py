@@ -1,4 +1,4 @@
-"""The Gaudi's versions of ops on a simulated one; ``test_ops_on_hpu.py`` runs this in a process for each profile."""
+"""The Gaudi's versions of ops on a simulated one: forward, all gradients, counters, and reference where switched off."""
 
 from __future__ import annotations
 
