@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_megatron.checkpoint.draft import Draft, complete
 from lightning_megatron.checkpoint.host_copy import HostCopy
 from lightning_megatron.checkpoint.publish import lead, links_in, remove
+from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, together
 from lightning_megatron.mesh import ParallelMesh
 
@@ -50,9 +51,15 @@ class BackgroundWriter:
         Raises:
             CheckpointError: on every rank, if the checkpoint before has failed, or the copy does on any.
         """
+
+        def copied() -> State:
+            if self._mesh.rank == 0:
+                draft.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may make a link there at once
+            return self._copy.of(draft.state, replicas)
+
         self.wait()
         replicas = draft.guard is not None and draft.guard.replicas
-        state = together(self._mesh, draft.doing, lambda: self._copy.of(draft.state, replicas))
+        state = together(self._mesh, draft.doing, copied)
         self._path = Path(os.path.abspath(draft.path))
         self._links = links_in(self._path.parent) if self._mesh.rank == 0 else {}
         self._is_durable = False

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_megatron.checkpoint import Fragment, local_tensors, model_state
+from lightning_megatron.checkpoint import BackgroundWriter, Draft, Fragment, background, local_tensors, model_state
 from lightning_megatron.checkpoint.host_copy import HostCopy
 from lightning_megatron.mesh import ParallelMesh
 
@@ -42,3 +42,12 @@ def test_what_another_rank_saves_is_copied_only_if_wished():
     state = {key: Fragment(whole.shape, whole.dtype, (type(whole.parts[0])(whole.parts[0].box, torch.ones(2), False),))}
     assert HostCopy().of(state)[key].parts == ()
     assert len(HostCopy().of(state, replicas=True)[key].parts) == 1
+
+
+def test_the_folder_is_there_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "complete", lambda draft, mesh: None)
+    mesh = ParallelMesh.single()
+    writer = BackgroundWriter(mesh)
+    writer.begin(Draft.of(tmp_path / "new" / "a.ckpt", {}, {}, mesh))
+    writer.close()
+    assert (tmp_path / "new").is_dir()
