@@ -7,7 +7,7 @@ from lightning_megatron.checkpoint.fault import Fault
 from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.guard import SaveGuard
 from lightning_megatron.checkpoint.newest import newest_good
-from lightning_megatron.checkpoint.publish import remove, sweep
+from lightning_megatron.checkpoint.publish import remove, remove_unlinked, sweep
 from lightning_megatron.checkpoint.state import (
     State,
     local_tensors,
@@ -36,6 +36,7 @@ __all__ = [
     "optimizer_state",
     "regrouped",
     "remove",
+    "remove_unlinked",
     "save",
     "shared_state",
     "sweep",

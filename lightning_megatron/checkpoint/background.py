@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_megatron.checkpoint.draft import Draft, complete
 from lightning_megatron.checkpoint.host_copy import HostCopy
-from lightning_megatron.checkpoint.publish import lead, links_in, remove
+from lightning_megatron.checkpoint.publish import lead, link_end, links_in, remove_unlinked
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, together
 from lightning_megatron.mesh import ParallelMesh
@@ -105,7 +105,7 @@ class BackgroundWriter:
             if self._path is None or self._path.exists():
                 return
             for link, target in links_in(self._path.parent).items():
-                if _end(link, target) == self._path:
+                if link_end(link, target) == self._path:
                     lead(link, self._links.get(link))
                     self._relinks.append(partial(lead, link, target))
 
@@ -141,13 +141,4 @@ class BackgroundWriter:
             self._remove_unlinked()
 
     def _remove_unlinked(self) -> None:
-        waiting, self._removals = self._removals, []
-        for path in sorted(waiting, key=lambda path: not path.is_symlink()):  # links first
-            if path in {_end(link, target) for link, target in links_in(path.parent).items()}:
-                self._removals.append(path)
-            else:
-                remove(path)
-
-
-def _end(link: Path, target: str) -> Path:
-    return Path(os.path.abspath(link.parent / target))
+        self._removals = remove_unlinked(self._removals)

@@ -10,7 +10,7 @@ import ctypes
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -100,6 +100,22 @@ def links_in(folder: Path) -> dict[Path, str]:
     if not folder.is_dir():
         return {}
     return {entry: os.readlink(entry) for entry in folder.iterdir() if entry.is_symlink()}
+
+
+def link_end(link: Path, target: str) -> Path:
+    """Where a link leads in which ``target`` is written."""
+    return Path(os.path.abspath(link.parent / target))
+
+
+def remove_unlinked(paths: Iterable[Path]) -> list[Path]:
+    """Remove checkpoints to which no link beside them leads; the others, absolute paths all, are returned."""
+    waiting = []
+    for path in sorted(paths, key=lambda path: not path.is_symlink()):  # links first
+        if path in {link_end(link, target) for link, target in links_in(path.parent).items()}:
+            waiting.append(path)
+        else:
+            remove(path)
+    return waiting
 
 
 def lead(link: Path, target: str | None) -> None:

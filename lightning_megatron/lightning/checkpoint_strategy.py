@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint import BackgroundWriter, CheckpointError, SaveGuard, remove
+from lightning_megatron.checkpoint import BackgroundWriter, CheckpointError, SaveGuard, remove_unlinked
 from lightning_megatron.checkpoint.collect import HostMemory
 from lightning_megatron.lightning.checkpoints import (
     continue_randomness,
@@ -42,6 +42,7 @@ class CheckpointStrategy(MeshStrategy):
 
     _async_save: bool = False
     _writer: BackgroundWriter | None = None
+    _removals: Sequence[Path] = ()
     _distributed_optimizer: bool = True
     _optimizer_set: OptimizerSet | None = None
     _loaded_model: dict[str, Any] | None = None
@@ -218,11 +219,14 @@ class CheckpointStrategy(MeshStrategy):
         return {"sharded": self._distributed_optimizer, "level": level, "ranks_per_node": count}
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint; one rank does it, and not before a newer one that is being written is durable."""
+        """Remove a checkpoint; one rank does it, and not before the newer one is durable.
+
+        Nor while a link leads to it: ``ModelCheckpoint`` leads its link to the newer one only after this.
+        """
         if not self.is_global_zero:
             return
         if self._writer is None:
-            remove(filepath)
+            self._removals = remove_unlinked([*self._removals, Path(filepath).absolute()])
         else:
             self._writer.remove(filepath)
 
@@ -265,6 +269,7 @@ class CheckpointStrategy(MeshStrategy):
         """
         if self._writer is not None and self.is_global_zero:
             self._writer.keep_links()
+        self._removals = remove_unlinked(self._removals)
         super().barrier(name)
 
     def on_train_end(self) -> None:

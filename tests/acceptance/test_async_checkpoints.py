@@ -16,7 +16,7 @@ from jobs import DP2, PP2, TP2, Layout, Ranks, language_model, on_all, shard, te
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_megatron.checkpoint import background, draft, publish, transfer, verify
+from lightning_megatron.checkpoint import draft, publish, transfer, verify
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.testing.trainer import Recorder
 from lightning_megatron.testing.workers import WorkerError
@@ -44,7 +44,7 @@ def publishes_once(path: Path) -> None:
 DEATHS: dict[str, tuple[Any, str, Any]] = {
     "while it is written": (transfer, "FileSystemWriter", DiesWriting),
     "before it has its name": (draft, "publish", publishes_once),
-    "before the older one goes": (background, "remove", dies),
+    "before the older one goes": (publish, "remove", dies),
 }
 
 
