@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from simulated_hpu.settings import settings
+from torch.utils.checkpoint import DefaultDeviceType
 
 from habana_frameworks.torch.hpu.graphs import ModuleCacher, wrap_in_hpu_graph
 from habana_frameworks.torch.hpu.memory import (
@@ -119,7 +120,7 @@ def is_initialized() -> bool:
 
 def _lazy_init() -> None:
     """Asked for by torch before it uses a device."""
-    torch.utils.checkpoint.DefaultDeviceType.set_device_type("hpu")
+    DefaultDeviceType.set_device_type("hpu")
 
 
 def _is_in_bad_fork() -> bool:
