@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -337,10 +338,9 @@ def with_anomalies(layout: Layout, module: type[GPTModule]) -> str:
         text = str(error)
     # A rank of a job would end here, and its peers with it; a worker of a pool only lets go of its connections.
     gc.collect()
-    try:
+    # On a Gaudi members leave a group together, and the peer may still be waiting for this one.
+    with suppress(RuntimeError) if devices.hpu_available() else nullcontext():
         dist.destroy_process_group()
-    except RuntimeError as error:  # on a Gaudi members leave a group together, and the peer may still be waiting
-        assert devices.hpu_available(), error
     return text
 
 

@@ -1,4 +1,4 @@
-"""The Gaudi's versions of ops on a simulated one: forward, all gradients, counters, and reference where switched off."""
+"""The Gaudi's versions of ops on a simulated one: forward, gradients, counters, the reference where off."""
 
 from __future__ import annotations
 
