@@ -140,7 +140,13 @@ def device_name(device: torch.device) -> str:
 
 def is_lazy(device: torch.device) -> bool:
     """Whether ops on ``device`` are collected until a step is marked (Gaudi's legacy lazy mode)."""
-    return device.type == "hpu" and os.environ.get("PT_HPU_LAZY_MODE", "0") == "1"
+    if device.type != "hpu":
+        return False
+    asked = os.environ.get("PT_HPU_LAZY_MODE")
+    if asked is not None:
+        return asked == "1"
+    internal: Any = importlib.import_module("habana_frameworks.torch.utils.internal")  # the default is the release's
+    return bool(internal.is_lazy())
 
 
 def mark_step(device: torch.device) -> None:
