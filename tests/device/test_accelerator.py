@@ -190,3 +190,29 @@ def test_lazy_mode_gets_its_marks(tmp_path: Path) -> None:
     """One after each forward and each backward of a micro-batch, one after the step; none in eager mode."""
     assert run(LAZY, tmp_path, PT_HPU_LAZY_MODE="1").splitlines()[-1] == "[3, 9, 9]"
     assert run(LAZY, tmp_path, PT_HPU_LAZY_MODE="0").splitlines()[-1] == "[0, 0, 0]"
+
+
+MIGRATION = """
+import torch
+from lightning_megatron import MegatronHPUStrategy
+from lightning_megatron import device as devices
+from lightning_megatron.testing.trainer import quiet_trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
+
+class Worded(BoringModel):
+    def configure_model(self):
+        assert torch.cuda.is_available()
+        self.layer = torch.nn.Linear(32, 2, device="cuda")
+        self.table = torch.arange(2.0).cuda()
+    def training_step(self, batch, batch_idx):
+        return (self.layer(batch) + self.table.to("cuda") + torch.ones(2, device="cuda")).square().mean()
+
+trainer = quiet_trainer(MegatronHPUStrategy(gpu_migration=True), max_steps=2)
+trainer.fit(Worded(), DataLoader(torch.randn(8, 32), batch_size=4))
+print(trainer.global_step, devices.best_available().type, trainer.model.layer.weight.device)
+"""
+
+
+def test_a_module_that_says_cuda_runs_on_the_gaudi(tmp_path: Path) -> None:
+    assert run(MIGRATION, tmp_path).splitlines()[-1] == f"2 {HPU} {HPU}:0"
