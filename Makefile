@@ -20,8 +20,19 @@ test-fast: $(READY)
 
 # The Trainer's own tests again, on a Gaudi in the host's memory (docs/simulated-hpu.md).
 PROFILE ?= 1.21
-ON_HPU  := tests/acceptance $(addprefix tests/trainer/test_parity_,hf.py lightning.py pipeline.py mixtral.py context.py \
-	token_mean.py) $(addprefix tests/trainer/test_,precision.py resume.py recompute_in_training.py determinism.py)
+ON_HPU  := \
+	tests/trainer/test_parity_hf.py \
+	tests/trainer/test_parity_pipeline.py \
+	tests/trainer/test_parity_mixtral.py \
+	tests/trainer/test_parity_context.py \
+	tests/trainer/test_parity_lightning.py \
+	tests/trainer/test_parity_token_mean.py \
+	tests/trainer/test_precision.py \
+	tests/trainer/test_resume.py \
+	tests/trainer/test_async_save.py \
+	tests/trainer/test_recompute_in_training.py \
+	tests/trainer/test_determinism.py \
+	tests/acceptance/
 
 test-hpu: $(READY)
 	$(BIN)/python -m pytest -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) -m "not slow" $(ON_HPU) $(PYTEST)
