@@ -1,94 +1,12 @@
 // A backend of torch.distributed for tensors of the device: gloo carries them, and what HCCL refuses is refused.
-#include "device.h"
+#include "hccl_wire.h"
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
-#include <functional>
-
 namespace simulated_hpu {
 namespace {
-
-using c10d::Backend;
-using c10d::ReduceOp;
-using c10d::Work;
-using Tensors = std::vector<at::Tensor>;
-using WorkPtr = c10::intrusive_ptr<Work>;
-
-// What gloo still has in flight, and what is to be done when it has arrived.
-class HcclWork final : public Work {
- public:
-  HcclWork(std::vector<WorkPtr> parts, Tensors outputs, std::function<void()> finish)
-      : parts_(std::move(parts)), outputs_(std::move(outputs)), finish_(std::move(finish)) {}
-
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-    for (auto& part : parts_) {
-      part->wait(timeout);
-    }
-    parts_.clear();
-    if (finish_) {
-      std::exchange(finish_, nullptr)();
-    }
-    return true;
-  }
-  void synchronize() override { wait(); }
-  // HCCL has no progress to report: asked for it, it waits.
-  bool isCompleted() override { return wait(); }
-  bool isSuccess() const override { return true; }
-  Tensors result() override { return outputs_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    wait();
-    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    future->markCompleted(at::IValue(outputs_));
-    return future;
-  }
-
- private:
-  std::vector<WorkPtr> parts_;
-  Tensors outputs_;
-  std::function<void()> finish_;
-};
-
-// A collective that waits in a coalescing block for the end of it.
-class QueuedWork final : public Work {
- public:
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-    TORCH_CHECK(launched, "a collective was waited for before its coalescing block has ended");
-    return launched->wait(timeout);
-  }
-  void synchronize() override { wait(); }
-  bool isCompleted() override { return wait(); }
-
-  WorkPtr launched;
-};
-
-at::Tensor host_contiguous(const at::Tensor& tensor) {
-  auto seen = host(tensor);
-  if (!seen.is_contiguous()) {
-    TORCH_WARN_ONCE("a tensor that is not contiguous is copied for HCCL");
-  }
-  return seen.contiguous();
-}
-
-// Only words are moved, so a type that gloo does not know goes as one of the same size.
-at::Tensor as_words(const at::Tensor& tensor) {
-  switch (tensor.element_size()) {
-    case 1:
-      return tensor.view(at::kByte);
-    case 2:
-      return tensor.view(at::kHalf);
-    default:
-      return tensor;
-  }
-}
-
-void check_type(const at::Tensor& tensor) {
-  TORCH_CHECK(
-      !tensor.is_complex(), "Input tensor data type is not supported for HCCL process group: ",
-      tensor.scalar_type());
-}
 
 class Hccl final : public Backend {
  public:
@@ -436,13 +354,6 @@ class Hccl final : public Backend {
     }
   }
 
-  // What travels in a reduction: bf16 and fp32 as such, all else as a copy in fp32.
-  static at::Tensor wire_of(const at::Tensor& tensor) {
-    check_type(tensor);
-    const auto type = tensor.scalar_type();
-    return type == at::kBFloat16 || type == at::kFloat ? tensor.contiguous() : tensor.to(at::kFloat).contiguous();
-  }
-
   WorkPtr reduced(
       const at::Tensor& tensor, const ReduceOp& asked, const std::function<WorkPtr(Tensors&, ReduceOp)>& start) {
     auto [op, divide] = reduction(asked, tensor.scalar_type());
@@ -481,20 +392,6 @@ class Hccl final : public Backend {
       auto target = host(output);
       target.copy_(part.view(target.sizes()));
     });
-  }
-
-  // HCCL moves words of two or four bytes, and the bridge counts the parts of uneven splits in elements.
-  static void check_bytes(
-      const at::Tensor& input, const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
-    auto uneven = [](const std::vector<int64_t>& splits) {
-      return std::any_of(splits.begin(), splits.end(), [&](int64_t size) { return size != splits[0]; });
-    };
-    const auto type = input.scalar_type();
-    const bool travels_as_words = input.element_size() == 1 && type != at::kBool && type != at::kByte;
-    TORCH_CHECK(
-        !travels_as_words || (!uneven(a) && !uneven(b)),
-        "all_to_all with uneven splits moves wrong lengths for ", type,
-        " on HCCL: view the tensor as a type of two or four bytes first");
   }
 
   c10::intrusive_ptr<Backend> gloo_;
