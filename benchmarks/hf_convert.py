@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from lightning_megatron.checkpoint.hf import FAMILIES
-from lightning_megatron.checkpoint.hf.rules import WeightMap
-from lightning_megatron.checkpoint.hf.translate import Split, to_theirs
 from lightning_megatron.checkpoint.hf.write import write_hf
+from lightning_megatron.checkpoint.translate import Split, to_theirs
+from lightning_megatron.checkpoint.weight_map import WeightMap
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel

@@ -11,10 +11,10 @@ import torch
 
 from lightning_megatron.checkpoint import CheckpointError, save
 from lightning_megatron.checkpoint.hf import family_for
-from lightning_megatron.checkpoint.hf.translate import to_theirs
 from lightning_megatron.checkpoint.hf.write import write_hf
 from lightning_megatron.checkpoint.megatron import open_megatron
 from lightning_megatron.checkpoint.stream import open_checkpoint
+from lightning_megatron.checkpoint.translate import to_theirs
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.lightning.checkpoints import IMPORTED_FROM
 from lightning_megatron.lightning.foreign import fresh_run

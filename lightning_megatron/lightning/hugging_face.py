@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_megatron.checkpoint.hf import family_of
 from lightning_megatron.checkpoint.hf.directory import read_config, read_tensors
-from lightning_megatron.checkpoint.hf.translate import to_ours
+from lightning_megatron.checkpoint.translate import to_ours
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.config import Problem, raise_if_any
 from lightning_megatron.models.config import TransformerConfig

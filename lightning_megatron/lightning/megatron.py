@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from lightning_megatron.checkpoint.hf.translate import to_ours
 from lightning_megatron.checkpoint.megatron import (
     MegatronCheckpoint,
     config_from_arguments,
     open_megatron,
     weight_map,
 )
+from lightning_megatron.checkpoint.translate import to_ours
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.config import ConfigError, Problem
 from lightning_megatron.models.config import TransformerConfig

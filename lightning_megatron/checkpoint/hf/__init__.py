@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.checkpoint.hf import gpt2, llama, mixtral
-from lightning_megatron.checkpoint.hf.rules import HFShape, Rule, WeightMap
+from lightning_megatron.checkpoint.hf.shape import HFShape
+from lightning_megatron.checkpoint.weight_map import Rule, WeightMap
 from lightning_megatron.config import ConfigError, Problem, nearest_names
 
 __all__ = ["FAMILIES", "Family", "HFShape", "Rule", "WeightMap", "family_for", "family_of"]

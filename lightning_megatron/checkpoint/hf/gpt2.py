@@ -8,16 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.hf.rules import (
-    Fields,
-    HFShape,
-    Rule,
-    WeightMap,
-    fuse_qkv,
-    same,
-    split_qkv,
-    transposed,
-)
+from lightning_megatron.checkpoint.fields import Fields
+from lightning_megatron.checkpoint.hf.shape import HFShape, fuse_qkv, split_qkv
+from lightning_megatron.checkpoint.weight_map import Rule, WeightMap, same, transposed
 
 MODEL_TYPE = "gpt2"
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from lightning_megatron.checkpoint.hf.rules import Fields, HFShape, Rule, WeightMap, fuse_qkv, same, split_qkv, stacked
+from lightning_megatron.checkpoint.fields import Fields
+from lightning_megatron.checkpoint.hf.shape import HFShape, fuse_qkv, split_qkv
+from lightning_megatron.checkpoint.weight_map import Rule, WeightMap, same, stacked
 
 MODEL_TYPE = "llama"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

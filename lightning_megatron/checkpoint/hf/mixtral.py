@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint.fields import Fields
 from lightning_megatron.checkpoint.hf.llama import config_from_hf as llama_from_hf
 from lightning_megatron.checkpoint.hf.llama import config_to_hf as llama_to_hf
 from lightning_megatron.checkpoint.hf.llama import weight_map as llama_weight_map
-from lightning_megatron.checkpoint.hf.rules import Fields, HFShape, Rule, WeightMap, same
+from lightning_megatron.checkpoint.hf.shape import HFShape
+from lightning_megatron.checkpoint.weight_map import Rule, WeightMap, same
 
 MODEL_TYPE = "mixtral"
 _LEFT_OUT = ("hidden_act", "attention_bias", "mlp_bias")

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.hf.directory import CONFIG, SAFETENSORS, SAFETENSORS_DTYPES, index_name
-from lightning_megatron.checkpoint.hf.translate import Split
 from lightning_megatron.checkpoint.publish import discard, prepare, publish, sync_file
 from lightning_megatron.checkpoint.together import CheckpointError
+from lightning_megatron.checkpoint.translate import Split
 
 _KINDS = {dtype: kind for kind, dtype in SAFETENSORS_DTYPES.items()}
 _ALIGNMENT = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.checkpoint.hf.rules import Fields
+from lightning_megatron.checkpoint.fields import Fields
 
 _POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}

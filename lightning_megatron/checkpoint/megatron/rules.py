@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.hf.rules import Rule, WeightMap, same
 from lightning_megatron.checkpoint.megatron.names import LAYERS
+from lightning_megatron.checkpoint.weight_map import Rule, WeightMap, same
 
 
 class MegatronShape(Protocol):

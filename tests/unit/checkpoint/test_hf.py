@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.hf import FAMILIES, family_of
-from lightning_megatron.checkpoint.hf.rules import fuse_qkv, split_qkv
+from lightning_megatron.checkpoint.hf.shape import fuse_qkv, split_qkv
 from lightning_megatron.config import ConfigError
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel

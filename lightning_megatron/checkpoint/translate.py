@@ -8,8 +8,8 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_megatron.checkpoint.hf.rules import Rule, WeightMap
 from lightning_megatron.checkpoint.together import CheckpointError
+from lightning_megatron.checkpoint.weight_map import Rule, WeightMap
 from lightning_megatron.checkpoint.whole import WholeTensor
 
 _SHOWN = 10

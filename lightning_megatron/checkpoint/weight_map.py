@@ -1,4 +1,4 @@
-"""Between the tensors of a Hugging Face model and ours, one rule a tensor.
+"""Between the tensors of another program's model and ours, one rule a tensor.
 
 A rule names one of our full tensors, the tensors of theirs it is made of, and the two functions between them. So a
 family is a list of rules, and whoever streams a large checkpoint can go through it tensor by tensor.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,30 +18,13 @@ from lightning_megatron.config import ConfigError, Problem, nearest_names
 _SHOWN_NAMES = 8
 
 
-class HFShape(Protocol):
-    """What the rules must know of a model; ``TransformerConfig`` is one."""
-
-    @property
-    def num_layers(self) -> int: ...  # noqa: D102
-    @property
-    def num_attention_heads(self) -> int: ...  # noqa: D102
-    @property
-    def num_query_groups(self) -> int: ...  # noqa: D102
-    @property
-    def add_bias_linear(self) -> bool: ...  # noqa: D102
-    @property
-    def tie_embeddings(self) -> bool: ...  # noqa: D102
-    @property
-    def num_experts(self) -> int: ...  # noqa: D102
-
-
 @dataclass(frozen=True)
 class Rule:
     """One of our tensors and what it is made of.
 
     Attributes:
         ours: global name, as in ``GPTModel.state_dict()``.
-        theirs: names in the Hugging Face model.
+        theirs: names in the other model.
         join: their tensors, in the order of ``theirs``, to ours.
         split: the inverse.
         repeats: further names under which a Hugging Face ``state_dict`` shows the same (tied) tensor.
@@ -68,26 +50,6 @@ def transposed(ours: str, theirs: str) -> Rule:
 def stacked(ours: str, *theirs: str) -> Rule:
     """Tensors of theirs along a new first dimension of ours (gate and up: ``[2, F, H]``)."""
     return Rule(ours, theirs, lambda *xs: torch.stack(xs), lambda x: tuple(part.contiguous() for part in x.unbind()))
-
-
-def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
-    """``[N D, ...]``, ``[G D, ...]`` twice, to rows ``[q.., k, v]`` of each query group, end to end.
-
-    Raises:
-        ConfigError: if the rows do not split over the groups.
-    """
-    if q.shape[0] % groups or k.shape[0] % groups or k.shape != v.shape:
-        reason = f"queries of {q.shape[0]} rows, keys of {k.shape[0]} and values of {v.shape[0]} do not form groups"
-        raise ConfigError([Problem("num_query_groups", groups, reason)])
-    return torch.cat([x.unflatten(0, (groups, -1)) for x in (q, k, v)], dim=1).flatten(0, 1)
-
-
-def split_qkv(fused: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of :func:`fuse_qkv`."""
-    queries = heads // groups
-    head_dim = fused.shape[0] // (heads + 2 * groups)
-    q, k, v = fused.unflatten(0, (groups, -1)).split([queries * head_dim, head_dim, head_dim], dim=1)
-    return q.flatten(0, 1).contiguous(), k.flatten(0, 1).contiguous(), v.flatten(0, 1).contiguous()
 
 
 @dataclass(frozen=True)
@@ -172,48 +134,3 @@ def _same_names(what: str, given: Iterable[str], needed: Iterable[str]) -> None:
             found.append(Problem(what, shown, verb, nearest_names(some[0], sorted(near))[:3]))
     if found:
         raise ConfigError(found)
-
-
-class Fields:
-    """Reads another program's configuration, and collects what we have no counterpart for.
-
-    Args:
-        config: the contents of ``config.json``, or whatever else holds it.
-        source: what to call it in messages.
-    """
-
-    def __init__(self, config: Mapping[str, Any], source: str = "Hugging Face configuration") -> None:
-        self._config, self._source = config, source
-        self._problems: list[Problem] = []
-
-    def required(self, name: str) -> Any:
-        """A field that must be there; 0 where it is not, and the fault noted."""
-        if self._config.get(name) is None:
-            self._problems.append(Problem(name, None, f"missing in the {self._source}"))
-            return 0
-        return self._config[name]
-
-    def get(self, name: str, default: Any) -> Any:
-        """A field, or what Hugging Face takes where it is left out or null."""
-        value = self._config.get(name)
-        return default if value is None else value
-
-    def expect(self, name: str, default: Any, allowed: Sequence[Any], reason: str) -> Any:
-        """A field of which we know only some values."""
-        value = self.get(name, default)
-        if value not in allowed:
-            self.refuse(name, value, reason, tuple(allowed))
-        return value
-
-    def refuse(self, name: str, value: Any, reason: str, allowed: tuple[Any, ...] = ()) -> None:
-        """Note a value that we cannot reproduce."""
-        self._problems.append(Problem(name, value, reason, allowed))
-
-    def finish(self) -> None:
-        """Raise with everything noted.
-
-        Raises:
-            ConfigError: if there was anything.
-        """
-        if self._problems:
-            raise ConfigError(self._problems)
