@@ -50,7 +50,7 @@ def to_ours(
         parts = [theirs[places[name]] for name in rule.theirs]
         try:
             joined = rule.join(*(part.on_meta() for part in parts))
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, AssertionError) as error:  # the last: torch 2.6, of a stack
             faults.append(f"{_shown(rule, parts)}: cannot be joined to {rule.ours}: {error}")
             continue
         if tuple(joined.shape) != shapes[rule.ours]:

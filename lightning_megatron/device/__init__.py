@@ -145,6 +145,8 @@ def is_lazy(device: torch.device) -> bool:
     asked = os.environ.get("PT_HPU_LAZY_MODE")
     if asked is not None:
         return asked == "1"
+    if importlib.util.find_spec("habana_frameworks") is None:
+        return False
     internal: Any = importlib.import_module("habana_frameworks.torch.utils.internal")  # the default is the release's
     return bool(internal.is_lazy())
 

@@ -7,7 +7,7 @@ cuts the set anew by how often each was used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import ceil
 
@@ -43,6 +43,15 @@ def expected_waste(edges: Sequence[int], usage: Sequence[float], low: int) -> fl
     return sum(times * width / 2 for times, width in zip(usage, widths, strict=True))
 
 
+def spread(usage: Sequence[float], edges: Sequence[int], others: Sequence[int], low: int) -> list[float]:
+    """How often bins at ``others`` are used, if requests in each bin at ``edges`` are spread evenly over it."""
+    found = [0.0] * len(others)
+    for times, (begin, end) in zip(usage, pairwise((low, *edges)), strict=True):
+        for i, (first, last) in enumerate(pairwise((low, *others))):
+            found[i] += times * max(0, min(end, last) - max(begin, first)) / (end - begin)
+    return found
+
+
 def optimized_edges(edges: Sequence[int], usage: Sequence[int], low: int, alignment: int) -> list[int]:
     """Join bins that are seldom used and halve those that waste most, while that lowers the expected waste.
 
@@ -52,27 +61,26 @@ def optimized_edges(edges: Sequence[int], usage: Sequence[int], low: int, alignm
         low: lower end of the first bin.
         alignment: every capacity is a multiple of this.
     """
-    edges, times = list(edges), [float(n) for n in usage]
+
+    def waste(of: Sequence[int]) -> float:
+        return expected_waste(of, spread(usage, edges, of, low), low)
+
+    found = list(edges)
     while True:
-        waste = expected_waste(edges, times, low)
-        best: tuple[float, list[int], list[float]] | None = None
-        for joined in range(len(edges) - 1):
-            fewer = edges[:joined] + edges[joined + 1 :]
-            merged = [*times[:joined], times[joined] + times[joined + 1], *times[joined + 2 :]]
-            for halved in range(len(fewer)):
-                begin = fewer[halved - 1] if halved else low
-                middle = ceil((begin + fewer[halved]) / 2 / alignment) * alignment
-                if not begin < middle < fewer[halved]:
-                    continue
-                below = merged[halved] * (middle - begin) / (fewer[halved] - begin)
-                candidate = [*fewer[:halved], middle, *fewer[halved:]]
-                used = [*merged[:halved], below, merged[halved] - below, *merged[halved + 1 :]]
-                expected = expected_waste(candidate, used, low)
-                if best is None or expected < best[0]:
-                    best = expected, candidate, used
-        if best is None or best[0] >= waste * (1 - 1e-9):
-            return edges
-        _, edges, times = best
+        best = min(_neighbours(found, low, alignment), key=waste, default=found)
+        if waste(best) >= waste(found) * (1 - 1e-9):
+            return found
+        found = best
+
+
+def _neighbours(edges: list[int], low: int, alignment: int) -> Iterator[list[int]]:
+    """Two bins joined and one halved, in every way."""
+    for joined in range(len(edges) - 1):
+        fewer = edges[:joined] + edges[joined + 1 :]
+        for halved, (begin, end) in enumerate(pairwise((low, *fewer))):
+            middle = ceil((begin + end) / 2 / alignment) * alignment
+            if begin < middle < end:
+                yield [*fewer[:halved], middle, *fewer[halved:]]
 
 
 class CapacityBins(nn.Module):

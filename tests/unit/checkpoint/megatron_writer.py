@@ -6,6 +6,7 @@ Written from Megatron's documented names and shapes, without a line of what read
 from __future__ import annotations
 
 from argparse import Namespace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def write_torch_dist(folder: Path, ours: Tensors, config: TransformerConfig, *, 
     state |= {f"optimizer.state.exp_avg.{name}": torch.zeros_like(tensor) for name, tensor in found.items()}
     state["decoder.layers.self_attention.linear_qkv._extra_state/shard_0_2"] = "no tensor"
     folder.mkdir(parents=True)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    alone = {"no_dist": True} if "no_dist" in signature(dcp.save).parameters else {}  # newer torch than 2.6
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), **alone)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
 
 

@@ -56,7 +56,9 @@ def _compile(directory: Path, lock: int) -> None:
     scratch = directory / "build"
     scratch.mkdir(exist_ok=True)
     (scratch / "lock").unlink(missing_ok=True)  # torch's own, of a build that was killed; we hold a better one
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    # ninja may be a package of this environment, which nobody needs to have activated.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    environment = {**os.environ, "PATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(
         [sys.executable, str(HERE / "compile.py"), str(scratch)],
         env=environment,
