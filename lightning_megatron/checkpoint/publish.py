@@ -10,7 +10,7 @@ import ctypes
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +19,7 @@ UNFINISHED = ".unfinished"
 DEAD_AFTER = 3600.0
 """Seconds without a sign of life after which unfinished work is nobody's: ranks wait for each other for minutes."""
 
+_ATTEMPTS = 100
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _KINDS = (".saving", ".replaced", ".removing", ".linking")
@@ -39,8 +40,24 @@ def prepare(path: Path) -> Path:
     temporary = saving_path(path)
     for stale in (temporary, _replaced_path(path)):
         _delete(stale)
-    temporary.mkdir(parents=True)
+    _among_unfinished(temporary, temporary.mkdir)
     return temporary
+
+
+def _among_unfinished(entry: Path, make: Callable[[], object]) -> None:
+    """Make an entry of the folder of unfinished work, which who finishes something tidies away whenever it is empty.
+
+    That may be another thread (saves in the background) or another run, and just between the two steps here.
+    """
+    for attempt in range(_ATTEMPTS):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            make()
+        except FileNotFoundError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            return
 
 
 def discard(path: Path) -> None:
@@ -86,8 +103,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     if path.is_dir() and not path.is_symlink():
         going = path.parent / UNFINISHED / f"{path.name}.removing"
         _delete(going)
-        going.parent.mkdir(exist_ok=True)
-        os.rename(path, going)
+        _among_unfinished(going, lambda: os.rename(path, going))
         sync_directory(path.parent)
         _delete(going)
         _tidy(path)
@@ -124,9 +140,8 @@ def lead(link: Path, target: str | None) -> None:
         link.unlink(missing_ok=True)
         return
     other = link.parent / UNFINISHED / f"{link.name}.linking"
-    other.parent.mkdir(exist_ok=True)
     _delete(other)
-    os.symlink(target, other)
+    _among_unfinished(other, lambda: os.symlink(target, other))
     os.replace(other, link)
     sync_directory(link.parent)
     _tidy(link)
@@ -145,8 +160,11 @@ def sweep(folder: Path, dead_after: float = DEAD_AFTER) -> list[str]:
     unfinished = folder / UNFINISHED
     if not unfinished.is_dir():
         return []
-    with tempfile.TemporaryFile(dir=unfinished) as stream:
-        now = os.fstat(stream.fileno()).st_mtime
+    try:
+        with tempfile.TemporaryFile(dir=unfinished) as stream:
+            now = os.fstat(stream.fileno()).st_mtime
+    except FileNotFoundError:  # whoever has finished something has just tidied it away
+        return []
     cleared = []
     for entry in sorted(unfinished.iterdir()):
         with suppress(OSError):  # its owner has just finished, or is alive after all

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
+
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -127,3 +130,44 @@ def test_remove_of_a_file_a_link_and_nothing(tmp_path):
     remove(file)
     remove(tmp_path / "none.ckpt")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_unfinished_work_may_be_tidied_away_at_any_moment(tmp_path):
+    """By another thread, whenever it is empty: saves, removals and links begun meanwhile do not notice."""
+    done = threading.Event()
+
+    def tidy() -> None:
+        while not done.is_set():
+            with suppress(OSError):
+                (tmp_path / publishing.UNFINISHED).rmdir()
+
+    other = threading.Thread(target=tidy)
+    other.start()
+    try:
+        for number in range(200):
+            path = tmp_path / f"{number}.ckpt"
+            (publishing.prepare(path) / "file").write_text("content")
+            publishing.publish(path)
+            publishing.lead(tmp_path / "last.ckpt", path.name)
+            if number:
+                publishing.remove(tmp_path / f"{number - 1}.ckpt")
+            publishing.sweep(tmp_path)
+    finally:
+        done.set()
+        other.join()
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"last.ckpt", "199.ckpt"}
+    assert (tmp_path / "last.ckpt" / "file").read_text() == "content"
+
+
+def test_what_a_link_leads_to_is_not_removed(tmp_path):
+    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+    for path in (old, new):
+        publishing.prepare(path)
+        publishing.publish(path)
+    (tmp_path / "last.ckpt").symlink_to("old.ckpt")
+    assert publishing.remove_unlinked([old]) == [old]
+    assert old.is_dir()
+    publishing.lead(tmp_path / "last.ckpt", "new.ckpt")
+    assert publishing.remove_unlinked([old]) == []
+    assert not old.exists()
+    assert new.is_dir()
