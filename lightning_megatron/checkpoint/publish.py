@@ -163,10 +163,11 @@ def sweep(folder: Path, dead_after: float = DEAD_AFTER) -> list[str]:
     try:
         with tempfile.TemporaryFile(dir=unfinished) as stream:
             now = os.fstat(stream.fileno()).st_mtime
+        entries = sorted(unfinished.iterdir())
     except FileNotFoundError:  # whoever has finished something has just tidied it away
         return []
     cleared = []
-    for entry in sorted(unfinished.iterdir()):
+    for entry in entries:
         with suppress(OSError):  # its owner has just finished, or is alive after all
             if entry.suffix in _KINDS and now - _last_sign_of_life(entry) > dead_after:
                 path = folder / entry.stem

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -140,6 +141,7 @@ def test_the_folder_of_unfinished_work_may_be_tidied_away_at_any_moment(tmp_path
         while not done.is_set():
             with suppress(OSError):
                 (tmp_path / publishing.UNFINISHED).rmdir()
+            time.sleep(1e-4)
 
     other = threading.Thread(target=tidy)
     other.start()
