@@ -213,7 +213,8 @@ def trial(job: Job, whole: list[tuple[int, str]], aims: bool, dice: random.Rando
     resumed = finish(again, start(again))
     assert resumed == whole[last:], (job, moment, steps, resumed)
     assert not (found := faults(job.folder)), (job, moment, found)
-    assert step_of(job.folder / "last.ckpt") == STEPS, (job, moment)
+    # A state saved before the first link was made does not know of it: Lightning then makes `last-v1.ckpt` beside it.
+    assert max(map(step_of, job.folder.glob("last*.ckpt"))) == STEPS, (job, moment, final_names(job.folder))
     shutil.rmtree(job.folder)
     return moment
 
