@@ -18,6 +18,7 @@ from lightning_megatron.config import BatchShape, ParallelLayout
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.lightning.checks import job_problems
 from lightning_megatron.moe.capacity_bins import bins_problems
+from lightning_megatron.ops.choice import ANY_DEVICE
 from lightning_megatron.pipeline.partition import LayerSplit
 
 RECIPES = Path(__file__).parents[2] / "examples" / "configs"
@@ -46,7 +47,7 @@ def problems(given: dict[str, Any], world: int, **layout: int) -> list[str]:
     strategy, module, shape = built(given)
     wished = ParallelLayout(tp=given["trainer"]["strategy"]["init_args"]["tp"], **layout).resolve(world)
     objects = [module, Fed(shape)]
-    found = job_problems(objects, None, wished, LayerSplit(), strategy.recompute, 1, torch.bfloat16)
+    found = job_problems(objects, None, wished, LayerSplit(), strategy.recompute, ANY_DEVICE, 1, torch.bfloat16)
     return [str(problem) for problem in found]
 
 
@@ -72,7 +73,8 @@ def test_ways_in_which_experts_cannot_run_are_told_before_any_process_starts():
     module = MixtralModule("mixtral-tiny", moe_dynamic=True)
     layout = ParallelLayout().resolve(1)
     strategy = MegatronHPUStrategy()
-    (fp16,) = job_problems([module], None, layout, LayerSplit(), strategy.recompute, None, torch.float16)
+    plans = LayerSplit(), strategy.recompute, ANY_DEVICE
+    (fp16,) = job_problems([module], None, layout, *plans, None, torch.float16)
     assert str(fp16) == "precision='16-mixed': moe_dynamic computes in bf16 or fp32; nearest valid: bf16-mixed, 32-true"
 
 

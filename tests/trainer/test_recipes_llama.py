@@ -54,7 +54,8 @@ def test_a_recipe_passes_every_check_and_its_model_can_be_built(name: str, tmp_p
     layout = strategy.layout
     assert (layout.data_parallel_size, layout.tp, layout.pp, layout.cp) == (dp, tp, 1, cp)
     assert dp * tp * cp == world == cli.trainer.num_devices * cli.trainer.num_nodes
-    found = job_problems([cli.model, cli.datamodule], None, layout, LayerSplit(), strategy.recompute, 1, torch.bfloat16)
+    objects, plans = [cli.model, cli.datamodule], (LayerSplit(), strategy.recompute, strategy.ops)
+    found = job_problems(objects, None, layout, *plans, 1, torch.bfloat16)
     assert found == []
     shape = cli.datamodule.batch_shape
     assert shape.seq_length == length
