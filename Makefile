@@ -48,7 +48,7 @@ clean:
 	rm -rf $(VENV) .demo
 
 HAS_ACCELERATOR := from runpy import run_path; \
-	raise SystemExit(run_path("lightning_megatron/device/__init__.py")["best_available"]().type == "cpu")
+	raise SystemExit(run_path("lightning_megatron/device.py")["best_available"]().type == "cpu")
 
 $(READY): setup.cfg pyproject.toml
 	@echo "installing into $(VENV)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from platform import python_version
@@ -12,8 +11,8 @@ from platform import python_version
 import torch
 
 from lightning_megatron import device as devices
-from lightning_megatron.device import gaudi, host
-from lightning_megatron.device.finding import Finding
+from lightning_megatron.machine import gaudi, host
+from lightning_megatron.machine.finding import Finding
 
 _DESCRIPTION = """\
 Look at this machine before training on it: versions, the table of which Gaudi software goes with which torch, the
@@ -39,10 +38,7 @@ def doctor_parser() -> argparse.ArgumentParser:
 
 def doctor_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron doctor`` with these arguments; returns the exit status."""
-    try:
-        args = doctor_parser().parse_args(list(argv))
-    except SystemExit as leave:
-        return leave.code if isinstance(leave.code, int) else 2
+    args = doctor_parser().parse_args(list(argv))
     found = findings(args.ranks)
     if args.json:
         print(json.dumps([{**asdict(finding), "verdict": finding.verdict} for finding in found], indent=1))
@@ -100,7 +96,3 @@ def _lines(found: Sequence[Finding]) -> list[str]:
         if finding.fault:
             lines.append(f"{'':<6}{'':<{width}}  -> {finding.fault}")
     return lines
-
-
-if __name__ == "__main__":
-    sys.exit(doctor_command(sys.argv[1:]))

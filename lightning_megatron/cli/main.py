@@ -71,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     function = getattr(import_module(command.module), command.function)
     # LightningCLI starts the other processes of a job with this one's own words, so it must know that they are.
     arguments = words if command.module == _TRAINER else words[1:]
-    status: int = function(None if argv is None and arguments is words else arguments)
+    try:
+        status: int = function(None if argv is None and arguments is words else arguments)
+    except SystemExit as leave:  # a parser has answered: with its help, or with what it does not understand
+        return leave.code if isinstance(leave.code, int) else 2
     return status
 
 

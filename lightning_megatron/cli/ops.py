@@ -33,11 +33,9 @@ def ops_parser() -> argparse.ArgumentParser:
 
 def ops_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron ops`` with these arguments; returns the exit status."""
+    args = ops_parser().parse_args(list(argv))
     try:
-        args = ops_parser().parse_args(list(argv))
         ops = Ops(args.device or devices.best_available().type, args.ops)
-    except SystemExit as leave:
-        return leave.code if isinstance(leave.code, int) else 2
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -30,10 +30,7 @@ def verify_parser() -> argparse.ArgumentParser:
 
 def verify_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron verify`` with these arguments; returns the exit status."""
-    try:
-        args = verify_parser().parse_args(list(argv))
-    except SystemExit as leave:
-        return leave.code if isinstance(leave.code, int) else 2
+    args = verify_parser().parse_args(list(argv))
     faults = verify(args.path)
     if args.json:
         listed = [{"file": fault.file, "fault": fault.what, "tensors": list(fault.tensors)} for fault in faults]

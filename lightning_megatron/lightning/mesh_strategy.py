@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout
-from lightning_megatron.device.host import raise_open_files
 from lightning_megatron.lightning.accelerator import preferred_accelerator
 from lightning_megatron.lightning.loaders import refuse_uneven, share_randomness, start_workers_safely
+from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import ParallelMesh
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import Logger
 
-from lightning_megatron.device import hpu_available
+from lightning_megatron import device as devices
 from lightning_megatron.lightning.strategy import MegatronStrategy
 
 
@@ -113,8 +113,9 @@ def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
     """
     environment = PoolEnvironment()
     plugins = [environment, *options.pop("plugins", ())]
+    kind = devices.HPU if devices.hpu_available() and isinstance(strategy, MegatronStrategy) else devices.CPU
     quiet: dict[str, Any] = {
-        "accelerator": "hpu" if hpu_available() and isinstance(strategy, MegatronStrategy) else "cpu",
+        "accelerator": kind.type,
         "devices": environment.world_size(),
         "plugins": plugins,
         "logger": False,

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lightning_megatron import device as devices
 from lightning_megatron.testing import hpu
 
 PRELOAD = [
@@ -67,7 +68,9 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
     import torch
     import torch.distributed as dist
 
-    backend = "cpu:gloo,hpu:hccl" if hpu.enabled() else "gloo"
+    backend = devices.CPU.backend
+    if hpu.enabled():
+        backend = ",".join(f"{kind.type}:{kind.backend}" for kind in (devices.CPU, devices.HPU))
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     torch.set_num_threads(1)
     stack_file = open(stacks, "w")  # noqa: SIM115 - faulthandler keeps it for the life of the process

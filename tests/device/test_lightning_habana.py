@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not devices.hpu_available(), reason="needs a Gau
 STUBBED = (
     "habana_dataloader",
     "habana_frameworks.mediapipe",
-    "habana_frameworks.torch.utils.library_loader",
+    "habana_frameworks.torch.utils",
     "habana_frameworks.torch.hpex.experimental",
 )
 

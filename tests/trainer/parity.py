@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronHPUStrategy, TransformerConfig
 from lightning_megatron.checkpoint.hf import FAMILIES
+from lightning_megatron.device import hpu_available
 from lightning_megatron.params import load_full
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 STEPS, BATCH, LENGTH, VOCABULARY, SEED = 10, 8, 12, 131, 5
-LR, DECAY, BETAS, CLIP = 1e-3, 0.1, (0.9, 0.95), 1.0
+LR, DECAY, BETAS, EPS, CLIP = 1e-3, 0.1, (0.9, 0.95), 1e-8, 1.0
 MODULES = {"llama": LlamaModule, "gpt2": GPTModule}
 
 
@@ -119,9 +120,12 @@ def reference_curve(model: Any, tokens: Tensor) -> Curve:
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     losses, norms = [], []
-    for batch in tokens[order].split(BATCH):
+    for step, batch in enumerate(tokens[order].split(BATCH), start=1):
+        for group in optimizer.param_groups if hpu_available() else ():
+            # FusedAdamW adds eps before it corrects the second moment: as torch's with an eps corrected as well
+            group["eps"] = EPS / (1 - BETAS[1] ** step) ** 0.5
         loss = model(input_ids=batch, labels=batch).loss
         optimizer.zero_grad()
         loss.backward()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.device import gaudi, host
-from lightning_megatron.device.finding import Finding
+from lightning_megatron.machine import gaudi, host
+from lightning_megatron.machine.finding import Finding
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_shared_memory(tmp_path: Path) -> None:
 
 LIMITS = """
 import resource, sys
-from lightning_megatron.device import host
+from lightning_megatron.machine import host
 soft, hard, ranks = (int(x) for x in sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 before = host.open_files(ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.library import Library
+from torch import library as operators
 
 from lightning_megatron.ops.activation import swiglu
 from lightning_megatron.ops.mixture_of_experts import (
@@ -36,10 +36,10 @@ def stand_in(x, table, weights, w12, w3, permuted_weights, activation, experts_m
 @pytest.mark.parametrize(("more", "has_gradients"), [("", False), (", *, bool? recomp=True", True)])
 def test_the_operator_gets_local_ids_and_weights_of_zero_for_experts_elsewhere(more, has_gradients):
     assert fused_operator_lacks()
-    library = Library("hpu", "FRAGMENT")
+    ops = operators.Library("hpu", "FRAGMENT")
     try:
-        library.define(f"mixture_of_experts.fused_weights{ARGUMENTS}{more}) -> Tensor")
-        library.impl("mixture_of_experts.fused_weights", stand_in, "CPU")
+        ops.define(f"mixture_of_experts.fused_weights{ARGUMENTS}{more}) -> Tensor")
+        ops.impl("mixture_of_experts.fused_weights", stand_in, "CPU")
         assert (fused_operator_lacks() is None) == has_gradients
         torch.manual_seed(1)
         x, experts, weights = torch.randn(T, H), torch.randint(8, (T, K)), torch.rand(T, K)
@@ -47,5 +47,5 @@ def test_the_operator_gets_local_ids_and_weights_of_zero_for_experts_elsewhere(m
         right = mixture_of_experts_reference(x, experts, weights, fc1, fc2, swiglu, first=3)
         torch.testing.assert_close(mixture_of_experts_fused(x, experts, weights, fc1, fc2, swiglu, first=3), right)
     finally:
-        del library  # and with it the operator
+        del ops  # and with it the operator
         vars(torch.ops.hpu).pop("mixture_of_experts", None)  # an older torch keeps what it has looked up

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import library as operators
 
 from simulated_hpu import calls
 
-# Ops live as long as their library does.
-_library = torch.library.Library("hpu", "FRAGMENT")
+_hpu_ops = operators.Library("hpu", "FRAGMENT")  # ops live as long as this does
 
 
 def define_op(schema: str, body: Callable[..., Any]) -> None:
@@ -29,10 +29,10 @@ def define_op(schema: str, body: Callable[..., Any]) -> None:
         with torch.no_grad():
             return body(*args, **kwargs)
 
-    _library.define(schema)
-    _library.impl(name, counted, "HPU")
+    _hpu_ops.define(schema)
+    _hpu_ops.impl(name, counted, "HPU")
 
 
 def differentiate(name: str, forward: Callable[..., Any]) -> None:
     """Give an op a gradient: ``forward`` is called instead of it where a gradient may be wanted."""
-    _library.impl(name, forward, "AutogradHPU")
+    _hpu_ops.impl(name, forward, "AutogradHPU")

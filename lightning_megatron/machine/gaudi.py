@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_megatron.device.finding import Finding
+from lightning_megatron.machine.finding import Finding
 
 SUPPORT_MATRIX: Mapping[str, str] = {
     "1.19": "2.5",

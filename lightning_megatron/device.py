@@ -1,4 +1,4 @@
-"""The only room that names a kind of device: which there is, its collectives backend, its streams, memory and RNG.
+"""The only file that names a kind of device: which there is, its collectives backend, its streams, memory and RNG.
 
 Environment variables that concern a device are read and set here and nowhere else.
 """

@@ -6,7 +6,7 @@ import os
 import resource
 from pathlib import Path
 
-from lightning_megatron.device.finding import Finding
+from lightning_megatron.machine.finding import Finding
 
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_SHARED_BYTES = 10 << 30
