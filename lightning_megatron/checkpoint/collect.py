@@ -57,14 +57,35 @@ class HostMemory:
         self.now = 0
 
 
+@dataclass(frozen=True)
+class Collectors:
+    """How the parts of a state come together.
+
+    Attributes:
+        mesh: who takes part; this rank's.
+        level: a name in ``MEMORY_LEVELS``.
+        ranks_per_node: processes on a node.
+    """
+
+    mesh: ParallelMesh
+    level: str
+    ranks_per_node: int
+
+    @property
+    def steps(self) -> list[list[Group]]:
+        """What is collected at once, step by step.
+
+        Raises:
+            ConfigError: for an unknown level.
+        """
+        return collecting_steps(self.mesh.layout, self.ranks_per_node, self.level)
+
+
 def export_state(
     path: str | os.PathLike[str],
     state: State,
     experts: Collection[str],
-    mesh: ParallelMesh,
-    *,
-    level: str,
-    ranks_per_node: int,
+    through: Collectors,
 ) -> HostMemory:
     """Write a state to one file, whose bytes are the same at every level and in every layout; all ranks call this.
 
@@ -72,9 +93,7 @@ def export_state(
         path: a safetensors file to make, or to replace at once, on a file system that the collecting nodes share.
         state: fragments of this rank, and values that are no tensors, the same on all ranks.
         experts: keys of the state of experts.
-        mesh: who takes part.
-        level: see ``MEMORY_LEVELS``.
-        ranks_per_node: processes on a node.
+        through: who takes part, and how.
 
     Returns:
         What it took of this rank's host memory.
@@ -84,7 +103,7 @@ def export_state(
         CheckpointError: on every rank, if anything failed on any; a file of that name is then untouched.
     """
     path, doing = Path(path), f"exporting {path}"
-    steps = collecting_steps(mesh.layout, ranks_per_node, level)
+    mesh, steps = through.mesh, through.steps
     packed = together(mesh, doing, lambda: _packed(state))
     own = _parts(state, only_written=True)
     offered = gathered(mesh, [(*place, place[0] in experts) for place in own])
@@ -112,10 +131,7 @@ def import_state(
     path: str | os.PathLike[str],
     state: State,
     experts: Collection[str],
-    mesh: ParallelMesh,
-    *,
-    level: str,
-    ranks_per_node: int,
+    through: Collectors,
 ) -> HostMemory:
     """Fill a state in place from one file, written in any layout; all ranks call this, with arguments as above.
 
@@ -124,7 +140,7 @@ def import_state(
         CheckpointError: on every rank, if the file cannot be read or does not fit.
     """
     path, doing = Path(path), f"loading {path}"
-    steps = collecting_steps(mesh.layout, ranks_per_node, level)
+    mesh, steps = through.mesh, through.steps
     entries = _from_first(mesh, doing, lambda: one_file.read_entries(path))
     together(mesh, doing, lambda: _refuse_misfit(state, entries))
     own = _parts(state, only_written=False)

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import BackgroundWriter, CheckpointError, SaveGuard, remove_unlinked
-from lightning_megatron.checkpoint.collect import HostMemory
+from lightning_megatron.checkpoint.collect import Collectors, HostMemory
 from lightning_megatron.lightning.checkpoints import (
     continue_randomness,
     good_checkpoint,
@@ -201,22 +201,21 @@ class CheckpointStrategy(MeshStrategy):
         Returns:
             What it took of this rank's host memory.
         """
-        options = self._of_file(memory_level, ranks_per_node)
+        through = self._collectors(memory_level, ranks_per_node)
         self.finish_param_gather()
-        return export_optimizers(path, self.sharded_optimizers, self.mesh, **options)
+        return export_optimizers(path, self.sharded_optimizers, through, sharded=self._distributed_optimizer)
 
     def load_optimizer_state(
         self, path: str | Path, memory_level: str = "serial_per_dp_groups", ranks_per_node: int | None = None
     ) -> HostMemory:
         """Fill the optimizers, and the parameters from their main values, from such a file; arguments as there."""
-        options = self._of_file(memory_level, ranks_per_node)
-        return import_optimizers(path, self.sharded_optimizers, self.mesh, **options)
+        through = self._collectors(memory_level, ranks_per_node)
+        return import_optimizers(path, self.sharded_optimizers, through, sharded=self._distributed_optimizer)
 
-    def _of_file(self, level: str, ranks_per_node: int | None) -> dict[str, Any]:
+    def _collectors(self, level: str, ranks_per_node: int | None) -> Collectors:
         if not self.sharded_optimizers:
             raise RuntimeError("there are optimizers only while fit runs: call this in a hook such as on_train_start")
-        count = ranks_per_node or max(1, self.world_size // self.num_nodes)
-        return {"sharded": self._distributed_optimizer, "level": level, "ranks_per_node": count}
+        return Collectors(self.mesh, level, ranks_per_node or max(1, self.world_size // self.num_nodes))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint; one rank does it, and not before the newer one is durable.

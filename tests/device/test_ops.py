@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from tiny import tiny_llama
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_megatron import GPTModule, MegatronStrategy, TransformerConfig
+from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.layers.fp8 import Fp8Steps, multiply_in_fp8
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.rotary import RotaryEmbedding
@@ -199,20 +200,7 @@ def test_adamw_takes_the_steps_of_torchs() -> None:
     assert_same(steps["hpu"], steps["cpu"], rtol=2e-5)
 
 
-LLAMA = TransformerConfig(
-    num_layers=3,
-    hidden_size=32,
-    ffn_hidden_size=64,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=40,
-    max_position_embeddings=16,
-    norm="rmsnorm",
-    activation="swiglu",
-    position_embedding="rope",
-    add_bias_linear=False,
-    tie_embeddings=False,
-)
+LLAMA = tiny_llama(num_layers=3)
 
 
 def gradients(model: GPTModel, device: str) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from checkpoint_toy import GROUPS, Toy, mesh_of, specs_of_whole, whole
 from test_checkpoint_layouts import LAYOUTS, toy_of, world
 
 from lightning_megatron.checkpoint import Fragment, State
-from lightning_megatron.checkpoint.collect import export_state, import_state
+from lightning_megatron.checkpoint.collect import Collectors, export_state, import_state
 from lightning_megatron.checkpoint.levels import MEMORY_LEVELS, collecting_steps
 from lightning_megatron.config import ConfigError, ParallelLayout
 
@@ -30,8 +30,7 @@ def state_of(toy: Toy) -> tuple[State, set[str]]:
 
 def export(path: Path, layout: str, level: str, nodes: int = 1, width: int = 6) -> int:
     toy = toy_of(layout, filled=True, width=width)
-    ranks_per_node = toy.mesh.world.size // nodes
-    return export_state(path, *state_of(toy), toy.mesh, level=level, ranks_per_node=ranks_per_node).peak
+    return export_state(path, *state_of(toy), Collectors(toy.mesh, level, toy.mesh.world.size // nodes)).peak
 
 
 def load(path: Path, layout: str, level: str, nodes: int = 1) -> tuple[list[str], object]:
@@ -39,7 +38,7 @@ def load(path: Path, layout: str, level: str, nodes: int = 1) -> tuple[list[str]
     for name in toy.specs:
         toy.params[name].copy_(toy._right(name, "param"))  # the file holds no model
     state, experts = state_of(toy)
-    import_state(path, state, experts, toy.mesh, level=level, ranks_per_node=toy.mesh.world.size // nodes)
+    import_state(path, state, experts, Collectors(toy.mesh, level, toy.mesh.world.size // nodes))
     return toy.wrong(), state["optimizer_0.param_groups"]
 
 
@@ -93,8 +92,8 @@ def test_memory_falls_from_level_to_level(tmp_path, ranks, layout, monkeypatch, 
 def export_sizes(path: Path, options: dict[str, object]) -> int:
     mesh = mesh_of(**options["layout_sizes"])  # type: ignore[arg-type]
     toy = Toy(mesh, filled=True, width=options["width"])  # type: ignore[arg-type]
-    ranks_per_node = mesh.world.size // options["nodes"]  # type: ignore[operator]
-    return export_state(path, *state_of(toy), mesh, level=options["level"], ranks_per_node=ranks_per_node).peak  # type: ignore[arg-type]
+    through = Collectors(mesh, options["level"], mesh.world.size // options["nodes"])  # type: ignore[arg-type, operator]
+    return export_state(path, *state_of(toy), through).peak
 
 
 def test_levels_deal_groups_to_nodes_as_they_say():
@@ -118,7 +117,7 @@ def fails(path: Path) -> None:
     toy = toy_of("dp4", filled=False)
     state, experts = state_of(toy)
     state["optimizer_0.state.other.master"] = next(value for value in state.values() if isinstance(value, Fragment))
-    import_state(path, state, experts, toy.mesh, level=LEVELS[0], ranks_per_node=4)
+    import_state(path, state, experts, Collectors(toy.mesh, LEVELS[0], 4))
 
 
 def test_what_does_not_fit_is_refused_and_a_failed_export_leaves_the_old_file(tmp_path, ranks):

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import MegatronDataModule, MegatronStrategy, MixtralModule
 from lightning_megatron.checkpoint import local_tensors, model_state
-from lightning_megatron.checkpoint.collect import export_state
+from lightning_megatron.checkpoint.collect import Collectors, export_state
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.params import spec_registry
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
@@ -81,8 +81,8 @@ class Digests(Callback):
         specs = spec_registry(pl_module)
         state = model_state(local_tensors(pl_module), specs, mesh)
         experts = {f"model.{name}" for name, spec in specs.items() if spec.is_expert}
-        common: Sizes = {"level": "parallel_node_0", "ranks_per_node": mesh.world.size}
-        export_state(self.folder / "model", state, experts, mesh, **common)
+        through = Collectors(mesh, "parallel_node_0", mesh.world.size)
+        export_state(self.folder / "model", state, experts, through)
         strategy.export_optimizer_state(self.folder / "optimizer", "parallel_node_0")
         found = [hashlib.sha256((self.folder / name).read_bytes()).hexdigest() for name in ("model", "optimizer")]
         strategy.barrier()

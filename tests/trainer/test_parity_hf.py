@@ -9,12 +9,12 @@ wrong number shows as 1e-3 and more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import pytest
-from parity import Case, Curve, Run, case_of, hf_model, our_curves, reference_curve
+from parity import Case, Curve, Run, case_of, check_runs, hf_model, our_curves, reference_curve
 
 pytest.importorskip("transformers")
 
@@ -50,18 +50,8 @@ def given(family: str, tied: bool) -> tuple[Case, Curve]:
 
 def check(ranks: Callable[..., list[Any]], family: str, tied: bool, runs: list[Run], record: Any) -> None:
     case, expected = given(family, tied)
-    wrong, worst = [], 0.0
-    for size in sorted({run.world_size for run in runs}):
-        together = [run for run in runs if run.world_size == size]
-        for rank, curves in enumerate(ranks(size, our_curves, case, together)):
-            for run, curve in zip(together, curves, strict=True):
-                deviation = curve.deviation(expected)
-                worst = max(worst, deviation)
-                if not deviation <= BOUND:
-                    wrong.append(f"{run}, rank {rank}: {deviation:.1e}\n  {curve}\n  {expected}")
-    record("worst_relative_deviation", worst)
-    print(f"{family}, tied={tied}: worst relative deviation {worst:.1e} over {len(runs)} layouts")
-    assert not wrong, "\n".join(wrong)
+    print(f"{family}, tied={tied}")
+    check_runs(ranks, partial(our_curves, case), runs, lambda _: expected, BOUND, record)
 
 
 @pytest.mark.parametrize(("family", "tied"), MODELS)

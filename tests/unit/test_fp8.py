@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
+from tiny import tiny_llama
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron import MegatronStrategy, ParallelLayout, TransformerConfig
+from lightning_megatron import MegatronStrategy, ParallelLayout
 from lightning_megatron.checkpoint import load, local_tensors, model_state, save
 from lightning_megatron.checkpoint.stream import open_checkpoint
 from lightning_megatron.config import ConfigError
@@ -25,20 +26,7 @@ from lightning_megatron.params import spec_registry
 from lightning_megatron.testing.parity import assert_same
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TINY = TransformerConfig(
-    num_layers=4,
-    hidden_size=32,
-    ffn_hidden_size=64,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=40,
-    max_position_embeddings=16,
-    norm="rmsnorm",
-    activation="swiglu",
-    position_embedding="rope",
-    add_bias_linear=False,
-    tie_embeddings=False,
-)
+TINY = tiny_llama(num_layers=4)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

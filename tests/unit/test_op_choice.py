@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from tiny import tiny_llama
 from torch import Tensor
 
 from lightning_megatron import MegatronStrategy, ParallelLayout, TransformerConfig
@@ -22,20 +23,7 @@ from lightning_megatron.ops.report import choices_of
 from lightning_megatron.ops.version import Op, Version
 from lightning_megatron.testing.parity import assert_same
 
-TINY = TransformerConfig(
-    num_layers=2,
-    hidden_size=16,
-    ffn_hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=40,
-    max_position_embeddings=16,
-    norm="rmsnorm",
-    activation="swiglu",
-    position_embedding="rope",
-    add_bias_linear=False,
-    tie_embeddings=False,
-)
+TINY = tiny_llama(hidden_size=16, ffn_hidden_size=32)
 
 
 def doubled(x: Tensor) -> Tensor:
