@@ -118,9 +118,9 @@ def test_precisions_that_cannot_work_are_refused_by_the_flag(precision: str, tex
 def test_fp16_on_a_cpu_is_refused_as_a_plugin_and_replaced_by_lightning_as_a_flag() -> None:
     text = "precision='16-mixed': half precision with a loss scale is not for cpu; nearest valid: bf16-mixed, 32-true"
     with pytest.raises(ConfigError, match=text):
-        quiet_trainer(MegatronStrategy(), plugins=[MegatronPrecision("16-mixed")])
+        quiet_trainer(MegatronStrategy(), accelerator="cpu", plugins=[MegatronPrecision("16-mixed")])
     with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
-        trainer = quiet_trainer(MegatronStrategy(), precision="16-mixed")
+        trainer = quiet_trainer(MegatronStrategy(), accelerator="cpu", precision="16-mixed")
     assert trainer.precision == "bf16-mixed"
 
 
