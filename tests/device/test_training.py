@@ -1,0 +1,81 @@
+"""LLaMA, GPT and Mixtral trained over ranks on simulated HPUs: losses as on CPUs, by the device's own kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch.utils.data import DataLoader
+
+from lightning_megatron import GPTModule, LlamaModule, MegatronHPUStrategy, MixtralModule
+from lightning_megatron.ops.choice import OPS
+from lightning_megatron.testing import hpu
+from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+
+MODULES: dict[str, type[GPTModule]] = {"gpt": GPTModule, "llama": LlamaModule, "mixtral": MixtralModule}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "gpt": {"tp": 2, "cp": 2},
+    "llama": {"tp": 2, "pp": 2, "sequence_parallel": True},
+    "mixtral": {"tp": 2, "pp": 2, "ep": 2},
+}
+DP = {"gpt": 1, "llama": 2, "mixtral": 2}
+RANKS = {"gpt": 4, "llama": 8, "mixtral": 8}
+FLAT = ("optimizer_adamw",)
+LLAMAS = (*FLAT, "sdpa", "rms_norm", "rotary_pos_embedding")
+USED = {
+    "gpt": FLAT,  # attention over cp is put together from parts, and LayerNorm is torch's own
+    "llama": LLAMAS,
+    "mixtral": (*LLAMAS, "mixture_of_experts") if os.environ.get(hpu.PROFILE) != "1.19" else LLAMAS,
+}
+"""Operators that a family comes down to; before 1.21 that of experts has no gradient."""
+
+
+def losses(family: str, accelerator: str, world_size: int, wishes: Any) -> list[float]:
+    """Six steps. The tiny eps takes away what ``FusedAdamW`` does otherwise with it."""
+    seed_everything(5, verbose=False)
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
+    sizes |= {"vocab_size": 61, "ffn_hidden_size": 64, "init_std": 0.1, "vocab_multiple": 4}
+    if family == "gpt":
+        del sizes["num_query_groups"]
+    if family == "mixtral":
+        sizes |= {"num_experts": 4, "moe_token_dispatcher": "allgather"}
+    module = MODULES[family](f"{family}-tiny", lr=1e-3, eps=1e-20, **sizes)
+    tokens = torch.randint(61, (48, 17), generator=torch.Generator().manual_seed(3))
+    rows = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+    recorder = Recorder()
+    strategy = MegatronHPUStrategy(micro_batch_size=2, ops=wishes, **LAYOUTS[family])
+    trainer = quiet_trainer(
+        strategy, accelerator=accelerator, devices=world_size, max_epochs=1, logger=recorder, gradient_clip_val=1.0
+    )
+    trainer.fit(module, DataLoader(rows, batch_size=8 // DP[family]))  # type: ignore[arg-type]
+    return recorder.series("train_loss")
+
+
+def compare(family: str, world_size: int) -> dict[str, Any]:
+    """Losses by device and wish, and the operators that were called."""
+    right = losses(family, "cpu", world_size, None)
+    found: dict[str, Any] = {}
+    for name, wishes in (("auto", None), ("off", dict.fromkeys(OPS, "off"))):
+        hpu.reset_calls()
+        found[name] = losses(family, "hpu", world_size, wishes), hpu.calls()
+    return found | {"right": right}
+
+
+@pytest.mark.parametrize("family", list(MODULES))
+def test_losses_are_those_on_cpus_and_the_devices_kernels_are_called(
+    ranks: Callable[..., list[Any]], family: str
+) -> None:
+    for answer in ranks(RANKS[family], compare, family, RANKS[family]):
+        right = answer["right"]
+        assert len(right) == 6
+        assert right[-1] != right[0]
+        for name in ("auto", "off"):
+            assert answer[name][0] == pytest.approx(right, rel=1e-5)
+        calls, without = answer["auto"][1], answer["off"][1]
+        for operator in USED[family]:
+            assert any(operator in call for call in calls), f"{operator} is not among {sorted(calls)}"
+            assert not any(operator in call for call in without), f"{operator} is off, and was called"
