@@ -18,21 +18,9 @@ test: $(READY)
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST)
 
-# The Trainer's own tests again, on a Gaudi in the host's memory (docs/simulated-hpu.md).
+# The Trainer's tests again, on a Gaudi in the host's memory (docs/simulated-hpu.md).
 PROFILE ?= 1.21
-ON_HPU  := \
-	tests/trainer/test_parity_hf.py \
-	tests/trainer/test_parity_pipeline.py \
-	tests/trainer/test_parity_mixtral.py \
-	tests/trainer/test_parity_context.py \
-	tests/trainer/test_parity_lightning.py \
-	tests/trainer/test_parity_token_mean.py \
-	tests/trainer/test_precision.py \
-	tests/trainer/test_resume.py \
-	tests/trainer/test_async_save.py \
-	tests/trainer/test_recompute_in_training.py \
-	tests/trainer/test_determinism.py \
-	tests/acceptance/
+ON_HPU  := tests/trainer/ tests/acceptance/
 
 test-hpu: $(READY)
 	$(BIN)/python -m pytest -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) -m "not slow" $(ON_HPU) $(PYTEST)

@@ -45,7 +45,7 @@ def test_a_run_on_references_learns_the_same(tmp_path: Path) -> None:
 
 
 def test_the_report_lies_beside_the_logs(tmp_path: Path) -> None:
-    train(None, {"ops": "rms_norm=off"}, logger=CSVLogger(tmp_path, name="run", version=0))
+    train(None, {"ops": "rms_norm=off"}, logger=CSVLogger(tmp_path, name="run", version=0), accelerator="cpu")
     folder = tmp_path / "run" / "version_0"
     report = json.loads((folder / "op_report.json").read_text())
     assert (report["device"], report["wishes"]) == ("cpu", "rms_norm=off")
@@ -74,7 +74,7 @@ def test_the_report_of_a_pipeline_has_the_layers_of_all_stages(ranks: Any, tmp_p
 
 def test_a_kernel_that_no_device_of_the_trainer_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rope=require.*no version of it for cpu"):
-        train(tmp_path, {"ops": {"rope": "require"}})
+        train(tmp_path, {"ops": {"rope": "require"}}, accelerator="cpu")
     assert not list(tmp_path.iterdir())
 
 

@@ -49,7 +49,7 @@ class Seen(Callback):
         self.steps: Steps = {}
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        found = [sample.numpy().tobytes() for sample in batch["tokens"]]
+        found = [sample.cpu().numpy().tobytes() for sample in batch["tokens"]]
         self.steps.setdefault(trainer.global_step, []).append(found)
 
 

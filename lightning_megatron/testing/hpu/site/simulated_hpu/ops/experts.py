@@ -112,7 +112,7 @@ def _op(name: str, groups: tuple[str, ...]) -> None:
 
     lists = ", ".join(f"Tensor[] {group}" for group in groups)
     more = "" if settings().is_old else ", *, bool? recomp=True"
-    define_op(f"{name}({_COMMON}, {lists}, {_RANGE}{more}) -> Tensor", body)
+    define_op(f"{name}({_COMMON}, {lists}, {_RANGE}{more}) -> Tensor", body, lambda x, *_, **__: torch.empty_like(x))
     if settings().is_old:
         return
 

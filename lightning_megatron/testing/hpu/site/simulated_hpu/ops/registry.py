@@ -10,16 +10,20 @@ import torch
 from torch import library as operators
 
 from simulated_hpu import calls
+from simulated_hpu.settings import settings
 
 _hpu_ops = operators.Library("hpu", "FRAGMENT")  # ops live as long as this does
 
 
-def define_op(schema: str, body: Callable[..., Any]) -> None:
+def define_op(schema: str, body: Callable[..., Any], shapes: Callable[..., Any] | None = None) -> None:
     """Define ``hpu::<schema>`` for tensors of the device alone, with no gradient, and count its calls.
+
+    Where the mode is not lazy the bridge knows what comes of meta tensors too, for whole graphs of ``torch.compile``.
 
     Args:
         schema: name, arguments and returns, without the namespace.
         body: called with the arguments.
+        shapes: called with meta tensors; ``None`` for ``body``, where that looks at no values.
     """
     name = schema.split("(")[0]
 
@@ -31,6 +35,8 @@ def define_op(schema: str, body: Callable[..., Any]) -> None:
 
     _hpu_ops.define(schema)
     _hpu_ops.impl(name, counted, "HPU")
+    if not settings().is_lazy:
+        _hpu_ops.impl(name, shapes or body, "Meta")
 
 
 def differentiate(name: str, forward: Callable[..., Any]) -> None:

@@ -23,6 +23,8 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, is_causal: 
 
 def _keep(seed: Tensor, p: float, like: Tensor) -> Tensor:
     """Which probabilities dropout leaves, the same for the same seed."""
+    if seed.is_meta:
+        return torch.empty_like(like, dtype=torch.bool)
     generator = torch.Generator().manual_seed(int(seed))  # old torch makes none for the device
     return (torch.rand(like.shape, generator=generator) >= p).to(like.device)
 
