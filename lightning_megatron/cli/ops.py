@@ -26,7 +26,9 @@ def ops_parser() -> argparse.ArgumentParser:
         prog="lightning-megatron ops", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=list(devices.KINDS), help="kind of device (default: the best there is)")
-    parser.add_argument("--ops", metavar="NAME=WISH,...", help="as MegatronStrategy(ops=...): auto, require or off")
+    parser.add_argument(
+        "--ops", metavar="NAME=WISH,...", help="as MegatronStrategy(ops=...): auto, require, off, or a variant"
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     return parser
 
@@ -53,4 +55,5 @@ def _table(ops: Ops, rows: Sequence[dict[str, Any]]) -> str:
         text.append("  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]))
         if row is not None:
             text += [f"    - {candidate}" for candidate in [*row["candidates"], "reference"]]
+            text += [f"    ({row['op']}={wish})" for wish in row["variants"]]
     return "\n".join(text)

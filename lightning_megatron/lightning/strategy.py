@@ -79,7 +79,8 @@ class MegatronStrategy(CheckpointStrategy):
         gpu_migration: on Gaudi, let modules that say "cuda" run as they are, by Intel's toolkit; nothing here needs it.
         ops: how each op with versions of its own for devices is chosen, e.g. ``{"attention": "off"}`` or
             ``"attention=off,rms_norm=require"``: ``"auto"`` (the best there is), ``"require"`` (a kernel of the
-            device's own, or an error), ``"off"`` (the reference in plain torch). ``lightning-megatron ops`` lists them.
+            device's own, or an error), ``"off"`` (the reference in plain torch), or a variant such as attention's
+            ``"fast_softmax"``. ``lightning-megatron ops`` lists them.
         fp8: which linear layers ``ops={"linear_fp8": ...}`` is about, and how they are scaled.
         async_save: while ``fit`` is running, write checkpoints in the background, from a copy in host memory.
         process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.

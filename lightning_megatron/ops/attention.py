@@ -169,7 +169,25 @@ def _beyond_sdpa(
     return None
 
 
+def _beyond_fast_softmax(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **more: Any) -> str | None:
+    return _beyond_sdpa(q, k, v, causal=causal, **more) if causal else "recomputation with the fast softmax is causal"
+
+
 _FUSED_SDPA = "hpex.kernels", "FusedSDPA"
+
+
+def _fused_sdpa(name: str, refuses: Callable[..., str | None], variant: str | None = None, **options: Any) -> Version:
+    """A mode of Intel's kernel."""
+    return Version(
+        name,
+        "hpu",
+        lambda: partial(attention_hpu, bridge(*_FUSED_SDPA), **options),
+        needs(*_FUSED_SDPA),
+        refuses,
+        variant,
+    )
+
+
 ATTENTION = Op(
     "attention",
     attention,
@@ -177,12 +195,15 @@ ATTENTION = Op(
     (
         Version("torch's kernel", "cpu", lambda: attention_torch),
         Version("torch's kernel", "cuda", lambda: attention_torch),
-        Version(
-            "FusedSDPA",
-            "hpu",
-            lambda: partial(attention_hpu, bridge(*_FUSED_SDPA)),
-            needs(*_FUSED_SDPA),
+        _fused_sdpa("FusedSDPA", _beyond_sdpa),
+        _fused_sdpa("FusedSDPA, fast softmax", _beyond_fast_softmax, "fast_softmax", softmax_mode="fast"),
+        _fused_sdpa("FusedSDPA, weights kept", _beyond_sdpa, "no_recompute", recompute=False),
+        _fused_sdpa(
+            "FusedSDPA, fast softmax, weights kept",
             _beyond_sdpa,
+            "fast_softmax_no_recompute",
+            softmax_mode="fast",
+            recompute=False,
         ),
         Version("torch", None, lambda: attention_torch),
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import get_args
 
 from lightning_megatron.config import ConfigError, ModelShape, ParallelLayout, Problem, nearest_names, raise_if_any
 from lightning_megatron.ops.adamw import ADAMW
@@ -14,19 +13,18 @@ from lightning_megatron.ops.grouped_linear import GROUPED_LINEAR
 from lightning_megatron.ops.mixture_of_experts import MIXTURE_OF_EXPERTS
 from lightning_megatron.ops.norm import LAYER_NORM, RMS_NORM
 from lightning_megatron.ops.rope import ROPE
-from lightning_megatron.ops.version import Choice, Function, Op, Wish
+from lightning_megatron.ops.version import Choice, Function, Op
 
 OPS: Mapping[str, Op] = {
     op.name: op for op in (ATTENTION, RMS_NORM, LAYER_NORM, ROPE, MIXTURE_OF_EXPERTS, GROUPED_LINEAR, LINEAR_FP8, ADAMW)
 }
-WISHES: tuple[Wish, ...] = get_args(Wish)
 OpWishes = Mapping[str, str] | str | None
 """``{"attention": "off"}``, or ``"attention=off,rms_norm=require"``."""
 
 DEFAULT_FP8 = Fp8Recipe()
 
 
-def parse_wishes(wishes: OpWishes) -> tuple[dict[str, Wish], list[Problem]]:
+def parse_wishes(wishes: OpWishes) -> tuple[dict[str, str], list[Problem]]:
     """Wishes by name of the op, and every fault in them."""
     found: list[Problem] = []
     if wishes is None:
@@ -43,10 +41,10 @@ def parse_wishes(wishes: OpWishes) -> tuple[dict[str, Wish], list[Problem]]:
     for name, wish in wishes.items():
         if name not in OPS:
             found.append(Problem("ops", name, "no op that can be chosen", nearest_names(str(name), list(OPS))))
-        elif wish not in WISHES:
-            near = tuple(f"{name}={known}" for known in nearest_names(str(wish), WISHES))
+        elif wish not in OPS[name].wishes:
+            near = tuple(f"{name}={known}" for known in nearest_names(str(wish), OPS[name].wishes))
             found.append(Problem("ops", f"{name}={wish}", "no way to choose", near))
-    known = {name: wish for name, wish in wishes.items() if name in OPS and wish in WISHES}
+    known = {name: wish for name, wish in wishes.items() if name in OPS and wish in OPS[name].wishes}
     return known, found
 
 
@@ -67,14 +65,14 @@ class Ops:
     device: str | None = None
     wishes: OpWishes = None
     fp8: Fp8Recipe = DEFAULT_FP8
-    _wished: Mapping[str, Wish] = field(init=False, repr=False, compare=False)
+    _wished: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         wished, found = parse_wishes(self.wishes)
         raise_if_any(found + self.fp8.problems())
         object.__setattr__(self, "_wished", wished)
 
-    def wish(self, op: str) -> Wish:
+    def wish(self, op: str) -> str:
         """What is wished of an op."""
         return self._wished.get(op, OPS[op].default)
 

@@ -19,14 +19,17 @@ def op_table(ops: Ops) -> list[dict[str, Any]]:
     assert ops.device is not None
     rows = []
     for name, op in OPS.items():
-        problem = op.problem(ops.device, ops.wish(name))
-        candidates = [f"{v.name}{'' if reason is None else f' ({reason})'}" for v, reason in op.candidates(ops.device)]
+        wish = ops.wish(name)
+        problem = op.problem(ops.device, wish)
+        able = op.candidates(ops.device, wish)
+        candidates = [f"{v.name}{'' if reason is None else f' ({reason})'}" for v, reason in able]
         choice = None if problem else ops.choose(name)
         rows.append(
             {
                 "op": name,
-                "wish": ops.wish(name),
+                "wish": wish,
                 "candidates": candidates,
+                "variants": list(op.variants),
                 "chosen": choice.version if choice else None,
                 "why": choice.why if choice else problem.reason,  # type: ignore[union-attr]
             }

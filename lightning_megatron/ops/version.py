@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_megatron.config import ConfigError, Problem
 
 Function = Callable[..., Any]
-Wish = Literal["auto", "require", "off"]
-"""The best version there is; a kernel of the device's own, or nothing; the reference."""
+WISHES = ("auto", "require", "off")
+"""The best version there is; a kernel of the device's own, or nothing; the reference. An op's variants come on top."""
 
 REFERENCE = "reference"
 
@@ -30,6 +30,7 @@ class Version:
         bind: gives the function. What belongs to a vendor is imported here, and nowhere before.
         missing: says why the software of the device lacks it; ``None`` if it is there.
         refuses: says of a call's arguments what this version cannot do with them; ``None`` if it can.
+        variant: the wish that it is taken for, and for no other; ``None`` for a version that is taken unasked.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Version:
     bind: Callable[[], Function]
     missing: Callable[[], str | None] = always
     refuses: Callable[..., str | None] | None = None
+    variant: str | None = None
 
 
 class Candidate(NamedTuple):
@@ -62,7 +64,7 @@ class Fallback:
     def __init__(
         self,
         op: str,
-        wish: Wish,
+        wish: str,
         function: Function,
         refuses: Callable[..., str | None],
         otherwise: Function,
@@ -119,13 +121,25 @@ class Op:
     run: Function
     reference: Function
     versions: tuple[Version, ...]
-    default: Wish = "auto"
+    default: str = "auto"
 
-    def candidates(self, device: str) -> list[Candidate]:
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Versions that are taken where they are asked for alone."""
+        return tuple(dict.fromkeys(version.variant for version in self.versions if version.variant is not None))
+
+    @property
+    def wishes(self) -> tuple[str, ...]:
+        """What can be wished of it."""
+        return (*WISHES, *self.variants)
+
+    def candidates(self, device: str, wish: str = "auto") -> list[Candidate]:
         """The versions for a type of device, the best first; the reference is always there after them."""
-        return [Candidate(v, v.missing()) for v in self.versions if v.device in (device, None)]
+        able = [version for version in self.versions if version.device in (device, None)]
+        asked = [version for version in able if version.variant == wish]
+        return [Candidate(v, v.missing()) for v in (*asked, *(v for v in able if v.variant is None))]
 
-    def problem(self, device: str, wish: Wish, unless: str | None = None) -> Problem | None:
+    def problem(self, device: str, wish: str, unless: str | None = None) -> Problem | None:
         """Why a kernel of the device's own is required in vain; ``None`` if it is not."""
         if wish != "require":
             return None
@@ -136,12 +150,12 @@ class Op:
             return _cannot_require(self.name, f"{device}: " + "; ".join(f"{v.name}: {reason}" for v, reason in own))
         return None if unless is None else _cannot_require(self.name, unless)
 
-    def choose(self, device: str, wish: Wish | None = None, unless: str | None = None) -> Choice:
+    def choose(self, device: str, wish: str | None = None, unless: str | None = None) -> Choice:
         """The version for a module.
 
         Args:
             device: type of device.
-            wish: of the user; ``None`` for none.
+            wish: of the user, one of ``wishes``; ``None`` for none. A variant that the device has not is as ``"auto"``.
             unless: why this module cannot use a kernel of the device's own, if it cannot.
 
         Raises:
@@ -154,7 +168,7 @@ class Op:
         if problem is not None:
             raise ConfigError([problem])
         usable, reasons = [], []
-        for version, reason in self.candidates(device):
+        for version, reason in self.candidates(device, wish):
             reason = reason or (unless if version.device == device else None)
             if reason is None:
                 usable.append(version)

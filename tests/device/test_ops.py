@@ -112,13 +112,30 @@ def test_fused_versions_equal_the_references_forward_and_backward(case: str, dty
     assert Ops("hpu", {name: "require"}).problems() == []
 
 
-@pytest.mark.parametrize("mode", ["None", "fast"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_attention_in_every_mode_of_the_kernel(recompute: bool, mode: str) -> None:
-    attention = Ops("hpu").choose("attention").run._function
-    op = attending(True)(lambda *x, **more: attention(*x, recompute=recompute, softmax_mode=mode, **more))
+@pytest.mark.parametrize(
+    ("wish", "operator"),
+    [
+        ("auto", "sdpa_recomp_fwd"),
+        ("no_recompute", "sdpa_fwd"),
+        ("fast_softmax", "sdpa_recomp_fwd"),
+        ("fast_softmax_no_recompute", "sdpa_fwd"),
+    ],
+)
+def test_attention_in_every_mode_of_the_kernel(wish: str, operator: str) -> None:
+    choice = Ops("hpu", {"attention": wish}).choose("attention")
     right = run(attending(True)(OPS["attention"].reference), GROUPED, torch.float32, "cpu")
-    assert_same(run(op, GROUPED, torch.float32, "hpu"), right, rtol=1e-5 if mode == "None" else 2**-6)
+    assert_same(run(attending(True)(choice.run), GROUPED, torch.float32, "hpu"), right, rtol=1e-5)
+    assert called(f"hpu::{operator}") == 1
+    assert called("sdpa") == 2, "forward and backward"
+    assert choice.fallbacks == {}
+
+
+def test_the_fast_softmax_is_recomputed_for_causal_attention_only() -> None:
+    choice = Ops("hpu", {"attention": "fast_softmax"}).choose("attention")
+    assert choice.version == "FusedSDPA, fast softmax"
+    right = run(attending(False)(OPS["attention"].reference), GROUPED, torch.float32, "cpu")
+    assert_same(run(attending(False)(choice.run), GROUPED, torch.float32, "hpu"), right, rtol=1e-5)
+    assert choice.fallbacks == {"recomputation with the fast softmax is causal": "FusedSDPA"}
 
 
 def test_attention_drops_weights_of_its_own() -> None:

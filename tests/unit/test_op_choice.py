@@ -73,6 +73,20 @@ def test_what_is_required_is_never_done_by_another():
         choice.run(torch.ones(5))
 
 
+def test_a_variant_is_taken_where_it_is_asked_for_and_nowhere_else():
+    fast = Version("fast", "cpu", lambda: doubled, variant="inexact", refuses=lambda x: "long" if len(x) > 4 else None)
+    op = Op("double", doubled, doubled, (PLAIN, fast))
+    assert op.wishes == ("auto", "require", "off", "inexact")
+    chosen = {wish: op.choose("cpu", wish).version for wish in ("auto", "off", "inexact")}
+    assert chosen == {"auto": "plain", "off": "reference", "inexact": "fast"}
+    choice = op.choose("cpu", "inexact")
+    choice.run(torch.ones(5))
+    assert choice.fallbacks == {"long": "plain"}
+    assert Ops("cpu", "attention=fast_softmax").choose("attention").run is attention_torch
+    with pytest.raises(ConfigError, match="attention=fast_softmax"):
+        MegatronStrategy(ops="attention=fast")
+
+
 def test_wishes_are_a_mapping_or_text_and_all_faults_are_told_at_once():
     assert parse_wishes(" attention=off, rope=auto,") == ({"attention": "off", "rope": "auto"}, [])
     assert parse_wishes({"attention": "off"}) == ({"attention": "off"}, [])
