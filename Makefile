@@ -16,14 +16,14 @@ test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST)
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST)
+	$(BIN)/python -m pytest -m "not slow and not exhaustive" $(PYTEST)
 
 # The Trainer's tests again, on a Gaudi in the host's memory (docs/simulated-hpu.md).
 PROFILE ?= 1.21
 ON_HPU  := tests/trainer/ tests/acceptance/
 
 test-hpu: $(READY)
-	$(BIN)/python -m pytest -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) -m "not slow" $(ON_HPU) $(PYTEST)
+	$(BIN)/python -m pytest -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) -m "not exhaustive" $(ON_HPU) $(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check

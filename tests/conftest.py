@@ -18,7 +18,7 @@ BEGUN = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "skip what has not begun after that many minutes, and slow tests after half of them"
+    text = "skip what has not begun after that many minutes, and exhaustive tests after half of them"
     parser.addoption("--budget", type=float, default=float("inf"), metavar="MINUTES", help=text)
 
 
@@ -28,12 +28,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # what is left out is at the end
+    def patience(item: pytest.Item) -> int:
+        return next((n for n, mark in enumerate(("exhaustive", "slow")) if item.get_closest_marker(mark)), 2)
+
+    items.sort(key=patience, reverse=True)  # what is left out is at the end
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     spent, budget = time.monotonic() - item.config.stash[BEGUN], item.config.stash[BUDGET]
-    share = 0.5 if item.get_closest_marker("slow") is not None else 1.0
+    share = 0.5 if item.get_closest_marker("exhaustive") is not None else 1.0
     if spent > share * budget:
         pytest.skip(f"no time left: {spent / 60:.0f} of --budget {budget / 60:.0f} minutes are spent")
 

@@ -171,7 +171,7 @@ def resumes(layout: Layout, strategy: dict[str, Any], folder: str, name: str, so
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_30_any_layout_resumes_under_any_other(ranks: Ranks, tmp_path: Path) -> None:
     layouts = LAYOUTS_OF_30
     folder = str(tmp_path)

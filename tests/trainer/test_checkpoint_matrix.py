@@ -109,7 +109,7 @@ def run(name: str, prefix: str, folder: str, source: str | None) -> tuple[list[s
     return digests.at[BEFORE], recorder.series("train_loss")[-AFTER:]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_any_layout_goes_on_with_what_any_other_saved(
     ranks: Any, prefix: str, tmp_path: Path, record_property: Any
 ) -> None:

@@ -160,7 +160,7 @@ def test_covering_layouts_equal_one_process(ranks: Ranks, record_property: Any) 
     check(ranks, QUICK, record_property)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("comm_type", CP_COMM_TYPES)
 def test_all_layouts_equal_one_process(ranks: Ranks, record_property: Any, comm_type: str) -> None:
     check(ranks, [run for run in GRID if run.comm_type == comm_type and run not in QUICK], record_property)

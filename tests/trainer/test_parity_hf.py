@@ -61,7 +61,7 @@ def test_covering_layouts_equal_hugging_face(
     check(ranks, family, tied, COVERING, record_property)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "tied"), MODELS)
 def test_all_other_layouts_equal_hugging_face(
     ranks: Callable[..., list[Any]], record_property: Any, family: str, tied: bool

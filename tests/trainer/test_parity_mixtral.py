@@ -161,12 +161,12 @@ def test_experts_on_some_layouts_train_like_one_process(ranks, record_property):
     check(ranks, FAST, record_property)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_validated_sets_train_like_one_process(ranks, record_property):
     check(ranks, VALIDATED, record_property)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_experts_with_every_other_axis_train_like_one_process(ranks, record_property):
     check(ranks, BEYOND, record_property)
 

@@ -198,7 +198,7 @@ def test_covering_pipelines_equal_one_process(ranks: Callable[..., list[Any]], r
 HALF = [r for r in GRID if (r.micro_batches == 4) == ((r.training.family == "gpt") == r.training.tied)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("pp", "schedule"), list(product((2, 4), SCHEDULES)))
 def test_half_of_all_pipelines_equal_one_process(
     ranks: Callable[..., list[Any]], record_property: Any, pp: int, schedule: str
@@ -206,7 +206,7 @@ def test_half_of_all_pipelines_equal_one_process(
     check(ranks, [r for r in HALF if (r.pp, r.schedule) == (pp, schedule) and r not in COVERING], record_property)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("runs", [UNEVEN, ODD, REPLICATED, WITHOUT_SEQUENCE_PARALLEL])
 def test_other_splits_and_replicas_equal_one_process(
     ranks: Callable[..., list[Any]], record_property: Any, runs: list[Run]

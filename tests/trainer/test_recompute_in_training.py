@@ -106,6 +106,6 @@ def test_recomputation_changes_no_bit_of_training(ranks: Any) -> None:
     run(ranks, ["one rank", "interleaved", "zero-bubble"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_recomputation_changes_no_bit_of_training_on_more_layouts(ranks: Any) -> None:
     run(ranks, [name for name in LAYOUTS if name not in ("one rank", "interleaved", "zero-bubble")])
