@@ -17,6 +17,7 @@ from lightning_megatron.checkpoint.host_copy import HostCopy
 from lightning_megatron.checkpoint.publish import lead, link_end, links_in, remove_unlinked
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, together
+from lightning_megatron.comm.leaving import settle
 from lightning_megatron.mesh import ParallelMesh
 
 
@@ -127,6 +128,8 @@ class BackgroundWriter:
         try:
             complete(draft, self._own_mesh)
             together(self._own_mesh, f"after {draft.doing}", self._catch_up)
+            if self._own_mesh.host_group is not None:
+                settle(self._own_mesh.host_group)
         except CheckpointError as error:
             self._error = error
         except Exception as error:  # a rank that is gone makes the group fail with errors of its own

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -68,6 +69,8 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from lightning_megatron.comm.leaving import settle
+
     backend = devices.CPU.backend
     if hpu.enabled():
         backend = ",".join(f"{kind.type}:{kind.backend}" for kind in (devices.CPU, devices.HPU))
@@ -98,6 +101,9 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
             payload = pickle.dumps((False, (None, f"the result cannot be pickled: {what!r}")))
         tasks.send_bytes(payload)
         if dist.is_initialized():
+            if outcome[0] and not hpu.enabled():
+                with suppress(RuntimeError):  # of a rank that has failed
+                    settle(dist.group.WORLD)
             dist.destroy_process_group()
         tasks.send_bytes(_LEFT)
 
