@@ -64,6 +64,7 @@ def killed(layout: Layout, folder: str, death: str | None, ckpt_path: str | None
     return recorder.series("train_loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("death", DEATHS)
 @pytest.mark.parametrize("layout", [TP2, PP2, DP2], ids=str)
 def test_32_a_crash_during_an_async_save_leaves_a_checkpoint(

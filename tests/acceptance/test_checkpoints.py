@@ -85,6 +85,7 @@ def contents(folder: Path) -> dict[str, str | None]:
     return {path.name: os.readlink(path) if path.is_symlink() else None for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wish", SAVERS)
 def test_27_model_checkpoint_saves_what_it_does_in_stock(ranks: Ranks, tmp_path: Path, wish: str) -> None:
     names, score = on_all(ranks, STOCK, saves, str(tmp_path / "stock"), wish)
@@ -216,6 +217,7 @@ def fit_on(layout: Layout, folder: str, ckpt_path: str) -> tuple[Any, Recorder]:
     return trainer, recorder
 
 
+@pytest.mark.slow
 def test_31_best_last_hpc_and_a_path_are_found(ranks: Ranks, tmp_path: Path) -> None:
     expected = on_all(ranks, STOCK, resolved, str(tmp_path / "stock"))
     assert expected["fit last"] == (12, 4)
@@ -246,6 +248,7 @@ def averaged_and_resumed(layout: Layout, folder: str) -> tuple[dict[str, Any], d
     return whole, averaged(layout, folder, f"{folder}/epoch=0.ckpt")
 
 
+@pytest.mark.slow
 def test_33_averaged_weights_are_validated_saved_and_resumed(ranks: Ranks, tmp_path: Path) -> None:
     expected = on_all(ranks, STOCK, averaged, str(tmp_path / "stock"))
     assert expected["saved"] == expected["val"][0] != expected["val"][1]
@@ -267,6 +270,7 @@ def with_finder(layout: Layout, folder: str, finds: bool, in_background: bool) -
     return recorder.series("train_loss")[-8:]
 
 
+@pytest.mark.slow
 def test_34_the_learning_rate_finder_leaves_training_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
     for layout in (ONE, TP2, DP2):
         folder = tmp_path / str(layout)
@@ -342,6 +346,7 @@ def evaluated_from(layout: Layout, file: str) -> dict[str, Any]:
     return trainer_for(layout).validate(module, loader(layout, 16), verbose=False)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
 def test_36_a_consolidated_checkpoint_loads_without_us(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
     expected = on_all(ranks, layout, saved, str(tmp_path))

@@ -156,6 +156,7 @@ def test_19_callback_metrics_are_identical_on_all_ranks_after_every_batch(ranks:
         assert "train_loss_step" in bar[0]
 
 
+@pytest.mark.slow
 def test_20_and_21_sums_and_metric_objects_count_every_sample_once(ranks: Ranks) -> None:
     expected, _ = on_all(ranks, STOCK, measured)
     last = expected[-1]
@@ -203,6 +204,7 @@ def forked(layout: Layout) -> list[dict[str, float]]:
     return recorder.rows
 
 
+@pytest.mark.slow
 def test_22_names_intervals_and_weights_are_those_of_stock(ranks: Ranks) -> None:
     expected = on_all(ranks, STOCK, forked)
     assert {"loss_step", "loss_epoch", "by_epoch", "val_step", "val_epoch", "sized"} <= set().union(*expected)

@@ -293,6 +293,7 @@ def calendars(layout: Layout) -> dict[str, tuple[Any, ...]]:
     return {case: calendar(layout, case) for case in STOPS}
 
 
+@pytest.mark.slow
 def test_08_everything_that_stops_a_run_stops_it_where_stock_does(ranks: Ranks) -> None:
     expected, ours = on_all(ranks, STOCK, calendars), on_all(ranks, PP2, calendars)
     for case in STOPS:

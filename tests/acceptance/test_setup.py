@@ -342,6 +342,7 @@ def in_inference_mode(layout: Layout) -> Any:
     return recorder.series("train_loss")
 
 
+@pytest.mark.slow
 def test_49_evaluation_under_inference_mode_leaves_training_intact(ranks: Ranks) -> None:
     expected = on_all(ranks, ONE, in_inference_mode)
     assert len(expected) == 12

@@ -18,6 +18,7 @@ PLUGIN = "lightning_megatron.testing.hpu.plugin"
 JOB = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["1.19", "1.21"])
 def test_on_a_simulated_hpu(profile: str) -> None:
     few = [] if profile == "1.21" else ["-m", "not slow"]

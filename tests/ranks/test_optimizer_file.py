@@ -46,6 +46,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_every_layout_and_level_writes_the_same_bytes_and_reads_them_back(tmp_path, ranks):
     ranks(1, export, tmp_path / "one", "one", LEVELS[0])
     expected = digest(tmp_path / "one")

@@ -81,6 +81,7 @@ def wrong_gradients(tp: int, sp: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sp", [False, True])
 def test_gradients_with_dropout_are_bit_for_bit_those_without_recomputation(ranks, sp):
     assert ranks(2, wrong_gradients, 2, sp) == [[], []]

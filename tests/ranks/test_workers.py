@@ -107,6 +107,7 @@ def test_a_worker_that_does_not_end_is_killed():
     assert not any(is_alive(worker) for worker in workers)
 
 
+@pytest.mark.slow
 def test_workers_that_hang_end_with_the_process_that_made_them():
     code = """
 import os, threading, time

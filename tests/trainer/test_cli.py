@@ -95,6 +95,7 @@ def test_mistyped_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "error: 'preproces' is not a command; nearest: preprocess\n"
 
 
+@pytest.mark.slow
 def test_a_small_command_leaves_lightning_cli_alone() -> None:
     check = "assert main(['schedule', '--pp=2', '--micro-batches=4']) == 0; assert 'lightning.pytorch.cli' not in mods"
     code = f"import sys; mods = sys.modules; from lightning_megatron.cli.main import main; {check}"

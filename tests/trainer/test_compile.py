@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 WHOLE = ("one rank", "pp", "full")
 """Where a block is one graph."""
-SLOW = ("zero-bubble", "cp", "ep", "selective", "parts")
+SLOW = ("tp", "zero-bubble", "cp", "ep", "selective", "parts")
 
 
 def samples(number: int) -> list[dict[str, Tensor]]:

@@ -38,6 +38,7 @@ def train(
     return recorder.series("train_loss"), recorder.series("grad_norm"), weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_runs_with_one_seed_are_bit_equal(ranks: Ranks, sequence_parallel: bool, precision: str) -> None:

@@ -54,7 +54,10 @@ def check(ranks: Callable[..., list[Any]], family: str, tied: bool, runs: list[R
     check_runs(ranks, partial(our_curves, case), runs, lambda _: expected, BOUND, record)
 
 
-@pytest.mark.parametrize(("family", "tied"), MODELS)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [pytest.param(*model, marks=() if model == ("llama", False) else pytest.mark.slow) for model in MODELS],
+)
 def test_covering_layouts_equal_hugging_face(
     ranks: Callable[..., list[Any]], record_property: Any, family: str, tied: bool
 ) -> None:

@@ -157,6 +157,7 @@ BEYOND = [
 FAST = [VALIDATED[1], VALIDATED[3], BEYOND[0], BEYOND[5], BEYOND[12], BEYOND[17]]
 
 
+@pytest.mark.slow
 def test_experts_on_some_layouts_train_like_one_process(ranks, record_property):
     check(ranks, FAST, record_property)
 
@@ -219,6 +220,7 @@ def hf_reference(layers: int, folder: Path) -> tuple[TransformerConfig, dict[str
     return config, tensors, Curve(losses, norms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 2])
 def test_one_process_trains_like_hugging_face_with_the_balance_on(layers, tmp_path, ranks, record_property):
     pytest.importorskip("transformers")

@@ -189,6 +189,7 @@ WITHOUT_SEQUENCE_PARALLEL = [
 QUICK = [*COVERING, UNEVEN[0], UNEVEN[4], ODD[0], *REPLICATED[:3]]
 
 
+@pytest.mark.slow
 def test_covering_pipelines_equal_one_process(ranks: Callable[..., list[Any]], record_property: Any) -> None:
     check(ranks, QUICK, record_property)
 
@@ -260,6 +261,7 @@ def evaluation_alone() -> dict[str, Any]:
     return evaluation(MegatronStrategy(), 4)
 
 
+@pytest.mark.slow
 def test_evaluation_returns_on_every_rank_what_one_process_does(ranks: Callable[..., list[Any]]) -> None:
     (expected,) = ranks(1, evaluation_alone)
     assert [len(p) for p in expected["predicted"]] == [4, 4, 3]

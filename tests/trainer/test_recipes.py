@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import yaml
 
@@ -78,6 +79,7 @@ def test_ways_in_which_experts_cannot_run_are_told_before_any_process_starts():
     assert str(fp16) == "precision='16-mixed': moe_dynamic computes in bf16 or fp32; nearest valid: bf16-mixed, 32-true"
 
 
+@pytest.mark.slow
 def test_the_twin_trains_from_the_command_line(tmp_path):
     generator = np.random.default_rng(0)
     with IndexedDatasetWriter(tmp_path / "tokens", dtype=np.uint16) as writer:

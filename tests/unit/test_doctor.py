@@ -110,6 +110,7 @@ print(before.verdict, after.verdict, resource.getrlimit(resource.RLIMIT_NOFILE)[
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("soft", "hard", "ranks", "expected"),
     [
