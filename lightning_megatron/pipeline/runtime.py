@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.comm.p2p import start_receive, start_send
@@ -251,7 +251,12 @@ class _Kept:
 
 @lru_cache(maxsize=1)
 def _starts_at_edges() -> bool:
-    """Whether ``torch.autograd.backward`` takes a place in the graph instead of a tensor (newer torch only)."""
+    """Whether ``torch.autograd.backward`` takes a place in the graph instead of a tensor (newer torch only).
+
+    A place that does not own its node (torch 2.6) dangles when a Function written in Python made it: torch crashes.
+    """
+    if "ownership_token" not in GradientEdge._fields:
+        return False
     leaf = torch.ones((), requires_grad=True)
     try:
         torch.autograd.backward([get_gradient_edge(leaf * 2)], [torch.ones(())])

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -23,6 +24,9 @@ from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 Ranks = Callable[..., list[Any]]
+
+LIGHTNING_2_6 = RequirementCache("lightning>=2.6")
+since_2_6 = pytest.mark.skipif(not LIGHTNING_2_6, reason="Lightning has this from 2.6 on")
 
 GLOBAL_BATCH, LENGTH, VOCABULARY, SEED = 8, 8, 32, 7
 # AdamW amplifies what sums in another order leave in the last bit; a fault shows as 1e-3 and more.

@@ -11,6 +11,7 @@ import torch
 from jobs import (
     CP2,
     DP2,
+    LIGHTNING_2_6,
     ONE,
     PP2,
     STOCK,
@@ -271,8 +272,10 @@ def augmented(layout: Layout) -> list[Any]:
 def test_15_peers_draw_the_same_numbers_in_workers_and_replicas_others(ranks: Ranks, layout: Layout) -> None:
     replicas = distinct(ranks(layout.world_size, augmented, layout))
     assert len(replicas) == layout.dp
-    drawn = [number for epochs in replicas for workers in epochs for numbers in workers for number in numbers]
-    assert len(set(drawn)) == len(drawn) == layout.dp * 2 * 2 * 3  # none twice: on replicas, in epochs, in workers
+    # Lightning 2.5 seeds torch in workers with bits that no epoch changes.
+    kinds = 3 if LIGHTNING_2_6 else 2
+    drawn = [number for epochs in replicas for workers in epochs for numbers in workers for number in numbers[:kinds]]
+    assert len(set(drawn)) == len(drawn) == layout.dp * 2 * 2 * kinds  # none twice: on replicas, in epochs, in workers
 
 
 def shuffled(layout: Layout) -> Any:

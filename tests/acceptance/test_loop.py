@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from jobs import (
     LAYOUTS,
+    LIGHTNING_2_6,
     ONE,
     PP2,
     SPREAD,
@@ -290,13 +291,13 @@ def calendar(layout: Layout, case: str) -> tuple[Any, ...]:
 
 
 def calendars(layout: Layout) -> dict[str, tuple[Any, ...]]:
-    return {case: calendar(layout, case) for case in STOPS}
+    return {case: calendar(layout, case) for case in STOPS if LIGHTNING_2_6 or case != "val_check_interval as a time"}
 
 
 @pytest.mark.slow
 def test_08_everything_that_stops_a_run_stops_it_where_stock_does(ranks: Ranks) -> None:
     expected, ours = on_all(ranks, STOCK, calendars), on_all(ranks, PP2, calendars)
-    for case in STOPS:
+    for case in expected:
         assert ours[case] == expected[case], case
     assert expected["max_steps while accumulating"][1] == 3
     assert expected["min_steps"][1] == 6
