@@ -39,6 +39,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnE
 from lightning_megatron import GPTModule, MegatronDataModule
 from lightning_megatron.checkpoint import verify
 from lightning_megatron.data import IndexedDatasetWriter
+from lightning_megatron.testing.jobs import own_environment
 from lightning_megatron.testing.trainer import Recorder
 
 
@@ -325,9 +326,8 @@ def test_35_a_failure_of_one_rank_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ONE_RANK_FAILS.format(tests=str(Path(__file__).parent)))
     begun = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+    command, env = [sys.executable, str(script)], own_environment()
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert "on purpose" in done.stderr
     assert time.monotonic() - begun < 240
@@ -354,7 +354,7 @@ def evaluated_from(layout: Layout, file: str) -> dict[str, Any]:
 def test_36_a_consolidated_checkpoint_loads_without_us(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
     expected = on_all(ranks, layout, saved, str(tmp_path))
     command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
-    subprocess.run([*command, str(tmp_path / "trained.ckpt")], check=True, timeout=300)
+    subprocess.run([*command, str(tmp_path / "trained.ckpt")], env=own_environment(), check=True, timeout=300)
     (file,) = tmp_path.glob("trained.ckpt.consolidated")
     assert_close(on_all(ranks, STOCK, evaluated_from, str(file)), expected)
 

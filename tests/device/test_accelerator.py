@@ -5,7 +5,6 @@ Run with ``make test-hpu``: this session must have the simulation (``--hpu-sim``
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ from lightning_megatron import (
     MegatronStrategy,
 )
 from lightning_megatron import device as devices
+from lightning_megatron.testing.jobs import own_environment
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 pytestmark = pytest.mark.skipif(not devices.hpu_available(), reason="needs a Gaudi, or --hpu-sim")
@@ -146,17 +146,11 @@ print(f"rank {trainer.global_rank} card {card} of {trainer.strategy.root_device}
 """
 
 
-def clean_environment(**more: str) -> dict[str, str]:
-    """Trainers that ran in this process have left the address of their own job behind."""
-    job = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "HLS_MODULE_ID", "ID")
-    return {name: value for name, value in os.environ.items() if name not in job} | more
-
-
 def run(code: str, tmp_path: Path, **environment: str) -> str:
     script = tmp_path / "job.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n" + code)
     words = [sys.executable, str(script)]
-    env = clean_environment(**environment)
+    env = own_environment(**environment)
     done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

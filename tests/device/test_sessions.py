@@ -6,16 +6,16 @@ What is slow of it runs on the newer version alone.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lightning_megatron.testing.jobs import own_environment
+
 HERE = Path(__file__).parent
 PLUGIN = "lightning_megatron.testing.hpu.plugin"
-JOB = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
 @pytest.mark.slow
@@ -23,10 +23,8 @@ JOB = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_S
 def test_on_a_simulated_hpu(profile: str) -> None:
     few = [] if profile == "1.21" else ["-m", "not slow"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", PLUGIN, "--hpu-sim", profile, *few, str(HERE)]
-    # Trainers that ran in this process have left the address of their own job behind.
-    environment = {name: value for name, value in os.environ.items() if name not in JOB}
     done = subprocess.run(
-        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=1100, check=False
+        command, cwd=HERE.parents[1], env=own_environment(), capture_output=True, text=True, timeout=1100, check=False
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

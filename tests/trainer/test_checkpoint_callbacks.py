@@ -23,6 +23,7 @@ from lightning_megatron import ConfigError, GPTModule, KillSwitch, MegatronStrat
 from lightning_megatron.checkpoint import CheckpointError, verify
 from lightning_megatron.cli.main import main
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
+from lightning_megatron.testing.jobs import own_environment
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32, "vocab_multiple": 2}
@@ -296,7 +297,8 @@ print("never printed")
 def test_sigterm_ends_a_script_of_two_processes_with_0_and_a_checkpoint(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
-    with subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    words, pipe = [sys.executable, str(script)], subprocess.PIPE
+    with subprocess.Popen(words, cwd=tmp_path, env=own_environment(), stdout=pipe, text=True) as process:
         steps = tmp_path / "steps"
         begun = time.monotonic()
         while not steps.exists() or int(steps.read_text() or 0) < 3:

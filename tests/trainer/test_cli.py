@@ -17,6 +17,7 @@ from lightning_megatron import LlamaModule
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.cli import main as command_line
 from lightning_megatron.lightning.restore import load_module
+from lightning_megatron.testing.jobs import own_environment
 
 QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.logger=false"]
 MODEL = ["--model=LlamaModule", "--model.config=llama-tiny", "--model.dict_kwargs.num_layers=2"]
@@ -139,10 +140,9 @@ def generating(trained: Path, work: Path) -> list[str]:
 
 def script(words: list[str], work: Path) -> subprocess.CompletedProcess[str]:
     """Run the console script, which may start other processes with the same words."""
-    # What Trainers of other tests have left behind would look like a launcher's variables.
-    clean = {name: value for name, value in os.environ.items() if "RANK" not in name and "MASTER" not in name}
     command = [str(Path(sys.executable).with_name("lightning-megatron")), *words]
-    return subprocess.run(command, cwd=work, env=clean, timeout=900, capture_output=True, text=True, check=False)
+    env = own_environment()
+    return subprocess.run(command, cwd=work, env=env, timeout=900, capture_output=True, text=True, check=False)
 
 
 def test_generate_continues_a_prompt(trained: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from lightning_megatron.testing.jobs import own_environment
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 LAST_LINE = r"demo: val_loss (\d+\.\d+) -> (\d+\.\d+), \d+ tokens/s, checkpoint (\S+)"
@@ -21,8 +22,7 @@ def demo(where: Path) -> str:
     result = subprocess.run(
         [sys.executable, DEMO, *words],
         cwd=where,
-        # What Trainers of other tests have left behind would look like a launcher's variables.
-        env={name: value for name, value in os.environ.items() if "RANK" not in name and "MASTER" not in name},
+        env=own_environment(),
         timeout=1100,
         capture_output=True,
         text=True,

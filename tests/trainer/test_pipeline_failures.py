@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron.testing.jobs import own_environment
+
 TIMEOUT = 90
 """Seconds after which a collective that nobody answers fails."""
 
@@ -70,14 +72,13 @@ def job(how: str, stage: int) -> None:
 def outcome(how: str, stage: int) -> tuple[int, float, str]:
     """Exit code, seconds and output of the job."""
     begin = time.monotonic()
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "NODE_RANK", "MASTER_PORT")}
     ended = subprocess.run(
         [sys.executable, __file__, how, str(stage)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=900,
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        env=own_environment(OMP_NUM_THREADS="1"),
         cwd=Path(__file__).parent,
     )
     return ended.returncode, time.monotonic() - begin, ended.stdout

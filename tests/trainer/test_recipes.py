@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from lightning_megatron.lightning.checks import job_problems
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.ops.choice import ANY_DEVICE
 from lightning_megatron.pipeline.partition import LayerSplit
+from lightning_megatron.testing.jobs import own_environment
 
 RECIPES = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -90,10 +90,8 @@ def test_the_twin_trains_from_the_command_line(tmp_path):
     words += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--data.split=80,20,0"]
     words += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path / 'logs'}"]
     command = [sys.executable, "-m", "lightning_megatron.cli.main", *words]
-    # Trainers that ran in this process have left the address of their own job behind.
-    job = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
-    clean = {name: value for name, value in os.environ.items() if name not in job}
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=900, check=False)
+    env = own_environment()
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     tables = re.findall(
         r"tokens per expert, steps (\d+) to (\d+)\n(.*\n) +0 +(.*)\n +1 +(.*)\n", done.stderr + done.stdout
