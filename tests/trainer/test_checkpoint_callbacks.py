@@ -299,14 +299,17 @@ def test_sigterm_ends_a_script_of_two_processes_with_0_and_a_checkpoint(tmp_path
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
     words, pipe = [sys.executable, str(script)], subprocess.PIPE
     with subprocess.Popen(words, cwd=tmp_path, env=own_environment(), stdout=pipe, text=True) as process:
-        steps = tmp_path / "steps"
-        begun = time.monotonic()
-        while not steps.exists() or int(steps.read_text() or 0) < 3:
-            assert process.poll() is None
-            assert time.monotonic() - begun < 300
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=120)
+        try:
+            steps = tmp_path / "steps"
+            begun = time.monotonic()
+            while not steps.exists() or int(steps.read_text() or 0) < 3:
+                assert process.poll() is None
+                assert time.monotonic() - begun < 300
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            output, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()  # nothing, where it has ended
     assert process.returncode == 0
     assert "never printed" not in output
     assert verify(tmp_path / "checkpoints" / "last.ckpt") == []
