@@ -62,7 +62,7 @@ def both(family: str, options: dict[str, Any], backend: bool | str) -> tuple[lis
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ()) for name in LAYOUTS]
 )
 def test_compiled_blocks_train_alike(ranks: Any, name: str) -> None:
     world, family, options = LAYOUTS[name]
@@ -73,7 +73,7 @@ def test_compiled_blocks_train_alike(ranks: Any, name: str) -> None:
         assert compiled == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["tp", "ep"])
 def test_the_devices_own_compiler_trains_alike(ranks: Any, name: str) -> None:
     world, family, options = LAYOUTS[name]

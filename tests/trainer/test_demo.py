@@ -14,7 +14,7 @@ from lightning_megatron.testing.jobs import own_environment
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 LAST_LINE = r"demo: val_loss (\d+\.\d+) -> (\d+\.\d+), \d+ tokens/s, checkpoint (\S+)"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 
 def demo(where: Path) -> str:

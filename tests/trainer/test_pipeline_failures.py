@@ -84,7 +84,7 @@ def outcome(how: str, stage: int) -> tuple[int, float, str]:
     return ended.returncode, time.monotonic() - begin, ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("how", ["forward", "backward", "death"])
 def test_a_failing_stage_ends_the_job_and_is_named(how: str, stage: int) -> None:
