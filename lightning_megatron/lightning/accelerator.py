@@ -18,7 +18,7 @@ NAME = devices.HPU.type
 
 
 class HPUAccelerator(Accelerator):
-    """Intel Gaudi cards: ``Trainer(accelerator="hpu")``.
+    """Intel Gaudi cards, which ``Trainer(accelerator=...)`` knows as ``NAME``.
 
     Methods are those of Intel's archived lightning-habana. One process has one card, which it calls number 0 whatever
     its place in the node; which cards a job may take is said by Gaudi's ``HABANA_VISIBLE_MODULES``.

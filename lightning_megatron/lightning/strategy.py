@@ -76,7 +76,7 @@ class MegatronStrategy(CheckpointStrategy):
         recompute_num_layers: of ``"full"``: layers of a group, or layers of each stage.
         recompute_shard_saved: of ``"full"``: tp ranks share what is kept; for runs without sequence parallelism.
         compile: run every block of layers through ``torch.compile``: ``True`` for the device's own backend, or a name.
-        gpu_migration: on Gaudi, let modules that say "cuda" run as they are, by Intel's toolkit; nothing here needs it.
+        gpu_migration: on Gaudi, run modules written for NVIDIA's devices as they are, by Intel's toolkit.
         ops: how each op with versions of its own for devices is chosen, e.g. ``{"attention": "off"}`` or
             ``"attention=off,rms_norm=require"``: ``"auto"`` (the best there is), ``"require"`` (a kernel of the
             device's own, or an error), ``"off"`` (the reference in plain torch), or a variant such as attention's

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
@@ -161,3 +161,10 @@ def assert_close(ours: Any, expected: Any, rtol: float = ROUNDING) -> None:
             assert_close(mine, its, rtol)
     else:
         assert ours == pytest.approx(expected, rel=rtol, abs=1e-7)
+
+
+def trained(layout: Layout, *callbacks: Callback, module: Any = None, **options: Any) -> Any:
+    """Train with checkpoints on; four steps of an epoch, validated at its end."""
+    return fit(
+        layout, module, validation=loader(layout, 16), callbacks=list(callbacks), enable_checkpointing=True, **options
+    )

@@ -24,10 +24,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 DP = {"gpt": 1, "llama": 2, "mixtral": 2}
 RANKS = {"gpt": 4, "llama": 8, "mixtral": 8}
-FLAT = ("optimizer_adamw",)
-LLAMAS = (*FLAT, "sdpa", "rms_norm", "rotary_pos_embedding")
+EVERY = ("optimizer_adamw",)
+LLAMAS = (*EVERY, "sdpa", "rms_norm", "rotary_pos_embedding")
 USED = {
-    "gpt": FLAT,  # attention over cp is put together from parts, and LayerNorm is torch's own
+    "gpt": EVERY,  # attention over cp is put together from parts, and LayerNorm is torch's own
     "llama": LLAMAS,
     "mixtral": (*LLAMAS, "mixture_of_experts") if os.environ.get(hpu.PROFILE) != "1.19" else LLAMAS,
 }
