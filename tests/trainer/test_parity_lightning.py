@@ -19,9 +19,8 @@ from lightning_megatron.ops.choice import OPS
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 SAMPLES, BATCH = 24, 4
-# Learning rates here are 0.01 and more. Where a gradient is nearly zero Adam's step has nothing but its rounding to go
-# by, so a thousandth of a step is what sums in another order can make of a parameter.
-ROUNDING = 1e-5
+# Learning rates are 0.01 and more: a ten-thousandth of a step is what sums in another order may make of a parameter.
+ROUNDING = 1e-6
 
 
 def single_device() -> SingleDeviceStrategy:
@@ -96,7 +95,8 @@ def assert_close_runs(ours: Any, theirs: Any, rtol: float = 1e-5) -> None:
 def language_model() -> GPTModule:
     seed_everything(3, verbose=False)
     shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "vocab_multiple": 1}
-    return GPTModule("llama-tiny", lr=1e-2, num_query_groups=2, ffn_hidden_size=48, head_dim=8, **shape)
+    # With an eps as small as usual Adam makes whole steps of the rounding of a gradient that is nearly zero.
+    return GPTModule("llama-tiny", lr=1e-2, eps=1e-3, num_query_groups=2, ffn_hidden_size=48, head_dim=8, **shape)
 
 
 def texts(batch_size: int = 4) -> DataLoader[Any]:
