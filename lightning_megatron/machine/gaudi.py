@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
 from lightning_megatron.machine.finding import Finding
 
@@ -36,6 +38,7 @@ _SWITCHES: tuple[tuple[str, str | None, str, bool], ...] = (
 )
 
 BRIDGE = "habana-torch-plugin"
+_MODULE = "habana_frameworks"
 _TOOL = "hl-smi"
 
 
@@ -56,7 +59,7 @@ def software(torch_version: str) -> Finding:
     """The bridge, and whether it was built for this torch."""
     bridge = installed(BRIDGE)
     if bridge is None:
-        return Finding("Gaudi software", "not installed")
+        return _software_without_release()
     wanted = SUPPORT_MATRIX.get(minor(bridge))
     fault, harmful = "", True
     if wanted is None:
@@ -70,6 +73,14 @@ def software(torch_version: str) -> Finding:
         release = next(name for name, torch in SUPPORT_MATRIX.items() if torch == oldest)
         fault = f"brings torch {wanted}, and this package needs {oldest} or newer: Gaudi software {release} or newer"
     return Finding("Gaudi software", bridge, fault, harmful)
+
+
+def _software_without_release() -> Finding:
+    found = find_spec(_MODULE)
+    if found is None or found.origin is None:
+        return Finding("Gaudi software", "not installed")
+    fault = f"{_MODULE} is imported from {Path(found.origin).parent}: a simulation or a copy, not {BRIDGE}"
+    return Finding("Gaudi software", "no release known", fault, harmful=False)
 
 
 def driver() -> list[Finding]:

@@ -55,6 +55,16 @@ def test_each_release_goes_with_its_torch_only(install: Any, software: str, torc
         assert f"built for torch {torch}, but torch is 2.13" in gaudi.software("2.13.0+cpu").fault
 
 
+def test_a_bridge_that_is_no_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gaudi.software("2.10.0") == Finding("Gaudi software", "not installed")
+    (tmp_path / "habana_frameworks").mkdir()
+    (tmp_path / "habana_frameworks" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = gaudi.software("2.10.0")
+    assert found.verdict == "note"
+    assert str(tmp_path / "habana_frameworks") in found.fault
+
+
 def test_an_unknown_release_is_worth_a_note(install: Any) -> None:
     install(gaudi.BRIDGE, "1.31.0.1")
     assert gaudi.software("2.10.0").verdict == "note"
