@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.bucket import Bucket
-from lightning_megatron.optim.buffer import Slot
 
 
 class GradReducer:
@@ -44,16 +43,19 @@ class GradReducer:
         self._queue = [b for b in buckets if b not in self._late]
         self._next = 0
         self._missing = self._all_missing()
+        self._buckets = tuple(buckets)
         self._handles: list[RemovableHandle] = [
-            slot.owned.param.register_post_accumulate_grad_hook(partial(self._arrived, bucket, slot))
-            for bucket in buckets
-            for slot in bucket.slots
+            slot.owned.param.register_post_accumulate_grad_hook(_noting(WeakMethod(self._arrived), i, k))
+            for i, bucket in enumerate(buckets)
+            for k, slot in enumerate(bucket.slots)
         ]
 
     def _all_missing(self) -> dict[int, set[str]]:
         return {id(bucket): {slot.owned.name for slot in bucket.slots} for bucket in self._queue}
 
-    def _arrived(self, bucket: Bucket, slot: Slot, _: Tensor) -> None:
+    def _arrived(self, bucket_index: int, slot_index: int) -> None:
+        bucket = self._buckets[bucket_index]
+        slot = bucket.slots[slot_index]
         if bucket.reduce_started:
             raise RuntimeError(
                 f"a gradient of {slot.owned.name!r} arrived after its bucket had been sent to the other data-parallel "
@@ -110,3 +112,14 @@ class GradReducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _noting(arrived: WeakMethod[Callable[[int, int], None]], bucket: int, slot: int) -> Callable[[Tensor], None]:
+    # torch keeps these hooks where Python's garbage collector does not look: one that led back to its parameter would
+    # keep the model, its optimizer and their process groups for as long as the process lives.
+    def note(_: Tensor) -> None:
+        method = arrived()
+        if method is not None:
+            method(bucket, slot)
+
+    return note
