@@ -304,7 +304,7 @@ class FailsAlone(L.Callback):
         if trainer.global_step == 2 and trainer.global_rank == 1:
             raise RuntimeError("on purpose")
 
-trainer = L.Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2, timeout=timedelta(seconds=60)),
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2, timeout=timedelta(seconds=30)),
                     max_epochs=1, logger=False, enable_progress_bar=False,
                     callbacks=[FailsAlone(), OnExceptionCheckpoint("saved")])
 trainer.fit(language_model(), loader(TP2))
