@@ -13,7 +13,11 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from lightning_megatron import ConfigError, GPTModule, MegatronStrategy
+from lightning_megatron import device as devices
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+
+LAZY = devices.is_lazy(torch.device(devices.best_available().type))
+not_lazy = pytest.mark.skipif(LAZY, reason="lazy mode compiles by itself, and refuses")
 
 # The compiler's whole front half, whose graphs are run as they are: no C++ is made, which takes half a minute a run.
 TRACED = "aot_eager"
@@ -61,6 +65,7 @@ def both(family: str, options: dict[str, Any], backend: bool | str) -> tuple[lis
     return plain, compiled, counters["stats"]["unique_graphs"], list(counters["graph_break"])
 
 
+@not_lazy
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ()) for name in LAYOUTS]
 )
@@ -73,6 +78,7 @@ def test_compiled_blocks_train_alike(ranks: Any, name: str) -> None:
         assert compiled == pytest.approx(plain, rel=1e-5)
 
 
+@not_lazy
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["tp", "ep"])
 def test_the_devices_own_compiler_trains_alike(ranks: Any, name: str) -> None:
@@ -82,8 +88,16 @@ def test_the_devices_own_compiler_trains_alike(ranks: Any, name: str) -> None:
         assert compiled == pytest.approx(plain, rel=1e-5)
 
 
+@not_lazy
 def test_a_module_that_names_no_blocks_is_told() -> None:
     strategy = MegatronStrategy(compile=True)
     trainer = quiet_trainer(strategy, max_steps=1)
     with pytest.raises(ConfigError, match="compile_blocks"):
+        trainer.fit(BoringModel())
+
+
+@pytest.mark.skipif(not LAZY, reason="only lazy mode refuses")
+def test_lazy_mode_refuses_and_says_why() -> None:
+    trainer = quiet_trainer(MegatronStrategy(compile=True), max_steps=1)
+    with pytest.raises(ConfigError, match="lazy mode compiles by itself; nearest valid: False"):
         trainer.fit(BoringModel())
