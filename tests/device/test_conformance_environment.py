@@ -112,6 +112,26 @@ def test_children_find_it_at_their_first_import_of_torch():
     assert done.stdout.split() == ["2.0", "True"], done.stderr
 
 
+WITHOUT_BRIDGE = """
+import sys, torch
+assert "habana_frameworks.torch" not in sys.modules and torch.accelerator.current_accelerator() is None
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(1)
+weight = torch.nn.Parameter(torch.ones(2))
+weight.sum().backward()
+torch.optim.AdamW([weight], lr=0.5, weight_decay=0).step()
+import habana_frameworks.torch
+print(round(weight.sum().item(), 3), torch.ones(2, device="hpu").sum().item(), torch.accelerator.current_accelerator())
+"""
+
+
+def test_there_is_no_device_until_the_bridge_is_imported():
+    environment = {**os.environ, "PT_HPU_AUTOLOAD": "0"}  # which lazy mode does not need
+    command = [sys.executable, "-c", WITHOUT_BRIDGE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["1.0", "2.0", "hpu"], done.stderr
+
+
 def test_it_is_not_importable_where_it_was_not_asked_for():
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_MEGATRON_HPU_SIM")}
     command = [sys.executable, "-c", "import habana_frameworks.torch"]

@@ -171,13 +171,20 @@ at::Generator host_generator(const at::Generator& generator) {
   return generator.device().type() == kType ? generator.get<Generator>()->inner : generator;
 }
 
+// Until then torch has no module for the device, and fails where it asks its accelerator for one.
+static std::atomic<bool> bridge_is_imported{false};
+
+void announce() {
+  bridge_is_imported = true;
+}
+
 // The registry below knows hooks by the name of their class, and torch asks for "HPUHooks".
 struct HPUHooks final : at::HPUHooksInterface {
   explicit HPUHooks(at::HPUHooksArgs) {}
   // Without `override` where the oldest torch supported does not ask.
-  bool hasHPU() const { return true; }
-  bool isBuilt() const { return true; }
-  bool isAvailable() const { return true; }
+  bool hasHPU() const { return bridge_is_imported; }
+  bool isBuilt() const { return bridge_is_imported; }
+  bool isAvailable() const { return bridge_is_imported; }
   void init() const {}
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }

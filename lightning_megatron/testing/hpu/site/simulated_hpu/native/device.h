@@ -45,7 +45,11 @@ c10::Storage adopt(const c10::Storage& storage);
 // An operation of torch.distributed on tensors of the device.
 void run_on_hccl(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-// ---- whether torch asks us about HPUs: it decides once, at its first question
+// ---- what torch is told (device.cpp)
+
+// Whether torch asks us about HPUs: it decides once, at its first question.
 bool installed();
+// From now on the answer is that there is one.
+void announce();
 
 }  // namespace simulated_hpu

@@ -420,6 +420,7 @@ void run_on_hccl(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("installed", &installed);
+  m.def("announce", &announce);
   m.def("memory_counts", &memory_counts);
   m.def("reset_peak", &reset_peak);
   m.def("reset_counts", &reset_counts);

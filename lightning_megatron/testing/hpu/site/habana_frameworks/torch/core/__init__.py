@@ -4,6 +4,7 @@ import os
 
 import torch
 from simulated_hpu import ops
+from simulated_hpu.native_extension import native
 
 from habana_frameworks.torch import hpu
 from habana_frameworks.torch.core.step_closure import add_step_closure, iter_mark_step, mark_step
@@ -11,6 +12,7 @@ from habana_frameworks.torch.core.torch_overwrites import overwrite_torch_functi
 
 ops.define()
 torch._register_device_module("hpu", hpu)
+native().announce()
 overwrite_torch_functions()
 os.environ.setdefault("HABANA_PROFILE", "profile_api_light")
 
