@@ -19,8 +19,8 @@ from lightning_megatron.ops.fp8 import LARGEST, LINEARS, MULTIPLE, Fp8Kernels, F
 from lightning_megatron.ops.matmul import PLAIN
 from lightning_megatron.ops.version import REFERENCE, Choice
 
-_FORMATS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
-_INPUT, _WEIGHT, _GRADIENT = range(3)
+_KEPT, _GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+_INPUT, _WEIGHT, _DY = range(3)
 
 
 class Cast(NamedTuple):
@@ -46,10 +46,15 @@ class Fp8Products(nn.Module):
     Attributes:
         amax_history: ``[steps, 3]``, the newest first: largest magnitude of input, weight and gradient, over all ranks.
         scale: ``[3]``, from the history; 0 where nothing was seen.
+        seen_forward: ``[2]``, largest magnitudes of input and weight on this rank since the last step.
+        seen_backward: ``[1]``, that of the gradient. It has its own memory because ``torch.compile`` knows buffers that
+            its forward writes, and buffers that its backward writes, but none that both do.
     """
 
     amax_history: Tensor
     scale: Tensor
+    seen_forward: Tensor
+    seen_backward: Tensor
 
     def __init__(
         self, kernels: Fp8Kernels, recipe: Fp8Recipe, choice: Choice, device: torch.device | str | None = None
@@ -60,33 +65,42 @@ class Fp8Products(nn.Module):
         # Kept in the dtype of parameters: powers of two are exact in all of them.
         self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, 3, device=device))
         self.register_buffer("scale", torch.zeros(3, device=device))
-        self._seen: Tensor | None = None  # [3] by this rank since the last step
+        self.register_buffer("seen_forward", torch.zeros(2, device=device), persistent=False)
+        self.register_buffer("seen_backward", torch.zeros(1, device=device), persistent=False)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x W^T + b``, ``[..., in] -> [..., out]``."""
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """``x W^T + b``, ``[..., in] -> [..., out]``, and the scales of ``x`` and ``W``."""
         if not self._fits(x):
             return PLAIN.forward(x, weight, bias)
-        a, b = self._cast(x, _INPUT), self._cast(weight, _WEIGHT)
+        largest = torch.stack((_largest(x), _largest(weight)))
+        self._note(self.seen_forward, largest)
+        scales = self._scales(largest, _KEPT, slice(_INPUT, _WEIGHT + 1)).unbind()
+        a, b = self._cast(x, scales[_INPUT], _KEPT), self._cast(weight, scales[_WEIGHT], _KEPT)
         flat_bias = None if bias is None else bias.flatten()
         out = self.kernels.product(a.values, b.values.t(), a.scale, b.scale, flat_bias, x.dtype)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], -1), scales
 
     def gradient(self, dy: Tensor) -> Cast | Tensor:
         """What both gradients need of the output's."""
-        return self._cast(dy, _GRADIENT) if self._fits(dy) else PLAIN.gradient(dy)
+        if not self._fits(dy):
+            return PLAIN.gradient(dy)
+        largest = _largest(dy)[None]
+        self._note(self.seen_backward, largest)
+        (scale,) = self._scales(largest, _GRADIENT, slice(_DY, _DY + 1)).unbind()
+        return self._cast(dy, scale, _GRADIENT)
 
-    def input_gradient(self, dy: Cast | Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, dy: Cast | Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """``dy W``."""
         if isinstance(dy, Tensor):
-            return PLAIN.input_gradient(dy, weight)
-        b = self._cast(weight, _WEIGHT)
+            return PLAIN.input_gradient(dy, weight, kept)
+        b = self._cast(weight, kept[_WEIGHT], _KEPT)
         return self.kernels.product(dy.values, b.values, dy.scale, b.scale, None, dy.dtype).view(*dy.shape[:-1], -1)
 
-    def weight_gradient(self, dy: Cast | Tensor, x: Tensor) -> Tensor:
+    def weight_gradient(self, dy: Cast | Tensor, x: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """``dy^T x``, ``[out, in]``."""
         if isinstance(dy, Tensor):
-            return PLAIN.weight_gradient(dy, x)
-        b = self._cast(x, _INPUT)
+            return PLAIN.weight_gradient(dy, x, kept)
+        b = self._cast(x, kept[_INPUT], _KEPT)
         return self.kernels.product(dy.values.t(), b.values, dy.scale, b.scale, None, dy.dtype)
 
     def _fits(self, x: Tensor) -> bool:
@@ -96,23 +110,23 @@ class Fp8Products(nn.Module):
         self._noted.setdefault(f"{tokens} tokens, no multiple of {MULTIPLE}", REFERENCE)
         return False
 
-    def _cast(self, x: Tensor, which: int) -> Cast:
-        largest = torch.linalg.vector_norm(x, float("inf")).float()
-        if self.training:
-            self._note(largest, which)
-        delayed, own = self.scale[which].float(), scale_for(largest, LARGEST[_FORMATS[which]], self.recipe.margin)
-        scale = torch.where(delayed > 0, delayed, own)
-        return Cast(self.kernels.cast(x.flatten(0, -2), scale, _FORMATS[which]), scale, x.shape, x.dtype)
+    def _cast(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Cast:
+        return Cast(self.kernels.cast(x.flatten(0, -2), scale, dtype), scale, x.shape, x.dtype)
 
-    def _note(self, largest: Tensor, which: int) -> None:
-        if self._seen is None:
-            self._seen = torch.zeros(3, device=largest.device)
-        self._seen[which] = torch.maximum(self._seen[which], largest)
+    def _scales(self, largest: Tensor, dtype: torch.dtype, which: slice) -> Tensor:
+        delayed, own = self.scale[which].float(), scale_for(largest, LARGEST[dtype], self.recipe.margin)
+        return torch.where(delayed > 0, delayed, own)
+
+    def _note(self, seen: Tensor, largest: Tensor) -> None:
+        if self.training:
+            seen.copy_(torch.maximum(seen, largest))
 
     def take_seen(self) -> Tensor:
         """``[3]``: the largest magnitudes since this was last asked."""
-        seen, self._seen = self._seen, None
-        return torch.zeros(3, device=self.scale.device) if seen is None else seen
+        seen = torch.cat((self.seen_forward, self.seen_backward)).float()
+        self.seen_forward.zero_()
+        self.seen_backward.zero_()
+        return seen
 
     def begin_step(self, seen: Tensor) -> None:
         """Scales for the next step.
@@ -124,7 +138,7 @@ class Fp8Products(nn.Module):
         self.amax_history.copy_(torch.cat((usable[None].to(self.amax_history.dtype), self.amax_history[:-1])))
         history = self.amax_history.float()
         amax = history.amax(0) if self.recipe.amax_compute == "max" else history[0]
-        largest = torch.tensor([LARGEST[dtype] for dtype in _FORMATS], device=amax.device)
+        largest = torch.tensor([LARGEST[_KEPT], LARGEST[_KEPT], LARGEST[_GRADIENT]], device=amax.device)
         self.scale.copy_(torch.where(amax > 0, scale_for(amax, largest, self.recipe.margin), torch.zeros_like(amax)))
 
     def extra_repr(self) -> str:
@@ -154,6 +168,10 @@ class Fp8Steps(nn.Module):
             seen = all_reduce_max(seen, axis)
         for products, own in zip(self._products, seen, strict=True):
             products.begin_step(own)
+
+
+def _largest(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, float("inf")).float()
 
 
 def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: ParallelMesh) -> Fp8Steps | None:

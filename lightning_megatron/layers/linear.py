@@ -64,15 +64,16 @@ class _Linear(torch.autograd.Function):
         leaves: tuple[Tensor | None, ...],
         products: Products,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
         ctx.products = products
         ctx.axis, ctx.sequence_parallel, ctx.deferred, ctx.leaves = axis, sequence_parallel, deferred, leaves
         whole = all_gather(x, axis) if sequence_parallel else x
-        return products.forward(whole, weight, bias)
+        out, kept = products.forward(whole, weight, bias)
+        ctx.save_for_backward(x, weight, bias, *kept)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, weight, bias, *kept = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         if ctx.deferred is not None:
             needs_dw, needs_db = (leaf is not None and leaf.requires_grad for leaf in ctx.leaves)
@@ -80,10 +81,10 @@ class _Linear(torch.autograd.Function):
         start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
         products = ctx.products
         factor = products.gradient(dy)
-        pending_dx = start(products.input_gradient(factor, weight), ctx.axis) if needs_dx else None
+        pending_dx = start(products.input_gradient(factor, weight, kept), ctx.axis) if needs_dx else None
 
         def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
-            dw = products.weight_gradient(factor, whole_x.wait()).view_as(weight) if needs_dw else None
+            dw = products.weight_gradient(factor, whole_x.wait(), kept).view_as(weight) if needs_dw else None
             db = dy.flatten(0, -2).sum(0).view_as(bias) if bias is not None and needs_db else None
             return dw, db
 

@@ -8,6 +8,7 @@ large weight there is only a block at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -144,13 +145,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, native: boo
 
 
 class Products(Protocol):
-    """The products of a linear layer; none is for autograd to record."""
+    """The products of a linear layer; none is for autograd to record.
+
+    ``forward`` returns, beside its product, tensors that it wants to see again in backward.
+    """
 
     # ruff: noqa: D102
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]: ...
     def gradient(self, dy: Tensor) -> Any: ...
-    def input_gradient(self, dy: Any, weight: Tensor) -> Tensor: ...
-    def weight_gradient(self, dy: Any, x: Tensor) -> Tensor: ...
+    def input_gradient(self, dy: Any, weight: Tensor, kept: Sequence[Tensor]) -> Tensor: ...
+    def weight_gradient(self, dy: Any, x: Tensor, kept: Sequence[Tensor]) -> Tensor: ...
 
 
 class PlainProducts:
@@ -159,19 +163,19 @@ class PlainProducts:
     def __reduce__(self) -> str:
         return "PLAIN"  # there is one, also for copies of a layer
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``x W^T + b``, ``[..., in] -> [..., out]``."""
-        return linear(x, weight, bias)
+        return linear(x, weight, bias), ()
 
     def gradient(self, dy: Tensor) -> Tensor:
         """What both gradients need of the output's."""
         return dy
 
-    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, dy: Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """``dy W``, ``[..., out] -> [..., in]``."""
         return matmul(dy, weight.flatten(0, -2))
 
-    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+    def weight_gradient(self, dy: Tensor, x: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """``dy^T x``, ``[out, in]``."""
         return product(dy.flatten(0, -2).t(), x.flatten(0, -2))
 
