@@ -354,6 +354,7 @@ def test_49_evaluation_under_inference_mode_leaves_training_intact(ranks: Ranks)
 # 50; private names of Lightning are held by tests/trainer/test_private.py
 
 
+@pytest.mark.slow
 def test_50_the_package_imports_without_an_accelerator() -> None:
     code = "import sys, lightning_megatron; assert not any(m.startswith('habana') for m in sys.modules)"
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

@@ -27,6 +27,8 @@ LAYOUTS = {
     "tp2dp2ep2etp1unsharded": {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "unsharded": True},
     "cp2ep4": {"cp": 2, "dp": 2, "ep": 4},
 }
+OFTEN = ("one", "tp2", "dp2", "pp2", "tp2pp2", "tp2ep2", "tp2dp2ep2etp1unsharded")
+"""What the fast tests load into; from all the others."""
 GRID = ("tp", "cp", "dp", "pp")
 SHOWN = ("tp2dp2", "dp4", "tp2pp2", "tp2dp2unsharded", "tp2dp2ep2", "tp2dp2ep2etp1unsharded")
 
@@ -68,7 +70,9 @@ def load_all(folder, after):
     return {before: load_toy(folder / f"{before}.ckpt", after) for before in LAYOUTS}
 
 
-@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize(
+    "after", [pytest.param(after, marks=() if after in OFTEN else pytest.mark.slow) for after in LAYOUTS]
+)
 def test_any_layout_loads_into_any_other_bit_equal(after, saved, ranks):
     for found in ranks(world(after), load_all, saved, after):
         for before, (wrong, meta, own, groups, shared) in found.items():

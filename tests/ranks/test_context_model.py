@@ -70,7 +70,7 @@ def check_models(layout: ParallelLayout, rtol: float) -> dict[str, Any]:
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
 @pytest.mark.parametrize(
     ("tp", "cp", "sp"),
-    [(1, 2, None), (1, 4, None), (2, 2, True), (2, 2, False)],
+    [(1, 2, None), (1, 4, None), (2, 2, True), pytest.param(2, 2, False, marks=pytest.mark.slow)],
     ids=["cp2", "cp4", "tp2cp2sp", "tp2cp2"],
 )
 def test_loss_logits_and_all_gradients_equal_one_process(ranks, tp, cp, sp, comm_type):

@@ -143,13 +143,12 @@ LAYOUTS = {
     "dp4 ep2 etp2, more than tp": {"dp": 4, "ep": 2, "etp": 2},
     "tp4 ep2 etp2": {"tp": 4, "dp": 1, "ep": 2, "etp": 2},
 }
+SIZES = {name: sizes.get("tp", 1) * sizes.get("dp", 1) for name, sizes in LAYOUTS.items()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_outputs_and_all_gradients_equal_a_dense_reference(ranks, layout):
-    sizes = LAYOUTS[layout]
-    world = sizes.get("tp", 1) * sizes.get("dp", 1)
-    assert ranks(world, check_all, sizes) == [{}] * world
+    assert ranks(SIZES[layout], check_all, LAYOUTS[layout]) == [{}] * SIZES[layout]
 
 
 def uneven(layout: dict[str, int]) -> dict[str, str]:
@@ -294,8 +293,8 @@ def allgather_with(x: Tensor, experts: Tensor, weights: Tensor, grid: ExpertGrid
     return allgather(x, experts, weights, compute.routed, grid.axis)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if SIZES[name] > 2 else ()) for name in LAYOUTS]
+)
 def test_tokens_are_conserved_by_every_dispatcher_whatever_the_routing(ranks, layout):
-    sizes = LAYOUTS[layout]
-    world = sizes.get("tp", 1) * sizes.get("dp", 1)
-    assert ranks(world, conserved, sizes, range(60)) == [[]] * world
+    assert ranks(SIZES[layout], conserved, LAYOUTS[layout], range(60)) == [[]] * SIZES[layout]

@@ -153,7 +153,7 @@ def assert_equals_plain(case: Case, params: list[Tensor], norms: list[float]) ->
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, msg=lambda text: f"{case}: {text}")
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_way_to_communicate_equals_one_process(ranks: Callable[..., list[Any]], dp: int) -> None:
     for rank in ranks(dp, train_all, LAYOUTS):
         for case, (params, norms) in zip(LAYOUTS, rank, strict=True):
