@@ -19,8 +19,8 @@ from lightning_megatron.ops.fp8 import LARGEST, LINEARS, MULTIPLE, Fp8Kernels, F
 from lightning_megatron.ops.matmul import PLAIN
 from lightning_megatron.ops.version import REFERENCE, Choice
 
-_KEPT, _GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-_INPUT, _WEIGHT, _DY = range(3)
+_FORMATS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
+_INPUT, _WEIGHT, _GRADIENT = range(3)
 
 
 class Cast(NamedTuple):
@@ -72,35 +72,28 @@ class Fp8Products(nn.Module):
         """``x W^T + b``, ``[..., in] -> [..., out]``, and the scales of ``x`` and ``W``."""
         if not self._fits(x):
             return PLAIN.forward(x, weight, bias)
-        largest = torch.stack((_largest(x), _largest(weight)))
-        self._note(self.seen_forward, largest)
-        scales = self._scales(largest, _KEPT, slice(_INPUT, _WEIGHT + 1)).unbind()
-        a, b = self._cast(x, scales[_INPUT], _KEPT), self._cast(weight, scales[_WEIGHT], _KEPT)
+        scales = self._scale(x, _INPUT), self._scale(weight, _WEIGHT)
+        a, b = self._cast(x, scales[_INPUT], _INPUT), self._cast(weight, scales[_WEIGHT], _WEIGHT)
         flat_bias = None if bias is None else bias.flatten()
         out = self.kernels.product(a.values, b.values.t(), a.scale, b.scale, flat_bias, x.dtype)
         return out.view(*x.shape[:-1], -1), scales
 
     def gradient(self, dy: Tensor) -> Cast | Tensor:
         """What both gradients need of the output's."""
-        if not self._fits(dy):
-            return PLAIN.gradient(dy)
-        largest = _largest(dy)[None]
-        self._note(self.seen_backward, largest)
-        (scale,) = self._scales(largest, _GRADIENT, slice(_DY, _DY + 1)).unbind()
-        return self._cast(dy, scale, _GRADIENT)
+        return self._cast(dy, self._scale(dy, _GRADIENT), _GRADIENT) if self._fits(dy) else PLAIN.gradient(dy)
 
     def input_gradient(self, dy: Cast | Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """``dy W``."""
         if isinstance(dy, Tensor):
             return PLAIN.input_gradient(dy, weight, kept)
-        b = self._cast(weight, kept[_WEIGHT], _KEPT)
+        b = self._cast(weight, kept[_WEIGHT], _WEIGHT)
         return self.kernels.product(dy.values, b.values, dy.scale, b.scale, None, dy.dtype).view(*dy.shape[:-1], -1)
 
     def weight_gradient(self, dy: Cast | Tensor, x: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """``dy^T x``, ``[out, in]``."""
         if isinstance(dy, Tensor):
             return PLAIN.weight_gradient(dy, x, kept)
-        b = self._cast(x, kept[_INPUT], _KEPT)
+        b = self._cast(x, kept[_INPUT], _INPUT)
         return self.kernels.product(dy.values.t(), b.values, dy.scale, b.scale, None, dy.dtype)
 
     def _fits(self, x: Tensor) -> bool:
@@ -110,16 +103,17 @@ class Fp8Products(nn.Module):
         self._noted.setdefault(f"{tokens} tokens, no multiple of {MULTIPLE}", REFERENCE)
         return False
 
-    def _cast(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Cast:
-        return Cast(self.kernels.cast(x.flatten(0, -2), scale, dtype), scale, x.shape, x.dtype)
+    def _cast(self, x: Tensor, scale: Tensor, which: int) -> Cast:
+        return Cast(self.kernels.cast(x.flatten(0, -2), scale, _FORMATS[which]), scale, x.shape, x.dtype)
 
-    def _scales(self, largest: Tensor, dtype: torch.dtype, which: slice) -> Tensor:
-        delayed, own = self.scale[which].float(), scale_for(largest, LARGEST[dtype], self.recipe.margin)
-        return torch.where(delayed > 0, delayed, own)
-
-    def _note(self, seen: Tensor, largest: Tensor) -> None:
+    def _scale(self, x: Tensor, which: int) -> Tensor:
+        """What to multiply a tensor by, whose largest magnitude is noted on the way."""
+        largest = torch.linalg.vector_norm(x, float("inf")).float()
         if self.training:
+            seen = self.seen_backward[0] if which == _GRADIENT else self.seen_forward[which]
             seen.copy_(torch.maximum(seen, largest))
+        delayed, own = self.scale[which].float(), scale_for(largest, LARGEST[_FORMATS[which]], self.recipe.margin)
+        return torch.where(delayed > 0, delayed, own)
 
     def take_seen(self) -> Tensor:
         """``[3]``: the largest magnitudes since this was last asked."""
@@ -138,7 +132,7 @@ class Fp8Products(nn.Module):
         self.amax_history.copy_(torch.cat((usable[None].to(self.amax_history.dtype), self.amax_history[:-1])))
         history = self.amax_history.float()
         amax = history.amax(0) if self.recipe.amax_compute == "max" else history[0]
-        largest = torch.tensor([LARGEST[_KEPT], LARGEST[_KEPT], LARGEST[_GRADIENT]], device=amax.device)
+        largest = torch.tensor([LARGEST[dtype] for dtype in _FORMATS], device=amax.device)
         self.scale.copy_(torch.where(amax > 0, scale_for(amax, largest, self.recipe.margin), torch.zeros_like(amax)))
 
     def extra_repr(self) -> str:
@@ -168,10 +162,6 @@ class Fp8Steps(nn.Module):
             seen = all_reduce_max(seen, axis)
         for products, own in zip(self._products, seen, strict=True):
             products.begin_step(own)
-
-
-def _largest(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, float("inf")).float()
 
 
 def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: ParallelMesh) -> Fp8Steps | None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from habana_frameworks.torch.utils.internal import is_lazy
 from lightning.pytorch import seed_everything
-from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
+from tracing import compiled
 
 from lightning_megatron import LlamaModule, MegatronHPUStrategy
 from lightning_megatron.ops.fp8 import Fp8Recipe
@@ -31,10 +31,8 @@ WHOLE = ("one rank", "bf16", "all recomputed")
 """Where a block is one graph."""
 
 
-def train(tokens: int, options: dict[str, Any]) -> tuple[list[float], int]:
+def train(tokens: int, precision: Any = "32-true", **options: Any) -> tuple[list[float], int]:
     """Losses and gradient norms of four steps, and how many products were made in fp8."""
-    options = {**options}
-    precision = options.pop("precision", "32-true")
     seed_everything(5, verbose=False)
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61, "ffn_hidden_size": 64}
     module = LlamaModule("llama-tiny", lr=1e-3, vocab_multiple=4, **sizes)
@@ -51,26 +49,22 @@ def train(tokens: int, options: dict[str, Any]) -> tuple[list[float], int]:
 
 
 def both(tokens: int, options: dict[str, Any]) -> tuple[Any, Any, int, list[str]]:
-    plain = train(tokens, options)
-    torch.compiler.reset()
-    counters.clear()
-    compiled = train(tokens, {**options, "compile": "aot_eager"})
-    return plain, compiled, counters["stats"]["unique_graphs"], list(counters["graph_break"])
+    return train(tokens, **options), *compiled(train, tokens, **options, compile="aot_eager")
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_compiled_fp8_trains_alike(ranks: Callable[..., list[Any]], name: str) -> None:
     world, options = LAYOUTS[name]
-    for plain, compiled, graphs, breaks in ranks(world, both, 16, options):
+    for plain, traced, graphs, breaks in ranks(world, both, 16, options):
         assert len(plain[0]) == 8
         assert plain[1] > 0
-        assert compiled[0] == pytest.approx(plain[0], rel=1e-5)
-        assert compiled[1] == plain[1]
+        assert traced[0] == pytest.approx(plain[0], rel=1e-5)
+        assert traced[1] == plain[1]
         assert graphs >= 1
         assert name not in WHOLE or not breaks
 
 
 def test_micro_batches_that_do_not_fit_are_compiled_too(ranks: Callable[..., list[Any]]) -> None:
-    ((plain, compiled, *_),) = ranks(1, both, 13, {"micro_batch_size": 1})
-    assert plain[1] == compiled[1] == 0
-    assert compiled[0] == pytest.approx(plain[0], rel=1e-5)
+    ((plain, traced, *_),) = ranks(1, both, 13, {"micro_batch_size": 1})
+    assert plain[1] == traced[1] == 0
+    assert traced[0] == pytest.approx(plain[0], rel=1e-5)

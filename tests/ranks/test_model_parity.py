@@ -81,10 +81,10 @@ def check_models(tp: int, sp: bool) -> dict[str, dict[str, str]]:
     return {case: faults for case, faults in wrong.items() if faults}
 
 
-FOUR = [pytest.param(4, sp, marks=pytest.mark.slow) for sp in (False, True)]
+TP4, TP4_SP = (pytest.param(4, sp, marks=pytest.mark.slow) for sp in (False, True))
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True), *FOUR])
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True), TP4, TP4_SP])
 def test_loss_logits_and_all_gradients_equal_one_process(ranks, tp, sp):
     assert ranks(tp, check_models, tp, sp) == [{}] * tp
 
@@ -134,7 +134,7 @@ def check_decoding(tp: int, sp: bool) -> dict[str, Any]:
     return {case: faults for case, faults in wrong.items() if faults}
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True), FOUR[1]])
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True), TP4_SP])
 def test_decoding_with_caches_equals_one_process_without(ranks, tp, sp):
     found = ranks(tp, check_decoding, tp, sp)
     assert [rank.keys() for rank in found] == [{"unseeded"}] * tp

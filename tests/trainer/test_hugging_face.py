@@ -93,7 +93,7 @@ def predictions(folder: Path, layouts: list[dict[str, Any]]) -> list[tuple[str, 
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.slow if size > 2 else ()) for size in LAYOUTS])
 def test_logits_equal_transformers_in_every_layout(
     ranks: Callable[..., list[Any]], folder: Path, size: int, record_property: Any
 ) -> None:
