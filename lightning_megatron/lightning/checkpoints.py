@@ -190,7 +190,12 @@ def optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh, 
         {**settings, "params": names}
         for settings, names in zip(optimizer.group_settings(), optimizer.group_names(), strict=True)
     ]
-    return optimizer_state(index, optimizer.pieces(), mesh, groups, sharded=sharded)
+    state = optimizer_state(index, optimizer.pieces(), mesh, groups, sharded=sharded)
+    return state | {_whole_key(index, name): kept for name, kept in optimizer.whole_state().items()}
+
+
+def _whole_key(index: int, name: str) -> str:
+    return f"optimizer_{index}.state.{name}.whole"
 
 
 def continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State) -> None:
@@ -198,6 +203,7 @@ def continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State) ->
     saved = state[f"optimizer_{index}.param_groups"]
     scalars, notes = regrouped(saved, optimizer.group_names())
     optimizer.load_group_settings(scalars)
+    optimizer.load_whole_state({name: state[_whole_key(index, name)] for name in optimizer.whole_state()})
     for note in notes:
         rank_zero_warn(note)
     for piece, *_, shared in optimizer.pieces():

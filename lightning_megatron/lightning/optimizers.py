@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_megatron.lightning.precision import PrecisionMode
 from lightning_megatron.lightning.token_mean import TokenWindow
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.reach import Vouched
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
 from lightning_megatron.pipeline.tied import sum_tied_gradients
@@ -41,6 +42,7 @@ class OptimizerSet:
         overlap_grad_reduce: see ``MegatronStrategy``.
         overlap_param_gather: see ``MegatronStrategy``.
         bucket_size: see ``MegatronStrategy``.
+        elementwise: see ``MegatronStrategy``.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class OptimizerSet:
         overlap_grad_reduce: bool,
         overlap_param_gather: bool,
         bucket_size: int | None,
+        elementwise: Sequence[Vouched] = (),
     ) -> None:
         self._mesh = mesh
         specs = list(named_specs(module))
@@ -72,6 +75,7 @@ class OptimizerSet:
                 overlap_param_gather=overlap_param_gather,
                 bucket_size=bucket_size,
                 hold={name for name, _, _ in specs}.intersection(self._tied),
+                elementwise=elementwise,
             )
             for optimizer in optimizers
         ]

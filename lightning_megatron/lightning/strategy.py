@@ -30,6 +30,7 @@ from lightning_megatron.lightning.refusals import compile_problems, plugin_probl
 from lightning_megatron.lightning.watchers import watches_parameters
 from lightning_megatron.ops.choice import Ops, parse_wishes
 from lightning_megatron.ops.fp8 import Fp8Recipe
+from lightning_megatron.optim.reach import vouching_problems
 from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.partition import LayerSplit, StageLayers
 from lightning_megatron.pipeline.schedule import schedule_problems
@@ -65,6 +66,8 @@ class MegatronStrategy(CheckpointStrategy):
         pipeline_layout: every stage spelled out in Megatron's letters, e.g. ``"Et*3|t*4|t*4L"``.
         broadcast_predictions: give ``predict_step``'s output to all pipeline stages, not only to the last.
         distributed_optimizer: shard main parameters and optimizer state over data-parallel ranks (ZeRO stage 1).
+        elementwise_optimizers: optimizers whose update of an element looks at that element alone, beside those that
+            are known: classes, import paths or bare names. Others run where each rank holds whole parameters.
         overlap_grad_reduce: send gradients while backward is running.
         overlap_param_gather: gather parameters while the next forward is running; off by itself where a callback or
             module looks at parameters between steps.
@@ -122,6 +125,7 @@ class MegatronStrategy(CheckpointStrategy):
         pipeline_layout: str | None = None,
         broadcast_predictions: bool = True,
         distributed_optimizer: bool = True,
+        elementwise_optimizers: list[str | type[Optimizer]] | None = None,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
         grad_reduce_dtype: GradReduceDtype | None = None,
@@ -161,6 +165,7 @@ class MegatronStrategy(CheckpointStrategy):
         self._split = LayerSplit(first_stage_layers, last_stage_layers, count_embedding, count_loss, pipeline_layout)
         self._broadcast_predictions = broadcast_predictions
         self._distributed_optimizer = distributed_optimizer
+        self._elementwise = tuple(elementwise_optimizers or ())
         self._async_save = async_save
         self._overlap_grad_reduce = overlap_grad_reduce
         self._overlap_param_gather = overlap_param_gather
@@ -174,6 +179,7 @@ class MegatronStrategy(CheckpointStrategy):
         found = schedule_problems(pipeline_schedule, pp, vpp, 1)
         found += argument_problems(micro_batch_size, bucket_size, grad_reduce_dtype, checkpoint_io)
         wish = recompute, recompute_method, recompute_num_layers, recompute_shard_saved
+        found += vouching_problems(self._elementwise)
         self.op_wishes, self._fp8 = ops, fp8 or Fp8Recipe()
         found += parse_wishes(ops)[1] + self._fp8.problems()
         raise_if_any(found + recompute_problems(*wish, layout))
@@ -298,6 +304,7 @@ class MegatronStrategy(CheckpointStrategy):
             overlap_grad_reduce=self._overlap_grad_reduce,
             overlap_param_gather=self._overlap_param_gather and not watches_parameters(trainer),
             bucket_size=self._bucket_size,
+            elementwise=self._elementwise,
         )
         self.precision_plugin.manage(self.sharded_optimizers)
 

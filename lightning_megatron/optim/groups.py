@@ -1,4 +1,4 @@
-"""Which optimizers can work on flat shards, and which parameters go into which buffer."""
+"""Which optimizers can work on what a rank holds, and which parameters go into which buffer."""
 
 from __future__ import annotations
 
@@ -10,39 +10,69 @@ from torch.optim import Optimizer
 
 from lightning_megatron.config import ConfigError, Problem, raise_if_any
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.adamw import is_fused_adamw
 from lightning_megatron.optim.buffer import BufferKey, OwnedParam
+from lightning_megatron.optim.reach import ELEMENTWISE, Reach, Vouched, has_modes, reach_of
 from lightning_megatron.params import ParamSpec
 
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.SGD,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
-"""Optimizers whose update of an element depends on that element alone."""
+_WORKS = (*(kind.__name__ for kind in ELEMENTWISE), "FusedAdamW")
+
+
+def reach_problems(
+    optimizer: Optimizer,
+    named_params: Sequence[tuple[str, nn.Parameter, ParamSpec]],
+    mesh: ParallelMesh,
+    *,
+    shard: bool,
+    main_dtype: torch.dtype | None,
+    elementwise: Sequence[Vouched] = (),
+) -> list[Problem]:
+    """What ``optimizer`` looks at, and a rank does not hold; arguments as of ``ShardedOptimizer``."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        reason = "it runs its closure several times a step, and gradients are averaged over ranks once a step"
+        return [Problem("optimizer", kind, reason, _WORKS)]
+    reach = reach_of(optimizer, elementwise)
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    cuts = _cuts(mesh, shard, [spec for _, param, spec in named_params if id(param) in held], reach)
+    if has_modes(optimizer):
+        wide = main_dtype is not None and any(param.dtype != main_dtype for _, param, _ in named_params)
+        cuts += ["precision='32-true'"] if wide else []
+        reason = "its train() and eval() change values that only the optimizer holds here: it needs "
+        return [Problem("optimizer", kind, reason + " and ".join(cuts))] if cuts else []
+    if reach is Reach.ELEMENT or not cuts:
+        return []
+    looks = "updates whole parameters" if reach is Reach.PARAMETER else "is not known to look at one element at a time"
+    reason = f"it {looks}, and ranks hold parts: set {' and '.join(cuts)}"
+    if reach is Reach.MODEL:
+        reason += (
+            "; or, if its update of an element depends on that element alone, say so with"
+            f" MegatronStrategy(elementwise_optimizers=[{kind!r}])"
+        )
+    return [Problem("optimizer", kind, reason, _WORKS)]
+
+
+def _cuts(mesh: ParallelMesh, shard: bool, specs: Sequence[ParamSpec], reach: Reach) -> list[str]:
+    """What to set so that a rank holds all that an optimizer looks at."""
+    whole_model = reach is Reach.MODEL
+    by_tp = whole_model or any(spec.tp_dim is not None and not spec.is_expert for spec in specs)
+    experts = [spec for spec in specs if spec.is_expert]
+    by_etp = whole_model or any(spec.tp_dim is not None for spec in experts)
+    layout = mesh.layout
+    cuts = {
+        "distributed_optimizer=False": shard and mesh.dp_cp.size > 1,
+        "tp=1": by_tp and layout.tp > 1,
+        "etp=1": by_etp and mesh.etp.size > 1 and bool(experts),
+        "ep=1": layout.ep > 1 and bool(experts or whole_model),
+        "pp=1": whole_model and layout.pp > 1,
+    }
+    return [remedy for remedy, needed in cuts.items() if needed]
 
 
 def optimizer_problems(
     optimizer: Optimizer, named_params: Sequence[tuple[str, nn.Parameter, ParamSpec]]
 ) -> list[Problem]:
-    """What keeps ``optimizer`` from working on flat shards of the parameters."""
+    """What keeps the groups of ``optimizer`` from being those of a new optimizer of the model's parameters."""
     kind = type(optimizer).__name__
-    if not isinstance(optimizer, ELEMENTWISE) and not is_fused_adamw(optimizer):
-        works = (*(c.__name__ for c in ELEMENTWISE), "FusedAdamW")
-        reason = (
-            "parameters are laid end to end and cut into shards, so an update may look at one element at a time; this "
-            "optimizer is not known to (those that use the norm, the rows or the shape of a whole parameter cannot). "
-            "Use one of torch.optim's element-wise optimizers or a subclass of one"
-        )
-        return [Problem("optimizer", kind, reason, works)]
     found: list[Problem] = []
     has_stepped = any(group.get("step", 0) for group in optimizer.param_groups)
     if has_stepped or any(state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
@@ -72,6 +102,10 @@ def assign(
     named_params: Iterable[tuple[str, nn.Parameter, ParamSpec]],
     mesh: ParallelMesh,
     hold: Collection[str] = (),
+    *,
+    shard: bool = True,
+    main_dtype: torch.dtype | None = None,
+    elementwise: Sequence[Vouched] = (),
 ) -> dict[BufferKey, list[OwnedParam]]:
     """Sort the parameters that ``optimizer`` trains into buffers, in order of definition.
 
@@ -80,12 +114,17 @@ def assign(
         named_params: name, parameter and spec of everything in the model.
         mesh: of this rank.
         hold: names of parameters whose gradients something else still changes after backward.
+        shard: whether each of the ranks that share a parameter's gradient updates one share of it.
+        main_dtype: of what is updated; ``None`` for that of the parameters.
+        elementwise: optimizers that the user calls element-wise.
 
     Raises:
-        ConfigError: with everything that :func:`optimizer_problems` finds, or a name in ``hold`` that does not exist.
+        ConfigError: with everything that :func:`reach_problems` and :func:`optimizer_problems` find, or a name in
+            ``hold`` that does not exist.
     """
     known = list(named_params)
-    raise_if_any(optimizer_problems(optimizer, known))
+    found = reach_problems(optimizer, known, mesh, shard=shard, main_dtype=main_dtype, elementwise=elementwise)
+    raise_if_any(found + optimizer_problems(optimizer, known))
     unknown = set(hold) - {name for name, _, _ in known}
     if unknown:
         raise ConfigError([Problem("hold", sorted(unknown), "no parameter of the model has this name")])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatron.optim.bucket import Bucket
+from lightning_megatron.optim.main import MainParam
 from lightning_megatron.params import FlatPiece
 
 STEP = "step"
@@ -41,33 +41,33 @@ class PieceState(NamedTuple):
 
 
 def is_per_element(value: object, main: Tensor) -> bool:
-    """Whether a state value has one element per element of the main parameter (a main parameter is ``[n]``)."""
+    """Whether a state value has one element per element of the main parameter."""
     return isinstance(value, Tensor) and value.shape == main.shape
 
 
-def pieces_of(bucket: Bucket, main: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[PieceState]:
-    """The pieces that this rank owns of the parameters of ``bucket``, in buffer order.
+def pieces_of(main: MainParam, state: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[PieceState]:
+    """The parameters, or ranges of them, that a main parameter holds, in buffer order.
 
     Args:
-        bucket: the parameters.
-        main: their main values.
-        state: the optimizer's, of the main values.
-        group: the optimizer's group that the main values are in.
+        main: the main parameter.
+        state: the optimizer's, of it.
+        group: the optimizer's group that it is in.
     """
     if state and STEP in group:
         state = {**state, STEP: float(group[STEP])}
-    for slot in bucket.slots:
-        start, end = max(slot.start, bucket.own_start), min(slot.end, bucket.own_end)
+    values = main.param.detach()
+    for slot in main.bucket.slots:
+        start, end = max(slot.start, main.start), min(slot.end, main.end)
         if start >= end:
             continue
         owned = slot.owned
         piece = FlatPiece(owned.name, owned.spec, tuple(owned.param.shape), start - slot.start, end - slot.start)
-        here = slice(start - bucket.own_start, end - bucket.own_start)
+        here = slice(start - main.start, end - main.start)
         yield PieceState(
             piece,
-            main.detach()[here],
-            {name: value[here] for name, value in state.items() if is_per_element(value, main)},
-            {name: value for name, value in state.items() if not is_per_element(value, main)},
+            values.view(-1)[here],
+            {name: value.view(-1)[here] for name, value in state.items() if is_per_element(value, values)},
+            {name: value for name, value in state.items() if not is_per_element(value, values)},
         )
 
 

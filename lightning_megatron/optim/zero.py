@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.bucket import Bucket
-from lightning_megatron.optim.buffer import FlatBuffer
+from lightning_megatron.optim.buffer import FlatBuffer, Slot
 from lightning_megatron.optim.clip import any_nonfinite, counts_here, global_norm
 from lightning_megatron.optim.gather import ParamGather
 from lightning_megatron.optim.groups import assign
+from lightning_megatron.optim.main import MainParam, main_params_of
 from lightning_megatron.optim.plan import default_bucket_size
+from lightning_megatron.optim.reach import Reach, Vouched, reach_of
 from lightning_megatron.optim.reduce import GradReducer
 from lightning_megatron.optim.state import STEP, PieceState, allocate_state, load_piece, pieces_of, state_like
 from lightning_megatron.params import FlatPiece, ParamSpec
@@ -51,12 +52,14 @@ class ShardedOptimizer:
     Attributes:
         optimizer: the user's. ``param_groups[i]["params"]`` are main parameters; all else in the groups is untouched.
         buffers: flat parameters and gradients by kind.
+        is_flat: whether main parameters are flat shares of buckets; else each has the shape of its parameter.
         grads_are_complete: whether :meth:`finish_grad_sync` has run in this window of accumulation.
         grad_factor: what :meth:`finish_grad_sync` multiplies gradients with, for a loss whose denominator is known only
             after the last forward (a number of tokens); ``None`` for nothing. Forgotten where a window begins.
 
     Args:
-        optimizer: an element-wise torch optimizer without state, over parameters of the model.
+        optimizer: a torch optimizer without state, over parameters of the model: any where each rank updates whole
+            parameters, else an element-wise one.
         named_params: global name, parameter and spec of every parameter of the model (``params.named_specs``).
             Parameters in no group, and those that need no gradient, are left alone.
         mesh: of this rank; gradients are averaged over ``mesh.dp_cp``, and replicas of an expert are the ranks of
@@ -72,10 +75,11 @@ class ShardedOptimizer:
         hold: names of parameters whose gradients are changed between backward and :meth:`finish_grad_sync` (tied over
             pipeline stages): they are not sent before.
         alias_grads: whether ``param.grad`` is a view of the flat gradient; ``None`` asks torch what it can.
+        elementwise: optimizers, beside those that are known, whose update of an element looks at that element alone.
 
     Raises:
-        ConfigError: for an optimizer that cannot work on flat shards, that has taken steps, or whose groups do not
-            match the model.
+        ConfigError: for an optimizer that looks further than to what a rank holds, that has taken steps, or whose
+            groups do not match the model.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class ShardedOptimizer:
         bucket_size: int | None = None,
         hold: Collection[str] = (),
         alias_grads: bool | None = None,
+        elementwise: Sequence[Vouched] = (),
     ) -> None:
         self.optimizer = optimizer
         self._mesh = mesh
@@ -100,7 +105,8 @@ class ShardedOptimizer:
         self.grads_are_complete = False
         self.grad_factor: Tensor | None = None
         self._user_params: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
-        owned = assign(optimizer, named_params, mesh, hold)
+        owned = assign(optimizer, named_params, mesh, hold, shard=shard, main_dtype=main_dtype, elementwise=elementwise)
+        self.is_flat = reach_of(optimizer, elementwise) is Reach.ELEMENT
         self.buffers = [
             FlatBuffer(
                 key,
@@ -117,14 +123,11 @@ class ShardedOptimizer:
         buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
         # Backward completes a bucket when it reaches the earliest parameter in it; forward needs it from there on.
         buckets.sort(key=lambda bucket: -min(slot.owned.order for slot in bucket.slots))
-        self._mains = {bucket: self._main_of(bucket, main_dtype) for bucket in buckets}
+        self._buckets = buckets
+        self._mains = [main for bucket in buckets for main in main_params_of(bucket, main_dtype, flat=self.is_flat)]
         self._swap_groups()
         self._reducer = GradReducer(buckets, mesh.tp, dtype=reduce_dtype, overlap=overlap_grad_reduce)
         self._gather = ParamGather(buckets[::-1], overlap=overlap_param_gather)
-
-    @staticmethod
-    def _main_of(bucket: Bucket, dtype: torch.dtype | None) -> nn.Parameter:
-        return nn.Parameter(bucket.own_params.to(dtype or bucket.own_params.dtype))  # a view where dtypes agree
 
     def _swap_groups(self) -> None:
         state = dict(self.optimizer.state)
@@ -132,18 +135,29 @@ class ShardedOptimizer:
         for group, mains, params in zip(
             self.optimizer.param_groups, self._mains_by_group(), self._user_params, strict=True
         ):
-            group["params"] = mains
+            group["params"] = [main.param for main in mains]
             # Some optimizers allocate when they are made (Adagrad): the same start, in the new shape.
             begun = next((p for p in params if state.get(p)), None)
             for main in mains:
-                if begun is not None:
-                    self.optimizer.state[main] = state_like(main, state[begun], begun)
+                if main.owned is not None and state.get(main.owned.param):
+                    self.optimizer.state[main.param] = state[main.owned.param]
+                elif main.owned is None and begun is not None:
+                    self.optimizer.state[main.param] = state_like(main.param, state[begun], begun)
 
-    def _mains_by_group(self) -> list[list[nn.Parameter]]:
-        groups: list[list[nn.Parameter]] = [[] for _ in self._user_params]
-        for bucket, main in self._mains.items():
-            groups[bucket.key.group].append(main)
+    def _mains_by_group(self) -> list[list[MainParam]]:
+        """The main parameters of each group; those of whole parameters in the user's order."""
+        groups: list[list[MainParam]] = [[] for _ in self._user_params]
+        for main in self._mains:
+            groups[main.bucket.key.group].append(main)
+        for mains, params in zip(groups, self._user_params, strict=True):
+            place = {id(param): number for number, param in enumerate(params)}
+            mains.sort(key=lambda main: 0 if main.owned is None else place[id(main.owned.param)])
         return groups
+
+    @property
+    def _slots(self) -> Iterator[Slot]:
+        """All parameters, in the order in which backward completes them."""
+        return (slot for bucket in self._buckets for slot in bucket.slots)
 
     # Gradients
 
@@ -170,40 +184,40 @@ class ShardedOptimizer:
         self._reducer.reset()
         self.grads_are_complete = False
         self.grad_factor = None
-        for bucket, main in self._mains.items():
-            main.grad = None
-            for slot in bucket.slots:
-                slot.begin()
+        for main in self._mains:
+            main.param.grad = None
+        for slot in self._slots:
+            slot.begin()
 
     def main_grad(self, name: str) -> Tensor:
         """The accumulated gradient of a parameter, in its shape: complete before, own share only after the sync."""
-        slot = next(slot for bucket in self._mains for slot in bucket.slots if slot.owned.name == name)
+        slot = next(slot for slot in self._slots if slot.owned.name == name)
         slot.attach()
         return slot.grad
 
     def finish_grad_sync(self) -> None:
         """Complete the reduction; the mean gradient of each main parameter becomes its ``.grad``."""
         self.grads_are_complete = True
-        if not self._reducer.reached and all(bucket.axis.size == 1 for bucket in self._mains):
+        if not self._reducer.reached and all(bucket.axis.size == 1 for bucket in self._buckets):
             return
         self._reducer.finish()
-        for bucket, main in self._mains.items():
-            main.grad = bucket.own_grads.to(main.dtype)  # the buffer itself where dtypes agree
+        for main in self._mains:
+            main.take_grad()
         if self.grad_factor is not None:
             self.scale_grads(self.grad_factor)
 
     @property
     def main_params(self) -> list[nn.Parameter]:
-        """This rank's main parameters, one ``[n]`` for each bucket."""
-        return list(self._mains.values())
+        """This rank's main parameters: one ``[n]`` for each bucket, or one for each parameter in its shape."""
+        return [main.param for main in self._mains]
 
     def _grads(self) -> list[Tensor]:
-        return [main.grad for main in self._mains.values() if main.grad is not None]
+        return [main.grad for main in self.main_params if main.grad is not None]
 
     def grad_norm(self) -> Tensor:
         """L2 norm of the whole model's gradient, each element counted once: fp32 scalar, equal on all ranks."""
-        counted = [m.grad for b, m in self._mains.items() if m.grad is not None and counts_here(b, self._mesh)]
-        return global_norm(counted, self._mesh.world, self._device)
+        counted = [main.param.grad for main in self._mains if counts_here(main.bucket, self._mesh)]
+        return global_norm([grad for grad in counted if grad is not None], self._mesh.world, self._device)
 
     def clip_by_norm(self, max_norm: float) -> Tensor:
         """Scale gradients so that their norm is at most ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
@@ -235,12 +249,10 @@ class ShardedOptimizer:
         """Let the modules of ``model`` wait for their parameters; without it :meth:`start_param_gather` waits."""
         self._gather.install(model)
 
-    @torch.no_grad()
     def start_param_gather(self) -> None:
         """After a step: main values into the parameters, and everybody's shares to everybody."""
-        for bucket, main in self._mains.items():
-            if main.dtype != bucket.own_params.dtype:
-                bucket.own_params.copy_(main)
+        for main in self._mains:
+            main.to_params()
         self._gather.start()
 
     def finish_param_gather(self) -> None:
@@ -252,31 +264,29 @@ class ShardedOptimizer:
         self.start_param_gather()
         self.finish_param_gather()
 
-    @torch.no_grad()
     def refresh_main(self) -> None:
         """Main values from parameters: after weights were loaded."""
         self.finish_param_gather()
-        for bucket, main in self._mains.items():
-            if main.dtype != bucket.own_params.dtype:
-                main.copy_(bucket.own_params)
+        for main in self._mains:
+            main.from_params()
 
     # State
 
     def init_state(self) -> None:
-        """Allocate the optimizer's state where it has none, so that a checkpoint can be loaded into it."""
-        allocate_state(self.optimizer, self._mains_by_group())
+        """Allocate an element-wise optimizer's state where it has none, so that a checkpoint can be loaded into it."""
+        if self.is_flat:
+            allocate_state(self.optimizer, [[main.param for main in group] for group in self._mains_by_group()])
 
     def pieces(self) -> list[PieceState]:
         """What this rank holds, parameter by parameter; views, so that copying into them loads a checkpoint.
 
         A parameter that is not sharded, or that is replicated over tp, appears on every rank that holds it.
         """
-        return [piece for bucket in self._mains for piece in self._pieces_of(bucket)]
+        return [piece for main in self._mains for piece in self._pieces_of(main)]
 
-    def _pieces_of(self, bucket: Bucket) -> Iterator[PieceState]:
-        main = self._mains[bucket]
-        group = self.optimizer.param_groups[bucket.key.group]
-        return pieces_of(bucket, main, self.optimizer.state.get(main, {}), group)
+    def _pieces_of(self, main: MainParam) -> Iterator[PieceState]:
+        state = self.optimizer.state.get(main.param, {}) if self.is_flat else {}
+        return pieces_of(main, state, self.optimizer.param_groups[main.bucket.key.group])
 
     def load_piece_state(
         self,
@@ -290,26 +300,47 @@ class ShardedOptimizer:
         Raises:
             KeyError: if this rank does not hold the piece, or its optimizer does not keep a state of that name.
         """
-        holding = (b for b in self._mains if any(slot.owned.name == piece.name for slot in b.slots))
-        for bucket in holding:
-            owner, group = self._mains[bucket], self.optimizer.param_groups[bucket.key.group]
-            for target in self._pieces_of(bucket):
+        holding = (m for m in self._mains if any(slot.owned.name == piece.name for slot in m.bucket.slots))
+        for owner in holding:
+            for target in self._pieces_of(owner):
                 if (target.piece.name, target.piece.start, target.piece.end) == (piece.name, piece.start, piece.end):
-                    load_piece(target, self.optimizer.state[owner], group, main, state or {}, scalars or {})
+                    group = self.optimizer.param_groups[owner.bucket.key.group]
+                    load_piece(target, self.optimizer.state[owner.param], group, main, state or {}, scalars or {})
                     return
         raise KeyError(f"no piece {piece.name}[{piece.start}:{piece.end}] on this rank")
+
+    def whole_state(self) -> dict[str, dict[str, Any]]:
+        """What an optimizer that is not element-wise keeps, by name of the parameter; it may have any form."""
+        if self.is_flat:
+            return {}
+        state = self.optimizer.state_dict()["state"]
+        return {name: dict(state.get(index, {})) for index, name in enumerate(self._names_in_groups())}
+
+    def load_whole_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on with what :meth:`whole_state` gave; call :meth:`load_group_settings` before."""
+        if self.is_flat:
+            return
+        saved = self.optimizer.state_dict()
+        saved["state"] = {i: state[name] for i, name in enumerate(self._names_in_groups()) if state.get(name)}
+        self.optimizer.load_state_dict(saved)
+
+    def _names_in_groups(self) -> list[str]:
+        return [main.owned.name for group in self._mains_by_group() for main in group if main.owned is not None]
 
     def group_names(self) -> list[list[str]]:
         """Global names of the parameters in each of the user's groups, in order of definition."""
         names: list[list[tuple[int, str]]] = [[] for _ in self._user_params]
-        for bucket in self._mains:
+        for bucket in self._buckets:
             names[bucket.key.group] += [(slot.owned.order, slot.owned.name) for slot in bucket.slots]
         return [[name for _, name in sorted(group)] for group in names]
 
     def group_settings(self) -> list[dict[str, Any]]:
-        """What each of the user's groups says besides its parameters: the learning rate and so on."""
+        """What each of the user's groups says besides its parameters: the learning rate and so on.
+
+        Element-wise state has the step of a group with each parameter.
+        """
         return [
-            {name: value for name, value in group.items() if name not in ("params", STEP)}
+            {name: value for name, value in group.items() if name != "params" and not (name == STEP and self.is_flat)}
             for group in self.optimizer.param_groups
         ]
 
@@ -322,10 +353,10 @@ class ShardedOptimizer:
     def state_bytes(self) -> int:
         """Bytes on this rank of optimizer state and of main values that are not the parameters themselves."""
         total = 0
-        for bucket, main in self._mains.items():
-            if main.dtype != bucket.own_params.dtype:
-                total += main.nbytes
-            total += sum(v.nbytes for v in self.optimizer.state.get(main, {}).values() if isinstance(v, Tensor))
+        for main in self._mains:
+            if not main.is_view:
+                total += main.param.nbytes
+            total += sum(v.nbytes for v in self.optimizer.state.get(main.param, {}).values() if isinstance(v, Tensor))
         return total
 
     def close(self) -> None:
@@ -335,11 +366,11 @@ class ShardedOptimizer:
         """
         self._reducer.close()
         self._gather.close()
-        for bucket in self._mains:
-            for slot in bucket.slots:
-                slot.release()
+        for slot in self._slots:
+            slot.release()
         self.optimizer.state.clear()
         for group, params in zip(self.optimizer.param_groups, self._user_params, strict=True):
             group["params"] = params
         self._mains.clear()
+        self._buckets.clear()
         self.buffers.clear()

@@ -8,7 +8,7 @@ from lightning_megatron.config import ConfigError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffer import supports_grad_dtype
 from lightning_megatron.optim.clip import local_norm
-from lightning_megatron.optim.groups import ELEMENTWISE
+from lightning_megatron.optim.reach import ELEMENTWISE
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
 
@@ -179,11 +179,22 @@ def test_subclasses_of_element_wise_optimizers_are_welcome() -> None:
     assert wrap(model, MyAdam(model.parameters())).main_params
 
 
-@pytest.mark.parametrize("kind", [RowWise, torch.optim.LBFGS, torch.optim.Adafactor])
-def test_other_optimizers_are_refused_with_advice(kind: type[torch.optim.Optimizer]) -> None:
+def test_an_optimizer_of_whole_parameters_sees_their_shapes_on_one_rank() -> None:
+    model = net(BF16)
+    optimizer = RowWise([model[2].bias, model[0].weight])
+    zero = wrap(model, optimizer)
+    assert [tuple(p.shape) for p in optimizer.param_groups[0]["params"]] == [(2,), (9, 6)]
+    assert zero.group_names() == [["0.weight", "2.bias"]]
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][1].fill_(0.5)
+    zero.refresh_params()
+    assert (model[0].weight == 0.5).all()
+
+
+def test_lbfgs_is_refused_with_advice() -> None:
     model = net()
-    with pytest.raises(ConfigError, match=f"{kind.__name__}.*one element at a time.*AdamW"):
-        wrap(model, kind(model.parameters()))
+    with pytest.raises(ConfigError, match=r"LBFGS.*runs its closure several times a step.*AdamW"):
+        wrap(model, torch.optim.LBFGS(model.parameters()))
 
 
 def test_faulty_groups_are_named() -> None:
