@@ -1,20 +1,36 @@
-"""Train large transformers with Megatron's parallelism from an ordinary Lightning Trainer."""
+"""Train large transformers with Megatron's parallelism from an ordinary Lightning Trainer.
 
-from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.strategies import StrategyRegistry
+The names below are imported when they are first asked for, so that whatever needs no Lightning does not wait for it.
+"""
 
-from lightning_megatron.config import ConfigError, ParallelLayout
-from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from lightning_megatron.lightning.accelerator import HPUAccelerator
-from lightning_megatron.lightning.callbacks import ExpertTelemetry, KillSwitch, Throughput, VerifyCheckpoint
-from lightning_megatron.lightning.datamodule import MegatronDataModule
-from lightning_megatron.lightning.module import GPTModule, LlamaModule, MegatronModule, MixtralModule
-from lightning_megatron.lightning.precision import MegatronPrecision
-from lightning_megatron.lightning.strategy import MegatronHPUStrategy, MegatronStrategy
-from lightning_megatron.models.config import TransformerConfig
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-MegatronStrategy.register_strategies(StrategyRegistry)
-HPUAccelerator.register_accelerators(AcceleratorRegistry)
+from lightning_megatron.registration import register_with_lightning
+
+if TYPE_CHECKING:
+    from lightning_megatron.config import ConfigError, ParallelLayout
+    from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from lightning_megatron.lightning.accelerator import HPUAccelerator
+    from lightning_megatron.lightning.callbacks import ExpertTelemetry, KillSwitch, Throughput, VerifyCheckpoint
+    from lightning_megatron.lightning.datamodule import MegatronDataModule
+    from lightning_megatron.lightning.module import GPTModule, LlamaModule, MegatronModule, MixtralModule
+    from lightning_megatron.lightning.precision import MegatronPrecision
+    from lightning_megatron.lightning.strategy import MegatronHPUStrategy, MegatronStrategy
+    from lightning_megatron.models.config import TransformerConfig
+
+_MODULES = {
+    "config": ("ConfigError", "ParallelLayout"),
+    "layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
+    "lightning.accelerator": ("HPUAccelerator",),
+    "lightning.callbacks": ("ExpertTelemetry", "KillSwitch", "Throughput", "VerifyCheckpoint"),
+    "lightning.datamodule": ("MegatronDataModule",),
+    "lightning.module": ("GPTModule", "LlamaModule", "MegatronModule", "MixtralModule"),
+    "lightning.precision": ("MegatronPrecision",),
+    "lightning.strategy": ("MegatronHPUStrategy", "MegatronStrategy"),
+    "models.config": ("TransformerConfig",),
+}
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "ColumnParallelLinear",
@@ -37,3 +53,19 @@ __all__ = [
     "VerifyCheckpoint",
     "VocabParallelEmbedding",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        """Import the module of a public name, once."""
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_with_lightning()

@@ -8,13 +8,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.lightning.convert import checkpoint_to_hf, hf_to_checkpoint, megatron_to_checkpoint
-from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.models.presets import preset
+if TYPE_CHECKING:
+    from lightning_megatron.models.config import TransformerConfig
 
 _DESCRIPTION = """\
 Convert LLaMA 2/3.x, GPT-2 and Mixtral, tensor by tensor, in one process: the memory it takes is that of the largest
@@ -26,7 +23,7 @@ examples:
   lightning-megatron convert ckpt-to-hf run/last.ckpt exported --dtype bf16 --max-shard-size 5GB
   lightning-megatron convert megatron-to-ckpt megatron/checkpoints llama.ckpt --config llama3.1-8b"""
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -76,7 +73,12 @@ def convert_parser() -> argparse.ArgumentParser:
 def convert_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron convert`` with these arguments; returns the exit code (2: the user's error)."""
     args = convert_parser().parse_args(argv)
-    dtype = _DTYPES.get(args.dtype)
+    import torch  # seconds, with Lightning, which --help need not wait
+
+    from lightning_megatron.checkpoint import CheckpointError
+    from lightning_megatron.lightning.convert import checkpoint_to_hf, hf_to_checkpoint, megatron_to_checkpoint
+
+    dtype = None if args.dtype is None else getattr(torch, _DTYPES[args.dtype])
     try:
         if args.way == "hf-to-ckpt":
             hf_to_checkpoint(args.source, args.target, dtype=dtype)
@@ -98,6 +100,9 @@ def transformer_config(text: str) -> TransformerConfig:
     Raises:
         argparse.ArgumentTypeError: if it is neither, or is no configuration.
     """
+    from lightning_megatron.models.config import TransformerConfig
+    from lightning_megatron.models.presets import preset
+
     try:
         if not Path(text).is_file():
             return preset(text)

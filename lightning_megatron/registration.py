@@ -1,0 +1,68 @@
+"""Lightning's registries learn the names ``"megatron"`` and ``"hpu"`` as soon as Lightning is imported, and not before.
+
+Lightning has no entry point for strategies, and importing it takes seconds. So where it is not there yet, a finder
+waits for ``lightning.pytorch`` in ``sys.meta_path``, and leaves when that has been imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_AWAITED = "lightning.pytorch"
+
+
+def register_with_lightning() -> None:
+    """Register now if Lightning is imported, else right after it will have been."""
+    if _AWAITED in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Waiting())
+
+
+def _register() -> None:
+    import lightning_megatron.lightning.registered  # noqa: F401
+
+
+class _Waiting(MetaPathFinder):
+    """Finder of one module, which the others find for it."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The others' answer, with a loader that registers at its end."""
+        if name != _AWAITED:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in others if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenRegister(spec.loader, self)
+        return spec
+
+
+class _ThenRegister(Loader):
+    """Loader that does what another one does, and registers.
+
+    Args:
+        loader: the other one, which is the module's own afterwards.
+        finder: to remove when its time is over.
+    """
+
+    def __init__(self, loader: Loader, finder: MetaPathFinder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """The module, still empty."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill the module, and register what it can now be told of."""
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)  # where this fails, the finder stays for another try
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        _register()
