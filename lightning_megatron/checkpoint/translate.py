@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from lightning_megatron.checkpoint.together import CheckpointError
-from lightning_megatron.checkpoint.weight_map import Rule, WeightMap
+from lightning_megatron.checkpoint.weight_map import Rule, WeightMap, check_tied
 from lightning_megatron.checkpoint.whole import WholeTensor
 
 _SHOWN = 10
@@ -31,7 +31,7 @@ class Split:
 def to_ours(
     theirs: Mapping[str, WholeTensor], rules: WeightMap, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, WholeTensor]:
-    """Our tensors, each joined when it is made.
+    """Our tensors, each joined when it is made, and then compared with what the files call by another name.
 
     Args:
         theirs: tensors of a Hugging Face directory.
@@ -56,7 +56,8 @@ def to_ours(
         if tuple(joined.shape) != shapes[rule.ours]:
             wanted = list(shapes[rule.ours])
             faults.append(f"{_shown(rule, parts)}: makes {rule.ours} {list(joined.shape)}, and the model's is {wanted}")
-        found[rule.ours] = WholeTensor(tuple(joined.shape), joined.dtype, partial(_joined, rule, parts))
+        repeats = {name: theirs[places[name]] for name in rule.repeats if name in places}
+        found[rule.ours] = WholeTensor(tuple(joined.shape), joined.dtype, partial(_joined, rule, parts, repeats))
     if faults:
         more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         raise CheckpointError("\n  - ".join(["the tensors do not fit the model:", *faults[:_SHOWN], *more]))
@@ -76,8 +77,11 @@ def to_theirs(ours: Mapping[str, WholeTensor], rules: WeightMap) -> Iterator[Spl
         yield Split(on_meta, partial(_split, rule, whole))
 
 
-def _joined(rule: Rule, parts: Sequence[WholeTensor]) -> Tensor:
-    return rule.join(*(part.make() for part in parts))
+def _joined(rule: Rule, parts: Sequence[WholeTensor], repeats: Mapping[str, WholeTensor]) -> Tensor:
+    joined = rule.join(*(part.make() for part in parts))
+    for name, repeat in repeats.items():
+        check_tied(rule, joined, name, repeat.make())
+    return joined
 
 
 def _split(rule: Rule, whole: WholeTensor) -> Sequence[Tensor]:

@@ -27,7 +27,7 @@ class Rule:
         theirs: names in the other model.
         join: their tensors, in the order of ``theirs``, to ours.
         split: the inverse.
-        repeats: further names under which a Hugging Face ``state_dict`` shows the same (tied) tensor.
+        repeats: further names under which their files may hold the same (tied) tensor.
     """
 
     ours: str
@@ -82,10 +82,15 @@ class WeightMap:
             ConfigError: naming tensors that are missing, or that the model has no place for.
         """
         found = self.located(tensors)
-        return {rule.ours: rule.join(*(tensors[found[name]] for name in rule.theirs)) for rule in self.rules}
+        ours = {rule.ours: rule.join(*(tensors[found[name]] for name in rule.theirs)) for rule in self.rules}
+        for rule in self.rules:
+            for name in rule.repeats:
+                if name in found:
+                    check_tied(rule, ours[rule.ours], name, tensors[found[name]])
+        return ours
 
     def located(self, names: Iterable[str]) -> dict[str, str]:
-        """The name in their files of every tensor that the rules need, by its full name.
+        """The name in their files of every tensor that the rules need, and of repeats that are there, by its full name.
 
         Raises:
             ConfigError: naming tensors that are missing, or that the model has no place for.
@@ -94,7 +99,7 @@ class WeightMap:
         needed = {name for rule in self.rules for name in rule.theirs}
         repeats = {name for rule in self.rules for name in rule.repeats}
         _same_names(self.theirs, found.keys() - repeats, needed)
-        return {name: found[name] for name in needed}
+        return {name: found[name] for name in needed | (repeats & found.keys())}
 
     def check_ours(self, names: Iterable[str]) -> None:
         """Compare the names of our tensors with those of the rules.
@@ -121,6 +126,17 @@ class WeightMap:
             if repeats:
                 out |= dict.fromkeys(rule.repeats, tensors[rule.ours])
         return out
+
+
+def check_tied(rule: Rule, joined: Tensor, name: str, repeat: Tensor) -> None:
+    """Compare a tied tensor with the one that the files hold under its other name.
+
+    Raises:
+        ConfigError: if they differ, so that the model they are of does not tie them.
+    """
+    if not torch.equal(joined, rule.join(repeat).to(joined.dtype)):
+        reason = f"the configuration ties it to {rule.theirs[0]}, and their values differ: say there that it does not"
+        raise ConfigError([Problem("tensor", name, reason)])
 
 
 def _same_names(what: str, given: Iterable[str], needed: Iterable[str]) -> None:

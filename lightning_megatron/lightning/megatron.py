@@ -8,11 +8,12 @@ from lightning_megatron.checkpoint.megatron import (
     MegatronCheckpoint,
     config_from_arguments,
     open_megatron,
+    size_problems,
     weight_map,
 )
 from lightning_megatron.checkpoint.translate import to_ours
 from lightning_megatron.checkpoint.whole import WholeTensor
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.config import ConfigError, Problem, raise_if_any
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import named_specs
@@ -37,8 +38,10 @@ def megatron_tensors(checkpoint: MegatronCheckpoint, model: GPTModel) -> dict[st
 
     Raises:
         CheckpointError: naming tensors of another shape.
-        ConfigError: naming tensors that are missing, or that the model has no place for.
+        ConfigError: naming sizes that the checkpoint contradicts; else tensors that are missing, or that the model has
+            no place for.
     """
+    raise_if_any(size_problems(checkpoint.tensors, model.config))
     shapes = {name: spec.global_shape for name, _, spec in named_specs(model)}
     return to_ours(checkpoint.tensors, weight_map(model.config), shapes)
 

@@ -38,7 +38,8 @@ class TransformerConfig(MoEConfig):
         init_std: standard deviation of initial weights; output projections get ``init_std / sqrt(2 num_layers)``.
         hidden_dropout: dropout of embeddings and of each sub-layer's output.
         attention_dropout: dropout of attention weights.
-        label_smoothing: of the loss.
+        label_smoothing: share ``s`` of the target's probability that goes to all ``V`` tokens alike, the target among
+            them: torch's definition. Megatron-LM's goes to the ``V - 1`` others; its ``s`` is ``s V / (V - 1)`` here.
         vocab_multiple: the vocabulary is padded to a multiple of this times tp.
     """
 
@@ -190,13 +191,16 @@ class TransformerConfig(MoEConfig):
     def flops_per_token(self, seq_length: int) -> float:
         """Matmul FLOPs of forward and backward for one token, the causal half of attention counted.
 
-        Megatron-LM's formula (https://arxiv.org/abs/2104.04473, appendix, with the causal half); of experts those that
-        a token visits, and the router.
+        Megatron-LM's formula (https://arxiv.org/abs/2104.04473, appendix, with the causal half): 6 times the weights
+        that a token meets in attention, feed-forward layers and the output layer. Of experts those that it visits are
+        counted, and the whole router, ``E H`` of a layer: a token's logits are made for every expert, whichever it
+        visits. (Megatron-LM leaves the router out.)
         """
         matrices = self.num_layers * self._attention_weights + self.hidden_size * self.vocab_size
         for number in range(self.num_layers):
             if self.has_experts(number):
-                matrices += self._feed_forward_parameters(number, active=True)
+                not_visited = self.num_experts - self.moe_router_topk
+                matrices += self._feed_forward_parameters(number, active=True) + not_visited * self.hidden_size
             else:
                 matrices += self._feed_forward_weights(self.ffn_hidden_size)
         scores = self.num_layers * self.num_attention_heads * self.head_dim * seq_length

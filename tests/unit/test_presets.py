@@ -101,6 +101,9 @@ FLOPS = {
     "mixtral, shared": preset("mixtral-tiny").replace(
         num_layers=1, hidden_size=64, ffn_hidden_size=96, vocab_size=256, moe_shared_expert_ffn_hidden_size=40
     ),
+    "mixtral, many experts": preset("mixtral-tiny").replace(
+        num_layers=1, hidden_size=64, ffn_hidden_size=32, vocab_size=64, num_experts=64
+    ),
     "gpt": TransformerConfig(2, 64, 4, 256, 64),
     "llama": preset("llama-tiny").replace(num_layers=2, hidden_size=64, ffn_hidden_size=176, vocab_size=256),
     "llama, long, wide heads": preset("llama-tiny").replace(

@@ -40,8 +40,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family that ``config.json`` belongs to.
 
     Raises:
-        ConfigError: for one that has no mapping.
+        ConfigError: for one that has no mapping, and for weights that are stored quantized.
     """
+    if (quantization := config.get("quantization_config")) is not None:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+        reason = "weights are stored quantized: let transformers dequantize the model and save it, then take that"
+        raise ConfigError([Problem("quantization_config.quant_method", method, reason)])
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         raise ConfigError([Problem("model_type", kind, "no mapping for it", nearest_names(kind, list(FAMILIES)))])

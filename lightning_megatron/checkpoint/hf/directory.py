@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,13 @@ def _indexed(path: Path, index: Path, header: Callable[[Path], dict[str, WholeTe
     places = _json(index).get("weight_map")
     if not isinstance(places, dict):
         raise CheckpointError(f"{index}: it has no weight_map")
-    faults: list[str] = []
+    faults = [
+        f"{index}: {tensor} is said to be in {name!r}, which is no name of a file"
+        for tensor, name in places.items()
+        if not isinstance(name, str) or Path(name).name != name
+    ]
+    if faults:
+        raise _misfits(faults)
     files: dict[str, dict[str, WholeTensor]] = {}
     for name in sorted(set(places.values())):
         try:
@@ -97,9 +103,13 @@ def _indexed(path: Path, index: Path, header: Callable[[Path], dict[str, WholeTe
             elif places[tensor] != name:
                 faults.append(f"{path / name}: {tensor} is a duplicate of the one in {places[tensor]}")
     if faults:
-        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        raise CheckpointError("\n  - ".join(["the files do not fit together:", *faults[:_SHOWN], *more]))
+        raise _misfits(faults)
     return {tensor: files[name][tensor] for tensor, name in places.items()}
+
+
+def _misfits(faults: Sequence[str]) -> CheckpointError:
+    more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    return CheckpointError("\n  - ".join(["the files do not fit together:", *faults[:_SHOWN], *more]))
 
 
 def _safetensors(file: Path) -> dict[str, WholeTensor]:
@@ -156,7 +166,7 @@ def _unreadable(file: Path, error: Exception) -> CheckpointError:
 def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: not a JSON object")

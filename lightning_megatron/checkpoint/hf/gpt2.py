@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.fields import Fields
-from lightning_megatron.checkpoint.hf.shape import HFShape, fuse_qkv, split_qkv
+from lightning_megatron.checkpoint.hf.shape import HFShape, fuse_qkv, refuse_uneven_heads, split_qkv
 from lightning_megatron.checkpoint.weight_map import Rule, WeightMap, same, transposed
 
 MODEL_TYPE = "gpt2"
@@ -78,7 +78,7 @@ def config_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": fields.required("n_head"),
         "vocab_size": fields.required("vocab_size"),
         "max_position_embeddings": fields.get("n_positions", 1024),
-        "ffn_hidden_size": fields.get("n_inner", 0),
+        "ffn_hidden_size": fields.get("n_inner", 0, null=True),
         "norm": "layernorm",
         "norm_epsilon": fields.get("layer_norm_epsilon", 1e-5),
         "activation": _ACTIVATIONS.get(activation, activation),
@@ -109,6 +109,7 @@ def config_to_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     fields.expect("add_bias_linear", None, (True,), reason)
     fields.expect("num_query_groups", None, (heads,), reason)
     fields.expect("head_dim", None, (config["hidden_size"] // heads,), reason)
+    refuse_uneven_heads(fields, config, "GPT2LMHeadModel")
     activation = fields.expect("activation", None, tuple(_TO_HF), reason)
     fields.finish()
     return {

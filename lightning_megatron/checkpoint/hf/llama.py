@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning_megatron.checkpoint.fields import Fields
-from lightning_megatron.checkpoint.hf.shape import HFShape, fuse_qkv, split_qkv
+from lightning_megatron.checkpoint.hf.shape import HFShape, fuse_qkv, refuse_uneven_heads, split_qkv
 from lightning_megatron.checkpoint.weight_map import Rule, WeightMap, same, stacked
 
 MODEL_TYPE = "llama"
@@ -49,6 +49,13 @@ def config_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: naming every value that our model cannot reproduce.
     """
     fields = Fields(config)
+    found = decoder_fields(fields)
+    fields.finish()
+    return found
+
+
+def decoder_fields(fields: Fields) -> dict[str, Any]:
+    """The same for all models with LLaMA's attention; faults are noted in ``fields``."""
     heads = fields.required("num_attention_heads")
     fields.expect("hidden_act", "silu", ("silu", "swish"), "the gated activation is SwiGLU")
     attention_bias, mlp_bias = fields.get("attention_bias", False), fields.get("mlp_bias", False)
@@ -56,15 +63,15 @@ def config_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         reason = f"biases go into all linear layers or none, and mlp_bias={mlp_bias}"
         fields.refuse("attention_bias", attention_bias, reason, (mlp_bias,))
     theta, scaling = _rope_from_hf(fields)
-    found = {
+    return {
         "num_layers": fields.required("num_hidden_layers"),
         "hidden_size": fields.required("hidden_size"),
         "num_attention_heads": heads,
         "vocab_size": fields.required("vocab_size"),
         "max_position_embeddings": fields.get("max_position_embeddings", 2048),
         "ffn_hidden_size": fields.required("intermediate_size"),
-        "num_query_groups": fields.get("num_key_value_heads", heads),
-        "head_dim": fields.get("head_dim", 0),
+        "num_query_groups": fields.get("num_key_value_heads", heads, null=True),
+        "head_dim": fields.get("head_dim", 0, null=True),
         "norm": "rmsnorm",
         "norm_epsilon": fields.get("rms_norm_eps", 1e-6),
         "activation": "swiglu",
@@ -74,29 +81,36 @@ def config_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         "add_bias_linear": attention_bias,
         "tie_embeddings": fields.get("tie_word_embeddings", False),
         "init_std": fields.get("initializer_range", 0.02),
-        "attention_dropout": fields.get("attention_dropout", 0.0),
+        "attention_dropout": fields.get("attention_dropout", 0.0, null=True),
     }
-    fields.finish()
-    return found
 
 
 def _rope_from_hf(fields: Fields) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling of the rotary angles.
 
-    Up to transformers 4 they are ``rope_theta`` and ``rope_scaling``, from 5 on both are in ``rope_parameters``.
+    Up to transformers 4 they are ``rope_theta`` and ``rope_scaling``, from 5 on both are in ``rope_parameters``. Where
+    a file has all of them, as one has whose context was lengthened by hand, ``rope_scaling`` takes the place of
+    ``rope_parameters`` as a whole, its base included: so transformers does.
     """
-    name = "rope_parameters" if fields.get("rope_parameters", None) else "rope_scaling"
-    rope = dict(fields.get(name, {}))
-    theta = float(rope.get("rope_theta", fields.get("rope_theta", 10000.0)))
+    name = "rope_scaling" if fields.get("rope_scaling", {}, null=True) else "rope_parameters"
+    given = fields.get(name, {}, null=True)
+    rope = Fields(given)
+    theta = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        fields.refuse(f"{name}.rope_type", kind, "of the ways to stretch positions we know one", ("default", "llama3"))
-    missing = [key for key in _LLAMA3 if key not in rope] if kind == "llama3" else []
-    for key in missing:
-        fields.refuse(f"{name}.{key}", None, "missing in the Hugging Face configuration")
-    if kind != "llama3" or missing:
-        return theta, None
-    return theta, {key: rope[key] for key in _LLAMA3}
+        rope.refuse("rope_type", kind, "of the ways to stretch positions we know one", ("default", "llama3"))
+    for source in (fields, rope):
+        source.expect("partial_rotary_factor", 1.0, (1.0,), "all features of a head are turned", null=True)
+    if kind == "llama3":
+        for key in _LLAMA3:
+            if key not in given:
+                rope.refuse(key, None, "missing in the Hugging Face configuration")
+            rope.get(key, 0.0)
+        length = given.get("original_max_position_embeddings")
+        reason = f"{name} has {length!r} of it, and only some versions of transformers read this one"
+        fields.expect("original_max_position_embeddings", length, (length,), reason)
+    fields.take_over(rope, name)
+    return float(theta), {key: given.get(key) for key in _LLAMA3} if kind == "llama3" else None
 
 
 def config_to_hf(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,6 +125,7 @@ def config_to_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     fields.expect("num_experts", 0, (0,), "LlamaForCausalLM has no experts")
     for name, only in (("norm", "rmsnorm"), ("activation", "swiglu"), ("position_embedding", "rope")):
         fields.expect(name, None, (only,), "not what LlamaForCausalLM computes")
+    refuse_uneven_heads(fields, config, "LlamaForCausalLM")
     fields.finish()
     scaling = config["rope_scaling"]
     bias = bool(config["add_bias_linear"])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.fields import Fields
-from lightning_megatron.checkpoint.hf.llama import config_from_hf as llama_from_hf
 from lightning_megatron.checkpoint.hf.llama import config_to_hf as llama_to_hf
+from lightning_megatron.checkpoint.hf.llama import decoder_fields
 from lightning_megatron.checkpoint.hf.llama import weight_map as llama_weight_map
 from lightning_megatron.checkpoint.hf.shape import HFShape
 from lightning_megatron.checkpoint.weight_map import Rule, WeightMap, same
@@ -68,17 +68,18 @@ def config_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: naming every value that our model cannot reproduce.
     """
-    config = _DEFAULTS | {name: value for name, value in config.items() if value is not None}
-    fields = Fields(config)
+    fields = Fields({**_DEFAULTS, **config})
+    fields.get("num_key_value_heads", 8)  # LLaMA may have null here, and Mixtral not
     experts, topk = fields.required("num_local_experts"), fields.get("num_experts_per_tok", 2)
     fields.expect("sliding_window", None, (None,), "attention sees all that precedes")
-    found = llama_from_hf(config)
+    found = decoder_fields(fields)
+    coefficient, jitter = fields.get("router_aux_loss_coef", 0.001), fields.get("router_jitter_noise", 0.0)
     fields.finish()
     return found | {
         "num_experts": experts,
         "moe_router_topk": topk,
-        "moe_aux_loss_coeff": fields.get("router_aux_loss_coef", 0.001) * topk / found["num_layers"],
-        "moe_input_jitter_eps": fields.get("router_jitter_noise", 0.0),
+        "moe_aux_loss_coeff": coefficient * topk / found["num_layers"],
+        "moe_input_jitter_eps": jitter,
     }
 
 

@@ -1,13 +1,15 @@
-"""What the rules of Hugging Face's families know of a model, and the one thing they all rearrange."""
+"""What the rules of Hugging Face's families know of a model, and what they all rearrange and refuse."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.checkpoint.fields import Fields
+from lightning_megatron.config import ConfigError, Problem, divisors, nearest_to
 
 
 class HFShape(Protocol):
@@ -45,3 +47,11 @@ def split_qkv(fused: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, T
     head_dim = fused.shape[0] // (heads + 2 * groups)
     q, k, v = fused.unflatten(0, (groups, -1)).split([queries * head_dim, head_dim, head_dim], dim=1)
     return q.flatten(0, 1).contiguous(), k.flatten(0, 1).contiguous(), v.flatten(0, 1).contiguous()
+
+
+def refuse_uneven_heads(fields: Fields, config: Mapping[str, Any], model: str) -> None:
+    """Note a ``hidden_size`` that does not split over the heads: ours may have it, by ``head_dim``, and theirs not."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if hidden % heads:
+        reason = f"{model} takes only what divides hidden_size={hidden}, also where head_dim is given"
+        fields.refuse("num_attention_heads", heads, reason, nearest_to(heads, divisors(hidden)))

@@ -22,6 +22,8 @@ class MegatronShape(Protocol):
     @property
     def num_layers(self) -> int: ...  # noqa: D102
     @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
     def vocab_size(self) -> int: ...  # noqa: D102
     @property
     def norm(self) -> str: ...  # noqa: D102

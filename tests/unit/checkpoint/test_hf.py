@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,85 @@ def test_old_and_new_spelling_of_rope_scaling_are_one() -> None:
     assert asdict(ours(new))["rope_scaling"] == rule
     assert ours(new).rope_theta == 5e5
     assert ours(LLAMA).rope_scaling is None
+
+
+RULE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+PLAIN = {"rope_type": "default", "rope_theta": 500.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, **RULE}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA | {"rope_parameters": PLAIN, "rope_scaling": LLAMA3},
+        LLAMA | {"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "llama3", **RULE}},
+        LLAMA | {"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "llama3", **RULE}, "rope_theta": 300.0},
+        LLAMA | {"rope_parameters": LLAMA3, "rope_scaling": {"rope_type": "default"}},
+        LLAMA | {"rope_parameters": LLAMA3, "rope_scaling": {}},
+        LLAMA | {"rope_parameters": LLAMA3, "rope_scaling": None},
+        MIXTRAL | {"rope_parameters": LLAMA3, "rope_scaling": {"rope_type": "default"}},
+    ],
+)
+def test_where_both_spellings_of_rope_scaling_are_there_transformers_choice_is_ours(config: dict[str, Any]) -> None:
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).rope_parameters
+    found = asdict(ours(config))
+    assert found["rope_theta"] == theirs["rope_theta"]
+    assert found["rope_scaling"] == ({k: theirs[k] for k in RULE} if theirs["rope_type"] == "llama3" else None)
+
+
+def test_rope_scaling_that_is_not_ours_is_refused_beside_rope_parameters_too() -> None:
+    for given in (PLAIN, LLAMA3):
+        with pytest.raises(ConfigError, match=r"rope_scaling\.rope_type='linear'"):
+            ours(LLAMA | {"rope_parameters": given, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "reason"),
+    [
+        (LLAMA, {"rms_norm_eps": "1e-05"}, "must be a number"),
+        (LLAMA, {"rms_norm_eps": None}, "must be a number"),
+        (LLAMA, {"tie_word_embeddings": "true"}, "must be true or false"),
+        (LLAMA, {"max_position_embeddings": 64.5}, "must be a whole number"),
+        (LLAMA, {"num_key_value_heads": True}, "must be a whole number"),
+        (LLAMA, {"hidden_size": "32"}, "must be a whole number"),
+        (LLAMA, {"hidden_act": None}, "must be a text"),
+        (LLAMA, {"rope_parameters": "llama3"}, "must be a mapping"),
+        (MIXTRAL, {"num_key_value_heads": None}, "must be a whole number"),
+        (MIXTRAL, {"router_aux_loss_coef": "0.1"}, "must be a number"),
+        (GPT2, {"layer_norm_epsilon": "1e-5"}, "must be a number"),
+        (GPT2, {"n_positions": None}, "must be a whole number"),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_as_transformers_does(
+    config: dict[str, Any], field: dict[str, Any], reason: str
+) -> None:
+    (name,) = field
+    with pytest.raises(ConfigError, match=f"{name}={field[name]!r}: {reason}"):
+        ours(config | field)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - whatever it raises
+        transformers.AutoConfig.for_model(**config | field)
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA | {"num_key_value_heads": None, "head_dim": None}, GPT2 | {"n_inner": None, "rope_scaling": None}]
+)
+def test_null_is_taken_where_transformers_takes_it(config: dict[str, Any]) -> None:
+    transformers.AutoConfig.for_model(**config)
+    without = {name: value for name, value in config.items() if value is not None}
+    assert ours(config) == ours(without)
+
+
+def test_quantized_weights_are_named_and_not_guessed_at() -> None:
+    given = LLAMA | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    with pytest.raises(ConfigError, match=r"quant_method='bitsandbytes': weights are stored quantized"):
+        family_of(given)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2, MIXTRAL])
+def test_a_width_that_does_not_split_over_the_heads_is_not_exported(config: dict[str, Any]) -> None:
+    shape = ours(config).replace(hidden_size=34, head_dim=8)
+    with pytest.raises(ConfigError, match=r"num_attention_heads=4: .* takes only what divides hidden_size=34"):
+        family_of(config).config_to_hf(asdict(shape))
 
 
 def test_published_configurations_are_our_presets() -> None:

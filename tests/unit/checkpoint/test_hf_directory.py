@@ -111,6 +111,14 @@ def cut_pickle(folder: Path) -> None:
         (cut_pickle, ["pytorch_model.bin: truncated"]),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), ["index.json: cannot be read"]),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), ["it has no weight_map"]),
+        (
+            partial(edit_index, edit=lambda m: m.update({"a": 3, "b": ["x"], "c": "../model-1.safetensors"})),
+            ["a is said to be in 3, which", "b is said to be in ['x']", "c is said to be in '../model-1.safetensors'"],
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 10**5 + "]" * 10**5),
+            ["index.json: cannot be read: maximum recursion depth"],
+        ),
     ],
 )
 def test_faults_are_named_with_file_and_tensor(spoil: Callable[[Path], Any], texts: list[str], tmp_path: Path) -> None:
@@ -119,6 +127,21 @@ def test_faults_are_named_with_file_and_tensor(spoil: Callable[[Path], Any], tex
         read_tensors(tmp_path)
     for text in texts:
         assert text in str(error.value)
+
+
+def test_a_tied_tensor_that_is_there_twice_must_be_the_same_twice() -> None:
+    rules = WeightMap((same("w", "model.w", "lm_head.weight"),), ignored="inv_freq$", prefix="model.")
+    given = {"model.w": torch.ones(5), "lm_head.weight": torch.ones(5)}
+    assert torch.equal(rules.to_ours(given)["w"], torch.ones(5))
+    found = to_ours({name: whole(tensor) for name, tensor in given.items()}, rules, {"w": (5,)})
+    assert torch.equal(found["w"].make(), torch.ones(5))
+    given["lm_head.weight"] = torch.ones(5).index_fill(0, torch.tensor(3), 2.0)
+    text = r"tensor='lm_head\.weight': the configuration ties it to model\.w, and their values differ"
+    with pytest.raises(ConfigError, match=text):
+        rules.to_ours(given)
+    found = to_ours({name: whole(tensor) for name, tensor in given.items()}, rules, {"w": (5,)})
+    with pytest.raises(ConfigError, match=text):
+        found["w"].make()
 
 
 def test_a_pickle_with_code_in_it_is_not_run(tmp_path: Path) -> None:

@@ -112,8 +112,15 @@ def test_what_is_missing_is_named(tmp_path):
         open_megatron(tmp_path / "zarr")
     dense = whole("llama")
     write_torch_dist(tmp_path / "dense", tensors_of(dense), dense.config, stacked=True, prefix="")
-    with pytest.raises(ConfigError, match=r"Megatron tensors.*linear_fc1"):
-        megatron_to_checkpoint(tmp_path / "dense", tmp_path / "x.ckpt", config=model.config)
+    with pytest.raises(ConfigError, match=r"Megatron tensors.*layernorm\.bias"):
+        megatron_to_checkpoint(tmp_path / "dense", tmp_path / "x.ckpt", config=dense.config.replace(norm="layernorm"))
+    wrong = model.config.replace(num_layers=8, hidden_size=64, vocab_size=4096)
+    with pytest.raises(ConfigError) as raised:
+        megatron_to_checkpoint(tmp_path / "dense", tmp_path / "x.ckpt", config=wrong)
+    reasons = {problem.argument: problem.reason for problem in raised.value.problems}
+    assert reasons.keys() == {"num_layers", "num_experts", "hidden_size", "vocab_size"}
+    assert reasons["num_layers"] == f"the checkpoint has {dense.config.num_layers}"
+    assert "rows, padding included" in reasons["vocab_size"]
 
 
 RAN: list[str] = []
@@ -150,6 +157,32 @@ def test_arguments_that_ours_cannot_reproduce_are_all_named():
     with pytest.raises(ConfigError) as raised:
         config_from_arguments(given | {"qk_layernorm": True, "rotary_percent": 0.5, "normalization": "Other"})
     assert {p.argument for p in raised.value.problems} == {"qk_layernorm", "rotary_percent", "normalization"}
+    others = {
+        "rotary_seq_len_interpolation_factor": 4,
+        "no_rope_freq": 4,
+        "softmax_type": "off-by-one",
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0,
+        "qk_l2_norm": True,
+        "moe_apply_probs_on_input": True,
+        "layernorm_zero_centered_gamma": True,
+        "moe_mlp_glu_interleave_size": 32,
+        "label_smoothing": 0.1,
+        "use_mup": True,
+        "spec": ["my_specs", "my_layer"],
+    }
+    with pytest.raises(ConfigError) as raised:
+        config_from_arguments(given | others)
+    assert {p.argument for p in raised.value.problems} == others.keys()
+    off = {"rotary_seq_len_interpolation_factor": 1, "no_rope_freq": None, "softmax_type": "vanilla", "spec": None}
+    off |= {"glu_linear_offset": 0.0, "moe_router_topk_scaling_factor": None, "label_smoothing": 0.0}
+    assert config_from_arguments(given | off) == config_from_arguments(given)
+    experts = {"num_experts": 4, "moe_expert_capacity_factor": 1.5, "moe_token_drop_policy": "position"}
+    dropping = config_from_arguments(given | experts | {"moe_pad_expert_input_to_capacity": True})
+    kept = ("moe_capacity_factor", "moe_token_drop_policy", "moe_pad_to_capacity")
+    assert [dropping[name] for name in kept] == [1.5, "position", True]
+    # The parser of today is made of TransformerConfig, and has its names.
+    assert config_from_arguments(given | {"layernorm_epsilon": 1e-6})["norm_epsilon"] == 1e-6
     rope = config_from_arguments(given | {"use_rope_scaling": True, "num_experts": 4, "moe_layer_freq": [0, 1]})
     assert rope["rope_scaling"] == {"factor": 8.0}
     assert rope["moe_layers"] == (1,)
