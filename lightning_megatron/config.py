@@ -286,6 +286,8 @@ class ParallelLayout:
         sizes = f"tp x pp x cp = {self.tp} x {self.pp} x {self.cp} = {shared}"
         if world_size % shared:
             reason = f"{sizes} does not divide the world size {world_size} (devices x num_nodes)"
+            if shared > world_size:
+                reason = f"{sizes} is more than the world size {world_size} (devices x num_nodes): try devices={shared}"
             return _indivisible({"tp": self.tp, "pp": self.pp, "cp": self.cp}, world_size, reason)
         found: list[Problem] = []
         dp = world_size // shared

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightning_megatron.checkpoint import verify
 
@@ -31,6 +33,10 @@ def verify_parser() -> argparse.ArgumentParser:
 def verify_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron verify`` with these arguments; returns the exit status."""
     args = verify_parser().parse_args(list(argv))
+    if not Path(args.path).is_dir():
+        found = "is a file, and no checkpoint directory" if Path(args.path).exists() else "there is no such directory"
+        print(f"error: {args.path}: {found}", file=sys.stderr)
+        return 2
     faults = verify(args.path)
     if args.json:
         listed = [{"file": fault.file, "fault": fault.what, "tensors": list(fault.tensors)} for fault in faults]

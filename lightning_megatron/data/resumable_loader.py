@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_megatron.data.sampler import MegatronSampler
@@ -33,7 +33,8 @@ class ResumableDataLoader(DataLoader[Any]):
         self.position = batch_sampler.sampler
         # torch fills ``sampler`` with a placeholder that nothing reads. Lightning looks there to see whether it must
         # shard the data itself, and for ``set_epoch``. (DataLoader forbids the assignment, hence ``object``.)
-        object.__setattr__(self, "sampler", _AlreadySharded(self.position))
+        kind = _AlreadySharded if self.position.shuffles else _AlreadyShardedInOrder
+        object.__setattr__(self, "sampler", kind(self.position))
 
     def __iter__(self) -> Any:
         """Batches of this epoch; an iterator that asks for its place when its first batch is asked for."""
@@ -93,3 +94,7 @@ class _AlreadySharded(DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         self.position.set_epoch(epoch)
+
+
+class _AlreadyShardedInOrder(_AlreadySharded, SequentialSampler):
+    """Tells Lightning also that every epoch has the same order, which ``overfit_batches`` asks for."""

@@ -84,6 +84,11 @@ class MegatronSampler(Sampler[list[int | None]]):
         return self.batch_size * self.dp_size
 
     @property
+    def shuffles(self) -> bool:
+        """Whether each epoch has an order of its own."""
+        return self._shuffle
+
+    @property
     def epoch(self) -> int:
         """The epoch whose order is read."""
         return self._epoch

@@ -3,8 +3,21 @@
 Checked on Lightning 2.6.6. Everything else that the package uses of Lightning is public.
 """
 
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 
-__all__ = ["SubprocessScriptLauncher"]
+__all__ = ["SubprocessScriptLauncher", "injects_samplers", "training_data"]
+
+
+def injects_samplers(module: LightningModule | None) -> bool:
+    """Whether the Trainer of a module may replace samplers: its ``use_distributed_sampler``."""
+    return module is not None and module.trainer._accelerator_connector.use_distributed_sampler
+
+
+def training_data(trainer: Trainer) -> Any:
+    """What ``fit`` was given to train on: loaders, or the module or data module that makes them."""
+    return trainer.fit_loop._data_source.instance

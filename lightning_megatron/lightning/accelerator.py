@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ConfigError, Problem
@@ -135,11 +136,12 @@ def be_taken_with(accelerator: Accelerator | None, strategy: type[Strategy]) -> 
         theirs.HPUParallelStrategy.register(strategy)
 
 
-def migration_problems(device: torch.device) -> list[Problem]:
-    """A wish for Intel's toolkit where there is nothing to migrate to."""
+def migrate_words(device: torch.device) -> None:
+    """Let modules written for NVIDIA's devices run on Gaudi; elsewhere they run as they are."""
     if device.type == NAME:
-        return []
-    return [Problem("gpu_migration", True, f"is for Gaudi; this job runs on {device.type}", (False,))]
+        devices.migrate_cuda_words()
+    else:
+        rank_zero_info(f"gpu_migration=True changes nothing on {device.type}: it is for Gaudi")
 
 
 def given_to_trainer(argument: str) -> Any:

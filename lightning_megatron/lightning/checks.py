@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -20,28 +19,15 @@ from lightning_megatron.config import (
     Problem,
     nearest_names,
 )
-from lightning_megatron.device import HPU, DeviceKind
+from lightning_megatron.lightning.grad_reduction import REDUCE_DTYPES
 from lightning_megatron.lightning.hugging_face import hf_problems
 from lightning_megatron.lightning.refusals import callback_problems, checkpoint_io_problem, module_problems
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.ops.choice import Ops
-from lightning_megatron.optim.scaler import grad_reduce_dtype_rule
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.recompute import RecomputePlan
-
-GradReduceDtype = Literal["fp32", "bf16"]
-REDUCE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def reduce_dtype(
-    wish: GradReduceDtype | None, kind: DeviceKind, params: torch.dtype, accumulation: int, dp: int
-) -> torch.dtype | None:
-    """Dtype of gradients on the wire; ``None`` for that of their accumulation. On Gaudi Intel's rule, if not wished."""
-    if wish is not None:
-        return REDUCE_DTYPES[wish]
-    return grad_reduce_dtype_rule(accumulation, dp) if kind is HPU and params == torch.bfloat16 else None
 
 
 def argument_problems(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_max
@@ -44,6 +44,24 @@ def share_randomness(loader: Any, mesh: ParallelMesh, seed: int) -> Any:
     return loader
 
 
+def shuffle_by_epoch(loader: Any) -> None:
+    """Shuffle by seed and epoch, as Lightning does over replicas, where there is one replica.
+
+    So all layouts read a shuffled loader in one order, and a resumed run reads what is due. Lightning tells the sampler
+    of a loader's batch sampler which epoch it is.
+
+    Args:
+        loader: anything; only a ``DataLoader`` that torch itself shuffles is changed.
+    """
+    if not isinstance(loader, DataLoader):
+        return
+    sampler, batches = loader.sampler, loader.batch_sampler
+    plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
+    if plain and len(sampler) == len(loader.dataset) and isinstance(batches, BatchSampler):  # type: ignore[arg-type]
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        batches.sampler = DistributedSampler(loader.dataset, num_replicas=1, rank=0, shuffle=True, seed=seed)
+
+
 def start_workers_safely(loader: Any, device: torch.device) -> None:
     """Have workers started in the way that the device outlives, where the user has not chosen one.
 
@@ -71,7 +89,7 @@ def refuse_uneven(loader: Any, mesh: ParallelMesh, device: torch.device) -> None
     shared = {coordinate(dense_grid(mesh.layout), rank)["dp"] for rank in mesh.etp_ep.ranks}
     try:
         length = len(loader)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return
     if len(shared) == 1:
         return

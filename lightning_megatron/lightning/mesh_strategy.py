@@ -20,8 +20,14 @@ from torch import Tensor
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout
+from lightning_megatron.lightning._private import injects_samplers
 from lightning_megatron.lightning.accelerator import preferred_accelerator
-from lightning_megatron.lightning.loaders import refuse_uneven, share_randomness, start_workers_safely
+from lightning_megatron.lightning.loaders import (
+    refuse_uneven,
+    share_randomness,
+    shuffle_by_epoch,
+    start_workers_safely,
+)
 from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import ParallelMesh
 
@@ -110,8 +116,8 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Always: Lightning injects a data-parallel sampler only into strategies that say so."""
-        return True
+        """Whether there are several replicas: Lightning then shards loaders, and shuffles all of training's."""
+        return self.data_parallel_size > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -163,9 +169,11 @@ class MeshStrategy(ParallelStrategy):
         mesh.rng.seed(seed % (1 << 62), tp_rank=mesh.tp.rank, pp_rank=mesh.pp.rank, cp_rank=mesh.cp.rank)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let ranks that read the same samples draw the same random numbers in workers."""
+        """Let ranks that read the same samples read them in one order, and draw the same random numbers in workers."""
         refuse_uneven(dataloader, self.mesh, self.root_device)
         start_workers_safely(dataloader, self.root_device)
+        if not self.is_distributed and injects_samplers(self.lightning_module):
+            shuffle_by_epoch(dataloader)
         return share_randomness(dataloader, self.mesh, self._seed)
 
     def model_to_device(self) -> None:

@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout, Problem, raise_if_any
-from lightning_megatron.lightning.accelerator import be_taken_with, migration_problems, missed_accelerator
+from lightning_megatron.lightning.accelerator import be_taken_with, migrate_words, missed_accelerator
 from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
-from lightning_megatron.lightning.checks import GradReduceDtype, argument_problems, job_problems, reduce_dtype
+from lightning_megatron.lightning.checks import argument_problems, job_problems
 from lightning_megatron.lightning.engine import StepEngine
+from lightning_megatron.lightning.grad_reduction import GradReduceDtype, micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.launcher import CheckedLauncher
 from lightning_megatron.lightning.op_report import write_op_report
 from lightning_megatron.lightning.optimizers import OptimizerSet
@@ -71,7 +72,8 @@ class MegatronStrategy(CheckpointStrategy):
         overlap_grad_reduce: send gradients while backward is running.
         overlap_param_gather: gather parameters while the next forward is running; off by itself where a callback or
             module looks at parameters between steps.
-        grad_reduce_dtype: ``"fp32"`` or ``"bf16"`` on the wire; ``None`` for fp32, on Gaudi Intel's rule.
+        grad_reduce_dtype: ``"fp32"`` or ``"bf16"`` on the wire; ``None`` for fp32; on Gaudi bf16 while
+            a gradient is a sum over at most 256 micro-batches of all replicas (Intel's rule).
         bucket_size: gradient elements sent at once; ``None`` for Megatron's ``max(40e6, 1e6 x dp)``.
         recompute: what is computed again for its gradients instead of being kept: ``"selective"`` (core attention),
             ``"full"`` (layers), ``"moe"`` (experts), or some of ``"core_attn"``, ``"attention"``, ``"mlp"``, ``"moe"``.
@@ -79,7 +81,8 @@ class MegatronStrategy(CheckpointStrategy):
         recompute_num_layers: of ``"full"``: layers of a group, or layers of each stage.
         recompute_shard_saved: of ``"full"``: tp ranks share what is kept; for runs without sequence parallelism.
         compile: run every block of layers through ``torch.compile``: ``True`` for the device's own backend, or a name.
-        gpu_migration: on Gaudi, run modules written for NVIDIA's devices as they are, by Intel's toolkit.
+        gpu_migration: on Gaudi, run modules written for NVIDIA's devices as they are, by Intel's toolkit; no effect
+            elsewhere.
         ops: how each op with versions of its own for devices is chosen, e.g. ``{"attention": "off"}`` or
             ``"attention=off,rms_norm=require"``: ``"auto"`` (the best there is), ``"require"`` (a kernel of the
             device's own, or an error), ``"off"`` (the reference in plain torch), or a variant such as attention's
@@ -217,8 +220,6 @@ class MegatronStrategy(CheckpointStrategy):
         found = self._wished_layout.problems(world_size=self.num_nodes * self.num_processes)
         found += plugin_problems(self.checkpoint_io, self._layer_sync is not None)
         device = self.parallel_devices[0]
-        if self._gpu_migration:
-            found += migration_problems(device)
         found += self.ops.problems()
         return found + missed_accelerator(device) + self.precision_plugin.problems(devices.kind_of(device))
 
@@ -257,7 +258,7 @@ class MegatronStrategy(CheckpointStrategy):
         """Start the process groups; from here on :attr:`mesh` exists."""
         super().setup_environment()
         if self._gpu_migration:
-            devices.migrate_cuda_words()
+            migrate_words(self.root_device)
         self.set_world_ranks()
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         self.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
@@ -293,14 +294,14 @@ class MegatronStrategy(CheckpointStrategy):
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         mode, kind = self.precision_plugin.mode, devices.kind_of(self.root_device)
-        samples = trainer.accumulate_grad_batches, self.data_parallel_size
+        summands = micro_batches_of_step(trainer, self.micro_batch_size), self.data_parallel_size
         self._optimizer_set = OptimizerSet(
             self.lightning_module,
             self.optimizers,
             self.mesh,
             mode,
             shard=self._distributed_optimizer,
-            reduce_dtype=reduce_dtype(self._grad_reduce_dtype, kind, mode.params, *samples),
+            reduce_dtype=reduce_dtype(self._grad_reduce_dtype, kind, mode.params, *summands),
             overlap_grad_reduce=self._overlap_grad_reduce,
             overlap_param_gather=self._overlap_param_gather and not watches_parameters(trainer),
             bucket_size=self._bucket_size,

@@ -81,14 +81,14 @@ class DynamicLossScale:
         self._tolerated = int(state["tolerated_overflows"])
 
 
-def grad_reduce_dtype_rule(accumulation: int, dp: int) -> torch.dtype:
+def grad_reduce_dtype_rule(micro_batches: int, dp: int) -> torch.dtype:
     """Dtype in which bf16 training may sum gradients over micro-batches and ranks.
 
     Gaudi's Megatron-LM fork (release 1.20) allows bf16 while a gradient has at most 256 summands; beyond, the sum is
     so much larger than a summand that bf16's 8 bits lose it. Only Gaudi profits: elsewhere the caller takes fp32.
 
     Args:
-        accumulation: micro-batches of one step on one replica.
+        micro_batches: of one step on one replica.
         dp: replicas.
     """
-    return torch.bfloat16 if accumulation * dp <= _BF16_REDUCE_LIMIT else torch.float32
+    return torch.bfloat16 if micro_batches * dp <= _BF16_REDUCE_LIMIT else torch.float32

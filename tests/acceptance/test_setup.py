@@ -359,3 +359,10 @@ def test_50_the_package_imports_without_an_accelerator() -> None:
     code = "import sys, lightning_megatron; assert not any(m.startswith('habana') for m in sys.modules)"
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True, env={**os.environ, **hidden})
+
+
+def test_a_flag_for_gaudi_changes_nothing_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        migrating, _ = fit(ONE, strategy={"gpu_migration": True}, max_steps=1)
+    assert migrating.global_step == 1
+    assert caplog.text.count("gpu_migration=True changes nothing on cpu") == 1

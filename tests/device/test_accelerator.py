@@ -87,11 +87,6 @@ def test_cards_are_counted_not_named(wish: Any) -> None:
         HPUAccelerator.parse_devices(wish)
 
 
-def test_cuda_words_are_migrated_only_where_there_is_a_gaudi() -> None:
-    with pytest.raises(ConfigError, match="gpu_migration=True: is for Gaudi"):
-        Trainer(strategy=MegatronHPUStrategy(gpu_migration=True), accelerator="cpu", devices=1, **QUIET)
-
-
 # What it says
 
 

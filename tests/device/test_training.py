@@ -51,7 +51,7 @@ def losses(family: str, accelerator: str, world_size: int, wishes: Any) -> list[
     trainer = quiet_trainer(
         strategy, accelerator=accelerator, devices=world_size, max_epochs=1, logger=recorder, gradient_clip_val=1.0
     )
-    trainer.fit(module, DataLoader(rows, batch_size=8 // DP[family]))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(rows, batch_size=8 // DP[family], shuffle=True))  # type: ignore[arg-type]
     return recorder.series("train_loss")
 
 

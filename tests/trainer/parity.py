@@ -163,7 +163,7 @@ def our_curve(case: Case, run: Run) -> Curve:
     )
     recorder = Recorder()
     trainer = quiet_trainer(strategy, max_epochs=1, gradient_clip_val=CLIP, logger=recorder)
-    trainer.fit(module_of(case), DataLoader(case.samples(), batch_size=size))
+    trainer.fit(module_of(case), DataLoader(case.samples(), batch_size=size, shuffle=True))
     return Curve(recorder.series("train_loss"), recorder.series("grad_norm"))
 
 

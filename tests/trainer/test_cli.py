@@ -127,6 +127,14 @@ def test_missing_data_is_told_without_a_traceback(tmp_path: Path, capsys: pytest
     assert "Traceback" not in error
 
 
+def test_verify_of_nothing_is_a_wrong_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit statuses as its help says: 1 is for checkpoints that are there and damaged."""
+    assert main(["verify", str(tmp_path / "nothere")]) == 2
+    assert capsys.readouterr().err.endswith("nothere: there is no such directory\n")
+    (tmp_path / "damaged.ckpt").mkdir()
+    assert main(["verify", str(tmp_path / "damaged.ckpt")]) == 1
+
+
 def test_validate_reads_what_fit_wrote(trained: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["validate", "--trainer.strategy=megatron", *TRAINER, *MODEL, *data(work), f"--ckpt_path={trained}"]
     assert main(words) == 0

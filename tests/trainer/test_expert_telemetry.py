@@ -48,7 +48,7 @@ def watched(folder: Path | None, dp: int, options: dict[str, Any]) -> tuple[Any,
     trainer = quiet_trainer(
         strategy, max_epochs=1, logger=[recorder, *boards], callbacks=[windows], log_every_n_steps=1
     )
-    trainer.fit(MixtralModule("mixtral-tiny", **SIZES), DataLoader(samples(), batch_size=BATCH // dp))  # type: ignore[arg-type]
+    trainer.fit(MixtralModule("mixtral-tiny", **SIZES), DataLoader(samples(), batch_size=BATCH // dp, shuffle=True))  # type: ignore[arg-type]
     names = ("load_balancing_loss", "z_loss", "expert_imbalance")
     # Lightning shows a value again until there is a new one.
     return windows.all, {name: [recorder.series(name)[0], recorder.series(name)[-1]] for name in names}

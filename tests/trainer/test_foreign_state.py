@@ -33,9 +33,9 @@ def begins(strategy: dict[str, Any], path: str) -> list[float]:
     dp = strategy.pop("dp", 1)
     recorder = Recorder()
     trainer = quiet_trainer(MegatronStrategy(**strategy), max_steps=2, logger=recorder)
-    batches: Any = DataLoader(rows(21), batch_size=4 // dp)  # type: ignore[arg-type]
+    batches, shuffled = (DataLoader(rows(21), batch_size=4 // dp, shuffle=s) for s in (False, True))  # type: ignore[arg-type]
     (found,) = trainer.validate(LlamaModule(LLAMA), batches, ckpt_path=path, verbose=False)
-    trainer.fit(LlamaModule(LLAMA, lr=1e-3), batches, ckpt_path=path)
+    trainer.fit(LlamaModule(LLAMA, lr=1e-3), shuffled, ckpt_path=path)
     return [found["val_loss"], *recorder.series("train_loss")]
 
 
@@ -83,7 +83,7 @@ def with_file(strategy: dict[str, Any], source: str | None, target: str, level: 
         callbacks=[AtStart(source, target, level)],
         precision="bf16-mixed" if source is None else "32-true",
     )
-    batches: Any = DataLoader(rows(31), batch_size=4 // dp)  # type: ignore[arg-type]
+    batches: Any = DataLoader(rows(31), batch_size=4 // dp, shuffle=True)  # type: ignore[arg-type]
     trainer.fit(MixtralModule("mixtral-tiny", lr=1e-2 if source is None else 1e-3, **sizes), batches)
     return [group["lr"] for group in trainer.optimizers[0].param_groups] + recorder.series("train_loss")
 

@@ -27,7 +27,8 @@ def train(folder: Path | None, strategy: dict[str, Any], **options: Any) -> list
     small = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY}
     module = GPTModule("llama-tiny", lr=1e-2, **small)
     tokens = torch.randint(VOCABULARY, (STEPS * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(3))
-    loader = DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in tokens], batch_size=BATCH)
+    rows: Any = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=BATCH, shuffle=True)
     recorder = Recorder()
     trainer = quiet_trainer(
         MegatronStrategy(micro_batch_size=2, **strategy),

@@ -91,7 +91,7 @@ def curve(training: Training, strategy: MegatronStrategy, batch_size: int) -> Cu
     seed_everything(SEED, verbose=False)
     recorder = Recorder()
     trainer = quiet_trainer(strategy, max_epochs=1, gradient_clip_val=1.0, logger=recorder)
-    trainer.fit(training.module(), DataLoader(training.samples(), batch_size=batch_size))  # type: ignore[arg-type]
+    trainer.fit(training.module(), DataLoader(training.samples(), batch_size=batch_size, shuffle=True))  # type: ignore[arg-type]
     return Curve(recorder.series("train_loss"), recorder.series("grad_norm"))
 
 
@@ -208,7 +208,7 @@ def evaluation(strategy: dict[str, Any], batch_size: int) -> dict[str, Any]:
     data = DataLoader(ODD.samples(8), batch_size=batch_size)  # type: ignore[arg-type]
     throughput = Throughput()
     trainer = quiet_trainer(MegatronStrategy(**strategy), max_epochs=1, callbacks=[throughput], logger=Recorder())
-    trainer.fit(module, DataLoader(ODD.samples(12), batch_size=batch_size), data)  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(ODD.samples(12), batch_size=batch_size, shuffle=True), data)  # type: ignore[arg-type]
     timed = ("step_time", "per_second", "flops")
     metrics = {name: float(x) for name, x in trainer.callback_metrics.items() if not any(t in name for t in timed)}
     fitted = metrics | {"samples trained on": throughput.total.samples, "tokens trained on": throughput.total.tokens}

@@ -59,8 +59,8 @@ def rows(samples: int = SAMPLES) -> list[tuple[Tensor, Tensor]]:
     return [(row, row.sum().reshape(1).sin()) for row in x]
 
 
-def loader(batch_size: int = BATCH, samples: int = SAMPLES) -> DataLoader[Any]:
-    return DataLoader(rows(samples), batch_size=batch_size)  # type: ignore[arg-type]
+def loader(batch_size: int = BATCH, samples: int = SAMPLES, shuffle: bool = False) -> DataLoader[Any]:
+    return DataLoader(rows(samples), batch_size=batch_size, shuffle=shuffle)  # type: ignore[arg-type]
 
 
 def fit(
@@ -312,7 +312,8 @@ def test_validate_test_predict_and_a_second_fit(micro_batch_size: int | None) ->
 
 
 def train_over_dp(size: int, micro_batch_size: int | None) -> tuple[Recorder, dict[str, Tensor]]:
-    return fit(megatron(micro_batch_size=micro_batch_size), Toy(), loader(size), use_distributed_sampler=True)
+    batches = loader(size, shuffle=True)
+    return fit(megatron(micro_batch_size=micro_batch_size), Toy(), batches, use_distributed_sampler=True)
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 1])

@@ -96,7 +96,7 @@ def curve(module: MixtralModule, strategy: MegatronStrategy, dp: int = 1) -> Cur
     seed_everything(SEED, verbose=False)
     recorder = Recorder()
     trainer = quiet_trainer(strategy, max_epochs=1, gradient_clip_val=CLIP, logger=recorder)
-    trainer.fit(module, DataLoader(samples(), batch_size=BATCH // dp))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(samples(), batch_size=BATCH // dp, shuffle=True))  # type: ignore[arg-type]
     return Curve(recorder.series("train_loss"), recorder.series("grad_norm"))
 
 

@@ -108,7 +108,7 @@ def curve(training: Training, strategy: MegatronStrategy, batch_size: int) -> Cu
         accumulate_grad_batches=training.accumulate,
         logger=recorder,
     )
-    loader = DataLoader(samples(STEPS * training.batch), batch_size=batch_size)  # type: ignore[arg-type]
+    loader = DataLoader(samples(STEPS * training.batch), batch_size=batch_size, shuffle=True)  # type: ignore[arg-type]
     trainer.fit(training.module(), loader)
     return Curve(recorder.series("train_loss"), recorder.series("grad_norm"))
 

@@ -95,7 +95,7 @@ def trained(module: GPTModule, run: Run) -> Recorder:
         accumulate_grad_batches=run.accumulate,
         logger=recorder,
     )
-    trainer.fit(module, DataLoader(samples(), batch_size=run.batch_size))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(samples(), batch_size=run.batch_size, shuffle=True))  # type: ignore[arg-type]
     return recorder
 
 

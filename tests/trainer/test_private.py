@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchmetrics import MeanMetric
 
 from lightning_megatron.checkpoint import model_state, save
-from lightning_megatron.lightning._private import SubprocessScriptLauncher
+from lightning_megatron.lightning._private import SubprocessScriptLauncher, injects_samplers, training_data
 from lightning_megatron.mesh import ParallelMesh
 
 
@@ -24,6 +24,20 @@ def test_the_launcher_is_made_and_called_as_we_do() -> None:
     called = inspect.signature(SubprocessScriptLauncher.launch).parameters
     assert list(called) == ["self", "function", "args", "trainer", "kwargs"]
     assert called["trainer"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_what_is_trained_on_can_be_asked_for() -> None:
+    trainer, data = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), object()
+    trainer.fit_loop._data_source.instance = data
+    assert training_data(trainer) is data
+
+
+@pytest.mark.parametrize("injects", [True, False])
+def test_whether_samplers_are_replaced_can_be_asked_for(injects: bool) -> None:
+    module = LightningModule()
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    module.trainer = Trainer(use_distributed_sampler=injects, **options)
+    assert injects_samplers(module) is injects
 
 
 def test_where_a_tensor_lies_in_a_checkpoint_is_told_in_these_words(tmp_path: Path) -> None:

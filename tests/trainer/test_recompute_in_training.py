@@ -84,8 +84,8 @@ def train(layout: Layout, wish: dict[str, Any]) -> list[list[float]]:
         MegatronStrategy(**layout.options, **wish), max_epochs=1, gradient_clip_val=1.0, logger=recorder
     )
     size = BATCH // layout.replicas
-    fed = [DataLoader(some, batch_size=size) for some in (samples(), samples()[:BATCH])]  # type: ignore[arg-type]
-    trainer.fit(module, *fed)
+    held_out: Any = DataLoader(samples()[:BATCH], batch_size=size)  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(samples(), batch_size=size, shuffle=True), held_out)  # type: ignore[arg-type]
     return [recorder.series(name) for name in ("train_loss", "grad_norm", "val_loss")]
 
 

@@ -65,17 +65,24 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     "world does not divide, two sizes could mend it": (
         check(ParallelLayout(tp=2, pp=8), 8),
         [
-            "tp=2: tp x pp x cp = 2 x 8 x 1 = 16 does not divide the world size 8 (devices x num_nodes); "
-            "nearest valid: 1",
-            "pp=8: tp x pp x cp = 2 x 8 x 1 = 16 does not divide the world size 8 (devices x num_nodes); "
-            "nearest valid: 4, 2, 1",
+            "tp=2: tp x pp x cp = 2 x 8 x 1 = 16 is more than the world size 8 (devices x num_nodes): "
+            "try devices=16; nearest valid: 1",
+            "pp=8: tp x pp x cp = 2 x 8 x 1 = 16 is more than the world size 8 (devices x num_nodes): "
+            "try devices=16; nearest valid: 4, 2, 1",
         ],
     ),
     "world does not divide, no single size can mend it": (
         check(ParallelLayout(tp=3, pp=5), 8),
         [
-            "tp x pp='3 x 5': tp x pp x cp = 3 x 5 x 1 = 15 does not divide the world size 8 (devices x num_nodes); "
-            "nearest valid: 2 x 4, 4 x 2, 1 x 4"
+            "tp x pp='3 x 5': tp x pp x cp = 3 x 5 x 1 = 15 is more than the world size 8 (devices x num_nodes): "
+            "try devices=15; nearest valid: 2 x 4, 4 x 2, 1 x 4"
+        ],
+    ),
+    "more than there is, as where devices are not given": (
+        check(ParallelLayout(tp=2), 1),
+        [
+            "tp=2: tp x pp x cp = 2 x 1 x 1 = 2 is more than the world size 1 (devices x num_nodes): try devices=2; "
+            "nearest valid: 1"
         ],
     ),
     "dp is not what remains": (
