@@ -1,7 +1,6 @@
 """What ``.metadata`` says that a checkpoint holds, and whether that is all there should be.
 
-Where an item lies is told by ``Metadata.storage_data``, whose values have the fields ``relative_path``, ``offset`` and
-``length``. torch documents the field and not the type of its values; ``tests/trainer/test_private.py`` holds them.
+Where an item lies is told by ``Metadata.storage_data``, whose values are :class:`~.metadata_file.Place`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_megatron.checkpoint.fault import Fault
 from lightning_megatron.checkpoint.fragment import cover_fault
+from lightning_megatron.checkpoint.metadata_file import METADATA
 from lightning_megatron.params import Box
-
-METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,7 @@ def items_of(metadata: Metadata) -> list[Item]:
     found = []
     for index, place in (metadata.storage_data or {}).items():
         offsets = None if index.offset is None else tuple(index.offset)
-        start = int(place.offset)
-        found.append(Item(index.fqn, offsets, str(place.relative_path), start, start + int(place.length)))
+        found.append(Item(index.fqn, offsets, place.relative_path, place.offset, place.offset + place.length))
     return sorted(found, key=lambda item: (item.file, item.start))
 
 

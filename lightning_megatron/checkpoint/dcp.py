@@ -18,12 +18,13 @@ from lightning_megatron.checkpoint.fault import listed
 from lightning_megatron.checkpoint.guard import SaveGuard
 from lightning_megatron.checkpoint.locate import locate
 from lightning_megatron.checkpoint.meta import read_meta
+from lightning_megatron.checkpoint.metadata_file import read_metadata
 from lightning_megatron.checkpoint.plan import load_faults
 from lightning_megatron.checkpoint.publish import recover
 from lightning_megatron.checkpoint.single_file import SingleFile
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
-from lightning_megatron.checkpoint.transfer import read, read_metadata
+from lightning_megatron.checkpoint.transfer import read
 from lightning_megatron.checkpoint.verify import hash_faults, size_faults
 from lightning_megatron.config import nearest_names
 from lightning_megatron.mesh import ParallelMesh

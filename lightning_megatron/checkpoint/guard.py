@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_megatron.checkpoint.fault import Fault
 from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.manifest import read_manifest
+from lightning_megatron.checkpoint.metadata_file import read_metadata
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import collected, together
-from lightning_megatron.checkpoint.transfer import read_metadata
 from lightning_megatron.checkpoint.verify import hash_faults, item_faults, metadata_faults, size_faults
 from lightning_megatron.mesh import ParallelMesh
 

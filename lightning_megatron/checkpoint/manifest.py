@@ -23,6 +23,11 @@ _STRETCH = 1 << 23  # what a thread reads at a time
 _THREADS = 4
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether a name that a file gives is that of a file beside it, and leads nowhere else."""
+    return name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0") and Path(name).name == name
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """One file.
@@ -74,8 +79,10 @@ class Manifest:
             if (version := content["version"]) != VERSION:
                 raise ValueError(f"it has format version {version}, this package knows {VERSION}")
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
+            if outside := [name for name in files if not is_plain_name(name)]:
+                raise ValueError(f"it names {', '.join(map(repr, outside))}, no files of its directory")
             manifest = cls(content["layout"], files, content["torch"], content["version"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"a field is missing or wrong: {error!r}") from None
         if manifest.render() != text:
             raise ValueError("its digest does not match: it was edited or damaged")

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_megatron.checkpoint.dcp import Loaded, load
 from lightning_megatron.checkpoint.fragment import Fragment, Part
-from lightning_megatron.checkpoint.transfer import read, read_metadata
+from lightning_megatron.checkpoint.metadata_file import read_metadata
+from lightning_megatron.checkpoint.transfer import read
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box, is_calibration

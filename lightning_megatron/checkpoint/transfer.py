@@ -64,8 +64,3 @@ def read(directory: Path, metadata: Metadata, state: State) -> None:
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
-def read_metadata(directory: Path) -> Metadata:
-    """Names, shapes and places of everything in a checkpoint."""
-    return FileSystemReader(directory).read_metadata()

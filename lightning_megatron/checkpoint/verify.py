@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_megatron.checkpoint.contents import METADATA, Item, content_faults, damaged, items_of
+from lightning_megatron.checkpoint.contents import Item, content_faults, damaged, items_of
 from lightning_megatron.checkpoint.fault import Fault
 from lightning_megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest, record
 from lightning_megatron.checkpoint.meta import META, read_meta
+from lightning_megatron.checkpoint.metadata_file import METADATA, read_metadata
 from lightning_megatron.checkpoint.publish import UNFINISHED
 from lightning_megatron.checkpoint.together import CheckpointError
-from lightning_megatron.checkpoint.transfer import read_metadata
 
 
 def verify(path: str | os.PathLike[str]) -> list[Fault]:
@@ -79,8 +79,8 @@ def metadata_faults(path: Path, manifest: Manifest) -> list[Fault]:
         faults.append(Fault(META, f"cannot be read: {error}"))
     try:
         metadata = read_metadata(path)
-    except Exception as error:  # it is a pickle: any error may come out of it
-        return [*faults, Fault(METADATA, f"cannot be read: {error}")]
+    except CheckpointError as error:
+        return [*faults, Fault(METADATA, str(error))]
     return faults + content_faults(path, metadata, lengths)
 
 
@@ -99,7 +99,7 @@ def _with_tensors(path: Path, faults: list[Fault]) -> list[Fault]:
         return faults
     try:
         items = items_of(read_metadata(path))
-    except Exception:  # it is a pickle: any error may come out of it
+    except CheckpointError:
         return faults
     by_file: dict[str, list[Item]] = {}
     for item in items:

@@ -1,7 +1,8 @@
 """Arrays that are built once and then mapped by every process of a node.
 
 No process group is needed: what is stored depends only on its description, and each file appears under its name in one
-step. So any number of processes may build at the same time. Whoever comes later maps what is there.
+step, when it is on the disk. So any number of processes may build at the same time. A later process compares length and
+CRC-32 of every file with what was written, maps what is sound, and builds the rest again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import uuid
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from lightning_megatron.data.errors import DataError
 Arrays = dict[str, NDArray[Any]]
 
 _log = logging.getLogger(__name__)
+_BLOCK = 1 << 22  # bytes read at a time
 
 
 def default_cache_dir(prefix: str | Path) -> Path:
@@ -53,7 +56,7 @@ def cached_arrays(
         DataError: if ``cache_dir`` was named and cannot be written.
     """
     directory = fallback_dir if cache_dir is None else Path(cache_dir)
-    text = json.dumps({"format": 1, **description}, indent=4, sort_keys=True)
+    text = json.dumps({"format": 2, **description}, indent=4, sort_keys=True)
     stem = f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{kind}"
     paths = {name: directory / f"{stem}-{name}.npy" for name in names}
     marker = directory / f"{stem}-description.txt"
@@ -65,8 +68,11 @@ def cached_arrays(
         directory.mkdir(parents=True, exist_ok=True)
         for name, path in paths.items():
             _write(path, partial(np.save, arr=arrays[name]))
+        content = json.dumps(
+            {**json.loads(text), "files": {path.name: _sums(path) for path in paths.values()}}, indent=4
+        )
         # Last, for it says that all the others are complete.
-        _write(marker, lambda file: file.write(text.encode()))
+        _write(marker, lambda file: file.write(content.encode()))
     except OSError as error:
         if cache_dir is not None:
             fault = f"the index cache cannot be written ({error.strerror or error})"
@@ -97,19 +103,33 @@ def _load(marker: Path, paths: Mapping[str, Path]) -> Arrays | None:
     if not marker.is_file():
         return None
     try:
+        written = json.loads(marker.read_text())["files"]
+        for path in paths.values():
+            if _sums(path) != written[path.name]:
+                raise ValueError(f"{path.name} is not as it was written")
         return {name: np.load(path, mmap_mode="r") for name, path in paths.items()}
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
         _log.warning("%s is damaged (%s) and is built again", marker.parent, error)
         return None
 
 
+def _sums(path: Path) -> list[int]:
+    """Length and CRC-32 of a file."""
+    length = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            length, crc = length + len(block), zlib.crc32(block, crc)
+    return [length, crc]
+
+
 def _write(path: Path, write: Callable[[Any], object]) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:  # not tempfile's, which are the user's alone whatever the umask says
             write(file)
-        os.chmod(temporary, 0o644)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

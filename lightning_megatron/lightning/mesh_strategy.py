@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only as pl_rank_zero_only
 from torch import Tensor
 
 from lightning_megatron import device as devices
+from lightning_megatron.comm.loopback import loopback_store
 from lightning_megatron.config import ParallelLayout
 from lightning_megatron.lightning._private import injects_samplers
 from lightning_megatron.lightning.accelerator import preferred_accelerator
@@ -148,8 +149,12 @@ class MeshStrategy(ParallelStrategy):
             # The environment variables, not an address: under torchrun the store is torchrun's own.
             os.environ.setdefault("MASTER_ADDR", str(self.cluster_environment.main_address))
             os.environ.setdefault("MASTER_PORT", str(self.cluster_environment.main_port))
+            ranks = self.global_rank, self.world_size
+            on_one_machine = self.num_nodes == 1 and not dist.is_torchelastic_launched()
+            port = self.cluster_environment.main_port
             dist.init_process_group(
                 self._backend or devices.kind_of(self.root_device).backend,
+                store=loopback_store(port, *ranks, self._timeout) if on_one_machine else None,
                 rank=self.global_rank,
                 world_size=self.world_size,
                 timeout=self._timeout,

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_megatron.checkpoint.manifest import MANIFEST
+from lightning_megatron.checkpoint.manifest import MANIFEST, is_plain_name
 from lightning_megatron.checkpoint.together import CheckpointError
 from lightning_megatron.checkpoint.whole import WholeTensor
 
@@ -83,7 +83,7 @@ def _indexed(path: Path, index: Path, header: Callable[[Path], dict[str, WholeTe
     faults = [
         f"{index}: {tensor} is said to be in {name!r}, which is no name of a file"
         for tensor, name in places.items()
-        if not isinstance(name, str) or Path(name).name != name
+        if not isinstance(name, str) or not is_plain_name(name)
     ]
     if faults:
         raise _misfits(faults)

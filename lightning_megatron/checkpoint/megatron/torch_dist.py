@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.megatron.names import LAYERS, is_of_model, plain_name
-from lightning_megatron.checkpoint.megatron.unpickle import InertUnpickler
-from lightning_megatron.checkpoint.together import CheckpointError
+from lightning_megatron.checkpoint.metadata_file import read_metadata
 from lightning_megatron.checkpoint.transfer import read
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.params import Box
@@ -37,7 +36,7 @@ def read_torch_dist(directory: Path) -> dict[str, WholeTensor]:
     Raises:
         CheckpointError: if the directory cannot be read.
     """
-    metadata = _metadata(directory)
+    metadata = read_metadata(directory, only_known=False)
     found: dict[str, WholeTensor] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and is_of_model(key):
@@ -46,18 +45,6 @@ def read_torch_dist(directory: Path) -> dict[str, WholeTensor]:
                 make = partial(_slab, directory, metadata, key, shape, dtype, place)
                 found[name] = WholeTensor(shape[len(place) :], dtype, make)
     return _with_halves_joined(found)
-
-
-def _metadata(directory: Path) -> Metadata:
-    file = directory / ".metadata"
-    try:
-        with file.open("rb") as stream:
-            metadata = InertUnpickler(stream).load()
-    except Exception as error:  # a broken pickle raises what it likes
-        raise CheckpointError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{file} holds no metadata of torch.distributed.checkpoint")
-    return metadata
 
 
 def _unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:

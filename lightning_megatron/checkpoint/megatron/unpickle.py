@@ -1,107 +1,49 @@
-"""Read pickled files of another program without importing it, and without calling anything that a file names.
+"""Read files that Megatron pickled without importing it, and without calling anything that a file names.
 
 Megatron stores its command line beside the weights, as an ``argparse.Namespace`` that holds enumerations and functions
-of its own. Here only names of a short list are looked up, those of which tensors, containers and DCP's metadata are
-made; every other one becomes a class whose objects keep what they are given and do nothing.
+of its own. torch's reader of weights alone takes tensors and containers; every other name in the file gets a class
+whose objects keep what they are given and do nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import pickle
+import pickletools
 import zipfile
-from collections import OrderedDict
-from dataclasses import is_dataclass
-from enum import Enum
-from importlib import import_module
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from lightning_megatron.checkpoint.together import CheckpointError
 
-_PLAIN = {
-    ("argparse", "Namespace"): argparse.Namespace,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-}
-# What torch itself lets pass with weights_only=True; the names are part of its file format.
-_REBUILD = {
-    ("torch._utils", name)
-    for name in ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state", "_rebuild_tensor")
-} | {("torch.serialization", "_get_layout")}
-_DCP = "torch.distributed.checkpoint."
+_PICKLES = 5  # of a file from before torch 1.6: magic number, version, machine, object, keys of storages
 
 
 class StandIn:
     """An object of a class that was not looked up.
 
     Attributes:
-        given: what it was made of.
-        state: what it was filled with.
+        given: arguments that it was made of.
+        state: the value that it was filled with.
     """
 
     def __init__(self, *given: Any) -> None:
         self.given = given
-        self.state: list[Any] = []
+        self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:
-        self.state.append(state)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.state.append((key, value))
-
-    def append(self, value: Any) -> None:
-        """As a list is filled."""
-        self.state.append(value)
-
-    def __call__(self, *given: Any) -> StandIn:
-        """As a function is called that another object stands for."""
-        return StandIn(self, *given)
-
-    def __hash__(self) -> int:
-        return id(self)
+        self.state = state
 
     def __repr__(self) -> str:
-        return f"{type(self).__module__}.{type(self).__qualname__}{self.given!r}"
-
-
-class InertUnpickler(pickle.Unpickler):
-    """Looks up nothing that is not on the list."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The thing of that name, or a stand-in."""
-        if (module, name) in _PLAIN:
-            return _PLAIN[module, name]
-        if (module, name) in _REBUILD:
-            return getattr(import_module(module), name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module.startswith(_DCP) and _is_record(found := getattr(import_module(module), name, None)):
-            return found
-        return type(name, (StandIn,), {"__module__": module})
-
-
-def _is_record(found: Any) -> bool:
-    return isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
-
-
-class _Pickle:
-    """What ``torch.load`` asks of a pickle module."""
-
-    Unpickler = InertUnpickler
-
-    @staticmethod
-    def load(file: Any, **options: Any) -> Any:
-        return InertUnpickler(file, **options).load()
+        return f"{type(self).__module__}.{type(self).__qualname__}{getattr(self, 'given', ())!r}"
 
 
 def load_file(file: Path, *, allow_pickle: bool) -> Any:
-    """What ``torch.save`` wrote; tensors are mapped, and read when they are used.
+    """The content of a file that ``torch.save`` wrote; tensors are mapped, and read when they are used.
 
     Args:
         file: the file.
@@ -110,18 +52,45 @@ def load_file(file: Path, *, allow_pickle: bool) -> Any:
     Raises:
         CheckpointError: if it is no such file, or holds objects and ``allow_pickle`` is not set.
     """
-    mapped: Any = {"map_location": "cpu", "mmap": zipfile.is_zipfile(file)}
     try:
-        if not allow_pickle:
-            return torch.load(file, weights_only=True, **mapped)
-        return torch.load(file, weights_only=False, pickle_module=_Pickle, **mapped)
+        names = _names_in(file) if allow_pickle else []
+        stand_ins = [(_stand_in(name), name) for name in names]
+        if allow_pickle:
+            stand_ins.append((argparse.Namespace, "argparse.Namespace"))
+        with safe_globals(stand_ins):  # type: ignore[arg-type]  # torch 2.6 annotates only callables
+            return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
     except pickle.UnpicklingError as error:
         if allow_pickle:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from None
+            raise CheckpointError(f"{file}: cannot be read: {_reason(error)}") from None
         raise CheckpointError(
-            f"{file} holds objects beside primitives and tensors, as all files of Megatron with its command line do. If"
-            " you trust where it comes from, convert it with `lightning-megatron convert megatron-to-ckpt` and"
-            " --allow-pickle: nothing that it names is run, but it is a pickle"
+            f"{file} holds objects beside primitives and tensors, as all files of Megatron with its command line do."
+            " Convert it with `lightning-megatron convert megatron-to-ckpt` and --allow-pickle: nothing that it names"
+            " is imported or run"
         ) from None
-    except (RuntimeError, OSError, EOFError) as error:
+    except Exception as error:  # a damaged or hostile file raises what it likes
         raise CheckpointError(f"{file}: missing, truncated or no file of torch.save: {error}") from None
+
+
+def _reason(error: Exception) -> str:
+    """The sentence of torch's page of advice that says what is wrong."""
+    return str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
+
+
+def _names_in(file: Path) -> list[str]:
+    """Classes and functions that a file names, but for those of tensors and containers."""
+    if zipfile.is_zipfile(file):
+        return [name for name in get_unsafe_globals_in_checkpoint(file) if name != "argparse.Namespace"]
+    return [name for name in dict.fromkeys(_names_in_stream(file)) if not name.startswith(("torch.", "collections."))]
+
+
+def _names_in_stream(file: Path) -> Iterator[str]:
+    with file.open("rb") as stream:
+        for _ in range(_PICKLES):
+            for opcode, argument, _ in pickletools.genops(stream):
+                if opcode.name == "GLOBAL":
+                    yield str(argument).replace(" ", ".")
+
+
+def _stand_in(name: str) -> type[StandIn]:
+    module, _, own = name.rpartition(".")
+    return type(own, (StandIn,), {"__module__": module})

@@ -126,22 +126,65 @@ def test_what_is_missing_is_named(tmp_path):
 RAN: list[str] = []
 
 
+def run(word: str) -> None:
+    RAN.append(word)
+
+
 class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return run, ("ran",)
+
+
+class EvilMethod:
     def __reduce__(self) -> tuple[Any, ...]:
         return RAN.append, ("ran",)
 
 
-def test_nothing_that_a_pickle_names_is_run(tmp_path):
-    torch.save({"args": Evil(), "x": torch.ones(2)}, tmp_path / "a.pt")
+class Scripted(torch.nn.Module):
+    """Code of TorchScript, which torch runs when it loads an archive of that kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = torch.ones(1)
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[torch.Tensor, bool]:
+        return self.x, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[torch.Tensor, bool]) -> None:
+        self.x, self.training = state
+        raise RuntimeError("scripted code ran")
+
+    def forward(self) -> torch.Tensor:
+        return self.x
+
+
+@pytest.mark.parametrize("archive", [True, False])
+def test_nothing_that_a_pickle_names_is_run(tmp_path, archive):
+    torch.save({"args": Evil(), "x": torch.ones(2)}, tmp_path / "a.pt", _use_new_zipfile_serialization=archive)
     found = load_file(tmp_path / "a.pt", allow_pickle=True)
-    assert RAN == []
     assert isinstance(found["args"], StandIn)
+    assert found["args"].given == ("ran",)
     assert torch.equal(found["x"], torch.ones(2))
+    torch.save({"args": EvilMethod()}, tmp_path / "m.pt", _use_new_zipfile_serialization=archive)
     with (tmp_path / "b.pt").open("wb") as file:
         pickle.dump(Evil(), file)
-    with pytest.raises(CheckpointError):
-        load_file(tmp_path / "b.pt", allow_pickle=True)
+    for name in ("m.pt", "b.pt"):
+        with pytest.raises(CheckpointError):
+            load_file(tmp_path / name, allow_pickle=True)
     assert RAN == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_no_code_of_torchscript_is_run(tmp_path):
+    torch.jit.script(Scripted()).save(tmp_path / "a.pt")
+    with pytest.raises(torch.jit.Error, match="scripted code ran"):
+        torch.jit.load(tmp_path / "a.pt")
+    for allow in (False, True):
+        with pytest.raises(CheckpointError) as raised:
+            load_file(tmp_path / "a.pt", allow_pickle=allow)
+        assert "scripted code ran" not in str(raised.value)
 
 
 def test_arguments_that_ours_cannot_reproduce_are_all_named():

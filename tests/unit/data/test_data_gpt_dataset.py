@@ -125,14 +125,48 @@ def test_default_cache_is_beside_the_data(write_corpus: WriteCorpus) -> None:
     }
 
 
-def test_damaged_cache_is_built_again(write_corpus: WriteCorpus) -> None:
+def zero_the_data(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:128] + bytes(len(content) - 128))
+
+
+def save_instead(file: Path, array: np.ndarray) -> None:
+    np.save(file, array)
+
+
+@pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: os.truncate(file, 100),
+        lambda file: os.truncate(file, 0),
+        zero_the_data,
+        lambda file: save_instead(file, np.load(file)[::-1].copy()),
+        lambda file: save_instead(file, np.load(file).astype(np.float64)),
+        lambda file: save_instead(file, -np.load(file)),
+        lambda file: np.save(file, np.array([{}], dtype=object), allow_pickle=True),
+        lambda file: file.unlink(),
+    ],
+    ids=["cut", "empty", "zeros", "reversed", "floats", "negative", "objects", "gone"],
+)
+def test_damaged_cache_is_built_again(write_corpus: WriteCorpus, damage: Callable[[Path], object], name: str) -> None:
     prefix = write_corpus([20])
     good = GPTDataset(IndexedDataset(prefix), seq_length=4)
-    broken = next((prefix.parent / "cache").rglob("*sample_index.npy"))
-    expected = np.array(good.index.samples)
-    os.truncate(broken, 100)
+    expected = [good[i]["tokens"].numpy() for i in range(len(good))]
+    del good
+    damage(next((prefix.parent / "cache").rglob(f"*{name}.npy")))
     again = GPTDataset(IndexedDataset(prefix), seq_length=4)
-    assert np.array_equal(again.index.samples, expected)
+    assert np.array_equal([again[i]["tokens"].numpy() for i in range(len(again))], expected)
+
+
+def test_cache_files_have_the_permissions_of_the_user(write_corpus: WriteCorpus) -> None:
+    prefix = write_corpus([20])
+    before = os.umask(0o007)
+    try:
+        GPTDataset(IndexedDataset(prefix), seq_length=4)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (prefix.parent / "cache").rglob("*.*")} == {0o660}
 
 
 def test_read_only_data_without_cache_dir_stays_in_memory(

@@ -1,0 +1,36 @@
+"""The store at which the processes of one machine find each other, closed to every other machine.
+
+torch's own TCPStore listens on all addresses of the machine, and any client may read and set its keys: where ranks
+listen, and objects that are pickled between them. A socket that is bound to the loopback address keeps strangers out.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+ADDRESS = "127.0.0.1"
+
+
+def loopback_store(port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+    """The store of a job whose ranks are all on this machine.
+
+    Args:
+        port: where rank 0 listens.
+        rank: of this process.
+        world_size: number of processes.
+        timeout: after which a process that does not come is given up.
+
+    Raises:
+        OSError: if rank 0 cannot listen there.
+    """
+    listening = None
+    if rank == 0:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            own.bind((ADDRESS, port))
+            own.listen(world_size)
+            listening = own.detach()  # the store closes it
+    return TCPStore(ADDRESS, port, world_size, rank == 0, timeout, master_listen_fd=listening)
