@@ -108,7 +108,8 @@ class _Reader(pickle.Unpickler):
         """A class of records, the same one for the same name."""
         full = f"{module}.{name}"
         if full not in self.classes:
-            self.classes[full] = _Sealed(name, (Record,), {"name": full})
+            made: Any = _Sealed(name, (Record,), {"name": full})
+            self.classes[full] = made
         return self.classes[full]
 
 

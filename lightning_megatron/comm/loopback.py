@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but no stub says so
 
 ADDRESS = "127.0.0.1"
 

@@ -54,7 +54,7 @@ def load_file(file: Path, *, allow_pickle: bool) -> Any:
     """
     try:
         names = _names_in(file) if allow_pickle else []
-        stand_ins = [(_stand_in(name), name) for name in names]
+        stand_ins: list[tuple[type, str]] = [(_stand_in(name), name) for name in names]
         if allow_pickle:
             stand_ins.append((argparse.Namespace, "argparse.Namespace"))
         with safe_globals(stand_ins):  # type: ignore[arg-type]  # torch 2.6 annotates only callables
