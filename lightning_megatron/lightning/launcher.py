@@ -39,4 +39,6 @@ class CheckedLauncher(SubprocessScriptLauncher):
         """Check, spawn, run ``function``."""
         self._check(*args, *kwargs.values(), trainer=trainer)
         devices.drop_card(self._device)
+        if self.num_processes == 1 and self.num_nodes == 1:
+            return function(*args, **kwargs)  # nothing to spawn: no variables are set, no thread watches for children
         return super().launch(function, *args, trainer=trainer, **kwargs)

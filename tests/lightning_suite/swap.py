@@ -1,0 +1,51 @@
+"""A pytest plugin that gives Lightning's own tests another strategy: ``Trainer()`` on one CPU becomes ours.
+
+Only where a test leaves the strategy to the Trainer, on one process of the CPU: what asks for a strategy, an
+accelerator or several processes keeps what it asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_megatron import MegatronStrategy
+
+_ONE_CPU = {
+    "strategy": ("auto",),
+    "accelerator": ("auto", "cpu"),
+    "devices": ("auto", 1, "1"),
+    "num_nodes": (1,),
+}
+
+
+def _is_for_one_cpu(arguments: dict[str, Any]) -> bool:
+    return all(
+        any(type(arguments[name]) is type(value) and arguments[name] == value for value in values)
+        for name, values in _ONE_CPU.items()
+    )
+
+
+@pytest.fixture(autouse=True)
+def _swapped(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]) -> None:
+    stock = Trainer.__init__
+    signature = inspect.signature(stock)
+    swapped = 0
+
+    @functools.wraps(stock)
+    def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        nonlocal swapped
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        if _is_for_one_cpu(given.arguments):
+            kwargs["strategy"] = MegatronStrategy()
+            swapped += 1
+            record_property("swapped", swapped)
+        stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "__init__", init)
