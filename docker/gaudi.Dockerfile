@@ -15,9 +15,10 @@ COPY lightning_megatron lightning_megatron
 COPY examples examples
 COPY docker/keep.py docker/keep.py
 
-# What Intel has installed becomes a constraint: pip fails instead of replacing torch by one without the bridge.
+# What Intel has installed becomes a constraint: pip fails instead of replacing torch by one without the bridge. The
+# recipes draw how experts are loaded (plot), and read tokenizer.json and .zst (data).
 RUN python3 docker/keep.py > constraints.txt \
-    && python3 -m pip install --no-cache-dir --constraint constraints.txt . \
+    && python3 -m pip install --no-cache-dir --constraint constraints.txt '.[data,plot]' \
     && python3 docker/keep.py | diff constraints.txt -
 
 ENTRYPOINT ["lightning-megatron"]

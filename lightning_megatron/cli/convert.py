@@ -20,7 +20,7 @@ tensors of the model. Checkpoints may come from any layout, and load into any; M
 _EXAMPLE = """\
 examples:
   lightning-megatron convert hf-to-ckpt Llama-3.1-8B llama.ckpt
-  lightning-megatron convert ckpt-to-hf run/last.ckpt exported --dtype bf16 --max-shard-size 5GB
+  lightning-megatron convert ckpt-to-hf run/last.ckpt exported --dtype bf16 --tokenizer Llama-3.1-8B
   lightning-megatron convert megatron-to-ckpt megatron/checkpoints llama.ckpt --config llama3.1-8b"""
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -42,6 +42,9 @@ def convert_parser() -> argparse.ArgumentParser:
     back = ways.add_parser("ckpt-to-hf", help="a checkpoint to a directory that transformers loads")
     back.add_argument("source", metavar="CKPT", help="checkpoint directory of GPTModule, LlamaModule or MixtralModule")
     back.add_argument("target", metavar="OUT_DIR", help="directory to make")
+    back.add_argument(
+        "--tokenizer", metavar="HF_DIR", help="directory whose tokenizer and chat template are copied (default: none)"
+    )
     back.add_argument(
         "--max-shard-size",
         type=size_in_bytes,
@@ -79,6 +82,7 @@ def convert_command(argv: Sequence[str]) -> int:
     from lightning_megatron.lightning.convert import checkpoint_to_hf, hf_to_checkpoint, megatron_to_checkpoint
 
     dtype = None if args.dtype is None else getattr(torch, _DTYPES[args.dtype])
+    written = ""
     try:
         if args.way == "hf-to-ckpt":
             hf_to_checkpoint(args.source, args.target, dtype=dtype)
@@ -86,11 +90,12 @@ def convert_command(argv: Sequence[str]) -> int:
             options = {"config": args.config, "allow_pickle": args.allow_pickle}
             megatron_to_checkpoint(args.source, args.target, dtype=dtype, **options)
         else:
-            checkpoint_to_hf(args.source, args.target, dtype=dtype, max_shard_size=args.max_shard_size)
+            options = {"max_shard_size": args.max_shard_size, "tokenizer": args.tokenizer}
+            written = f": {checkpoint_to_hf(args.source, args.target, dtype=dtype, **options)}"
     except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(args.target)
+    print(f"{args.target}{written}")
     return 0
 
 

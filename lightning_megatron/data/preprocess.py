@@ -170,16 +170,20 @@ def preprocess(
         writers = {k: stack.enter_context(IndexedDatasetWriter(p, encoder.dtype)) for k, p in prefixes.items()}
         documents = _documents(chain(first, tasks), encoder, arguments, workers)
         stack.callback(documents.close)
-        log(f"Time to startup: {time.perf_counter() - begun}")
-        progress = _Progress(log_interval, log)
+        log(f"Time to startup: {time.perf_counter() - begun:.2f}")
+        progress, totals = _Progress(log_interval, log), dict.fromkeys(json_keys, 0)
         for document in documents:
             for key, (tokens, lengths) in document.parts.items():
                 writers[key].add_document(tokens, lengths)
+                totals[key] += len(tokens)
             progress.add(document.size)
         if not progress.count:
             named = ", ".join(map(str, files))
             raise DataError.at(named, "no documents", do="the corpus is empty: give JSON lines")
         progress.finish()
+    for key, prefix in prefixes.items():
+        size = Path(f"{prefix}.bin").stat().st_size / 2**20
+        log(f"Wrote {prefix}.bin and .idx: {progress.count} documents, {totals[key]:,} tokens, {size:.2f} MB")
     return list(prefixes.values())
 
 
@@ -247,4 +251,4 @@ class _Progress:
     def _tell(self) -> None:
         seconds = max(time.perf_counter() - self._begun, 1e-9)
         rate, megabytes = self.count / seconds, self._bytes / seconds / 2**20
-        self._log(f"Processed {self.count} documents ({rate} docs/s, {megabytes} MB/s).")
+        self._log(f"Processed {self.count} documents ({rate:.2f} docs/s, {megabytes:.4f} MB/s).")

@@ -83,12 +83,12 @@ def text_of(path: str | Path, number: int, line: bytes, keys: Sequence[str]) -> 
 
 def _decompression_errors(path: Path) -> tuple[type[Exception], ...]:
     errors: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
-    return (*errors, require("zstandard", extra=None).ZstdError) if path.suffix == ".zst" else errors
+    return (*errors, require("zstandard", extra="data").ZstdError) if path.suffix == ".zst" else errors
 
 
 def _opener(path: Path) -> Callable[[Path], BinaryIO]:
     openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
     if path.suffix == ".zst":
-        zstandard = require("zstandard", extra=None)
+        zstandard = require("zstandard", extra="data")
         return lambda file: cast(BinaryIO, io.BufferedReader(zstandard.open(file, "rb")))  # its own has no lines
     return openers.get(path.suffix, lambda file: open(file, "rb"))

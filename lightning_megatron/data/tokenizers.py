@@ -129,7 +129,7 @@ class HuggingFaceTokenizer(_FastTokenizer):
     """
 
     def __init__(self, path: str | Path) -> None:
-        tokenizers = require("tokenizers", extra="hf")
+        tokenizers = require("tokenizers", extra="data")
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         do = "only local files are read: give a directory with tokenizer.json (save_pretrained writes one)"
         try:
@@ -153,7 +153,7 @@ class GPT2BPETokenizer(_FastTokenizer):
     """
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
-        tokenizers = require("tokenizers", extra="hf")
+        tokenizers = require("tokenizers", extra="data")
         vocab, merges = _existing(vocab_file), _existing(merge_file)
         try:
             model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
@@ -177,7 +177,7 @@ class BertWordPieceTokenizer(_FastTokenizer):
     """
 
     def __init__(self, vocab_file: str | Path, *, lower_case: bool) -> None:
-        tokenizers = require("tokenizers", extra="hf")
+        tokenizers = require("tokenizers", extra="data")
         vocab = _existing(vocab_file)
         pieces = {piece: i for i, piece in enumerate(vocab.read_text("utf-8").splitlines())}
         missing = [piece for piece in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if piece not in pieces]

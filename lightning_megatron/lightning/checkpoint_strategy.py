@@ -22,6 +22,7 @@ from lightning_megatron.lightning.checkpoints import (
     load_trainer_checkpoint,
     save_trainer_checkpoint,
 )
+from lightning_megatron.lightning.hugging_face import take_settings
 from lightning_megatron.lightning.mesh_strategy import MeshStrategy
 from lightning_megatron.lightning.optimizer_file import export_optimizers, import_optimizers
 from lightning_megatron.lightning.optimizers import OptimizerSet
@@ -138,6 +139,7 @@ class CheckpointStrategy(MeshStrategy):
             weights_only=weights_only,
             check=check,
         )
+        take_settings(self.lightning_module, checkpoint)
         if self._saved_randomness is not None:
             continue_randomness(self._saved_randomness, self.mesh)
         self._loaded_model = dict(checkpoint["state_dict"])

@@ -23,7 +23,9 @@ from lightning_megatron.checkpoint import (
     regrouped,
     shared_state,
 )
+from lightning_megatron.checkpoint.hf.settings import SETTINGS, read_settings
 from lightning_megatron.lightning.foreign import fresh_run, is_foreign, load_foreign_weights
+from lightning_megatron.lightning.hugging_face import kept_settings
 from lightning_megatron.lightning.random_state import random_state, restore_random_state
 from lightning_megatron.lightning.versions import (
     NOTE,
@@ -70,6 +72,7 @@ def save_trainer_checkpoint(
     rest = dict(checkpoint)
     tensors = rest.pop("state_dict")
     versions = take_versions(rest, module)
+    rest |= kept_settings(module)
     rest[NOTE] = {"versions": list(versions), "edited": is_edited(tensors, module)}
     state = model_state(without_repeats(tensors, module), spec_registry(module), mesh)
     for key, version in versions.items():
@@ -120,7 +123,7 @@ def load_trainer_checkpoint(
         load_foreign_weights(module, path, mesh)
         for optimizer in optimizers:
             optimizer.refresh_main()
-        return fresh_run() | {"state_dict": module.state_dict()}, None
+        return fresh_run() | {SETTINGS: read_settings(path), "state_dict": module.state_dict()}, None
     weights_only = weights_only is None or weights_only
     known = load(path, {}, mesh, weights_only=weights_only, check=check).meta
     if IMPORTED_FROM in known:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from lightning_megatron.checkpoint import CheckpointError, save
 from lightning_megatron.checkpoint.hf import family_for
+from lightning_megatron.checkpoint.hf.settings import (
+    GENERATION,
+    SETTINGS,
+    TOKEN_IDS,
+    Settings,
+    read_settings,
+    tokenizer_files,
+    with_settings,
+)
 from lightning_megatron.checkpoint.hf.write import write_hf
 from lightning_megatron.checkpoint.megatron import open_megatron
 from lightning_megatron.checkpoint.stream import open_checkpoint
@@ -91,36 +100,83 @@ def _begin(
     dtype: torch.dtype | None,
 ) -> None:
     state = {_PREFIX + name: tensor.to(dtype) for name, tensor in tensors.items()}
-    meta = fresh_run(GPTModule(config).hparams) | {IMPORTED_FROM: os.fspath(source)}
+    known = {IMPORTED_FROM: os.fspath(source), SETTINGS: read_settings(source)}
+    meta = fresh_run(GPTModule(config).hparams) | known
     save(target, dict(state), meta, ParallelMesh.single())
 
 
+@dataclass(frozen=True)
+class Exported:
+    """What lies in an exported directory beside the weights.
+
+    Attributes:
+        token_ids: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``, as far as they are known.
+        generation: whether there is a ``generation_config.json``.
+        tokenizer: names of the tokenizer's files.
+    """
+
+    token_ids: Mapping[str, Any]
+    generation: bool
+    tokenizer: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ids = ", ".join(f"{name}={value}" for name, value in self.token_ids.items())
+        there = ["weights", f"config.json ({ids or 'no ids of special tokens: none are known'})"]
+        parts = ((self.generation, GENERATION), (bool(self.tokenizer), "tokenizer"))
+        there += [name for is_there, name in parts if is_there]
+        missing = [name for is_there, name in parts if not is_there]
+        if not missing:
+            return ", ".join(there)
+        advice = "" if self.tokenizer else " (--tokenizer HF_DIR copies one)"
+        return f"{', '.join(there)}; no {', no '.join(missing)}{advice}"
+
+
 def checkpoint_to_hf(
-    source: Path, target: Path, *, dtype: torch.dtype | None = None, max_shard_size: int = 5 * 10**9
-) -> None:
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5 * 10**9,
+    tokenizer: Path | None = None,
+) -> Exported:
     """Write the model of a checkpoint, saved under any layout, as transformers reads it.
+
+    Special tokens and generation settings are those of the Hugging Face directory that the run began with; where it
+    began with none, those of ``tokenizer``.
 
     Args:
         source: the checkpoint of a :class:`GPTModule`.
         target: the directory to make.
         dtype: of its tensors; ``None`` for that of the checkpoint.
         max_shard_size: bytes of one file at most.
+        tokenizer: directory whose tokenizer and chat template are copied; ``None`` for none.
+
+    Returns:
+        What was written beside the weights.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged or is not of such a module, or if ``target`` exists.
+        CheckpointError: if the checkpoint is damaged or is not of such a module, if ``tokenizer`` holds none, or if
+            ``target`` exists.
         ConfigError: naming what transformers cannot compute.
     """
     loaded, tensors = open_checkpoint(source)
     config = _config_of(loaded.meta, source)
     family = family_for(asdict(config))
-    contents = family.config_to_hf(asdict(config))
+    settings: Settings = loaded.meta.get(SETTINGS) or ({} if tokenizer is None else read_settings(tokenizer))
+    contents = with_settings(family.config_to_hf(asdict(config)), settings)
+    copied = [] if tokenizer is None else tokenizer_files(tokenizer)
+    beside: dict[str, Any] = {file.name: file for file in copied}
+    if "generation_config" in settings:
+        beside[GENERATION] = settings["generation_config"]
     ours = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if key.startswith(_PREFIX)}
     rules = family.weight_map(config)
     # Beside parameters, modules may keep how they were used (bins of capacities), which no other program knows.
     known = {rule.ours for rule in rules.rules}
     used = {name for name, tensor in ours.items() if name not in known and not tensor.dtype.is_floating_point}
     splits = to_theirs({name: tensor for name, tensor in ours.items() if name not in used}, rules)
-    write_hf(target, contents, splits, dtype=dtype, max_shard_size=max_shard_size)
+    write_hf(target, contents, splits, dtype=dtype, max_shard_size=max_shard_size, beside=beside)
+    ids = {name: contents[name] for name in TOKEN_IDS if contents.get(name) is not None}
+    return Exported(ids, GENERATION in beside, tuple(file.name for file in copied))
 
 
 def _config_of(meta: Mapping[str, Any], source: Path) -> TransformerConfig:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from lightning_megatron.checkpoint.hf import family_of
 from lightning_megatron.checkpoint.hf.directory import read_config, read_tensors
+from lightning_megatron.checkpoint.hf.settings import SETTINGS
 from lightning_megatron.checkpoint.translate import to_ours
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.config import Problem, raise_if_any
@@ -72,6 +74,18 @@ def _computed(config: TransformerConfig) -> dict[str, Any]:
     if len(with_experts) == config.num_layers:
         del found["ffn_hidden_size"]
     return found | {"moe_layers": with_experts, "moe_ffn_hidden_size": config.expert_ffn_hidden_size}
+
+
+def take_settings(module: object, checkpoint: Mapping[str, Any]) -> None:
+    """Give a module what its checkpoint knows of the Hugging Face directory that its run began with."""
+    if checkpoint.get(SETTINGS) and hasattr(module, "hf_settings"):
+        module.hf_settings = checkpoint[SETTINGS]
+
+
+def kept_settings(module: object) -> dict[str, Any]:
+    """The entry of a checkpoint that a later run takes them from; none where the module knows nothing of them."""
+    settings = getattr(module, "hf_settings", None)
+    return {SETTINGS: settings} if settings else {}
 
 
 def open_hf(path: Path, model: GPTModel) -> dict[str, WholeTensor]:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.checkpoint.hf.settings import read_settings
 from lightning_megatron.config import ModelShape, raise_if_any
 from lightning_megatron.lightning.foreign import load_foreign_weights
 from lightning_megatron.lightning.hugging_face import hf_config, hf_problems
@@ -84,6 +85,10 @@ class GPTModule(MegatronModule):
     A batch is a dict of ``tokens`` and ``labels`` ``[B, S]``, and, if wanted, ``loss_mask`` and ``position_ids``
     ``[B, S]``. Logged: ``train_loss``, ``val_loss``, ``test_loss``, ``grad_norm``, ``lr``.
 
+    Attributes:
+        hf_settings: what the Hugging Face directory that the weights came from says beside the model (special tokens,
+            generation); checkpoints keep it, and exports write it again.
+
     Args:
         config: name of a preset, a ``TransformerConfig``, or its fields as a mapping.
         lr: highest learning rate.
@@ -137,6 +142,7 @@ class GPTModule(MegatronModule):
         )
         self.model: GPTModel | None = None
         self._hf_weights: Path | None = None
+        self.hf_settings: Mapping[str, Any] = {}
 
     @classmethod
     def from_hf(
@@ -154,6 +160,7 @@ class GPTModule(MegatronModule):
             ConfigError: for a model that ours cannot reproduce, or whose weights the changed fields do not fit.
         """
         module = cls(hf_config(path), **arguments)
+        module.hf_settings = read_settings(path)
         if weights:
             module.load_hf(path)
         return module
@@ -174,6 +181,7 @@ class GPTModule(MegatronModule):
         """
         raise_if_any(hf_problems(path, self.config))
         self._hf_weights = Path(path).absolute()
+        self.hf_settings = read_settings(path)
         if self.model is not None:
             self._fill()
 

@@ -6,6 +6,7 @@ import os
 from typing import Any, TypeVar, overload
 
 from lightning_megatron.checkpoint import CheckpointError, load, local_tensors, model_state
+from lightning_megatron.lightning.hugging_face import take_settings
 from lightning_megatron.lightning.module import GPTModule, MegatronModule
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import spec_registry
@@ -49,5 +50,6 @@ def load_module(path: str | os.PathLike[str], module_class: type[Any] = GPTModul
     module = module_class(**module_arguments(path))
     module.configure_model()
     mesh = ParallelMesh.single()
-    load(path, model_state(local_tensors(module), spec_registry(module), mesh), mesh)
+    loaded = load(path, model_state(local_tensors(module), spec_registry(module), mesh), mesh)
+    take_settings(module, loaded.meta)
     return module.eval()

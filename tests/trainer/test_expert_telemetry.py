@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,19 @@ def test_pictures_are_written_and_shown_in_tensorboard(tmp_path, ranks):
     (events,) = (tmp_path / "board").rglob("events.*")
     shown = EventAccumulator(str(events)).Reload()
     assert [image.step for image in shown.Images("tokens_per_expert")] == [2, 4]
+
+
+def test_without_matplotlib_one_warning_takes_the_place_of_pictures(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.warns(UserWarning, match="heat maps") as warned:
+        windows, _ = watched(tmp_path, 1, {})
+    assert len(windows) == STEPS // WINDOW
+    texts = [str(warning.message) for warning in warned if "heat maps" in str(warning.message)]
+    assert len(texts) == 1
+    assert "goes on without heat maps: pictures need matplotlib: pip install" in texts[0]
+    assert not list(tmp_path.glob("*.png"))
 
 
 def test_the_table_has_a_row_a_layer():

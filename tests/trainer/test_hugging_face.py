@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,9 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import ConfigError, GPTModule, LlamaModule, MegatronStrategy, MixtralModule
 from lightning_megatron.checkpoint import CheckpointError, verify
+from lightning_megatron.checkpoint.hf.settings import with_settings
 from lightning_megatron.cli.main import main
+from lightning_megatron.lightning.hugging_face import hf_config
 from lightning_megatron.lightning.restore import load_module
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
@@ -58,7 +61,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         reference(family).save_pretrained(home / family, max_shard_size="30KB")
         assert len(list((home / family).glob("*.safetensors"))) > 2
+        beside_the_model(home / family)
     return home
+
+
+def beside_the_model(path: Path) -> None:
+    """Special tokens, generation settings and a tokenizer, none of them transformers' defaults."""
+    config = json.loads((path / "config.json").read_text())
+    ids = {"bos_token_id": 5, "eos_token_id": [7, 130], "pad_token_id": 9}
+    (path / "config.json").write_text(json.dumps(config | ids | {"use_cache": False}))
+    (path / "generation_config.json").write_text(json.dumps(ids | {"temperature": 0.3, "do_sample": True}))
+    (path / "tokenizer.json").write_text('{"model": {}}')
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """What transformers makes of a directory, beside its weights; sizes that null leaves open are spelled out."""
+    found = transformers.AutoConfig.from_pretrained(path).to_dict()
+    found |= {"n_inner": found.get("n_inner") or 128, "head_dim": found.get("head_dim") or 4}
+    generation = transformers.GenerationConfig.from_pretrained(path).to_dict()
+    return {name: value for name, value in found.items() if name != "_name_or_path"} | {"generation": generation}
 
 
 def samples() -> DataLoader[Any]:
@@ -177,6 +199,7 @@ def test_there_and_back_is_bit_equal_and_transformers_loads_it(folder: Path, tmp
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert len(list(back.glob("*.safetensors"))) > 2
     loaded = transformers.AutoModelForCausalLM.from_pretrained(back)
+    assert settings_of(back) == settings_of(folder / family)
     assert type(loaded) is type(reference(family))
     assert torch.equal(logits_of(loaded), logits_of(reference(family)))
 
@@ -201,6 +224,11 @@ def train_and_save(folder: Path, family: str, layout: dict[str, Any], directory:
     saver = ModelCheckpoint(directory, save_last=True)
     trainer, _ = trainer_of(layout, max_steps=2, callbacks=[saver], enable_checkpointing=True)
     trainer.fit(module_of(folder / family, lr=1e-2, weights=True), samples())
+    # Whoever goes on need not know where the run began.
+    module = MODULES[family](hf_config(folder / family), lr=1e-2, vocab_multiple=4)
+    saver = ModelCheckpoint(directory / "longer", save_last=True)
+    trainer, _ = trainer_of(layout, max_steps=3, callbacks=[saver], enable_checkpointing=True)
+    trainer.fit(module, samples(), ckpt_path=directory / "last.ckpt")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -208,9 +236,14 @@ def test_what_was_trained_in_a_layout_loads_in_transformers(
     ranks: Callable[..., list[Any]], folder: Path, tmp_path: Path, family: str
 ) -> None:
     ranks(2, train_and_save, folder, family, {"pp": 2} if family == "mixtral" else {"tp": 2}, tmp_path)
-    assert main(["convert", "ckpt-to-hf", str(tmp_path / "last.ckpt"), str(tmp_path / "out")]) == 0
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    expected = load_module(tmp_path / "last.ckpt")(TOKENS)
+    last, out = tmp_path / "longer" / "last.ckpt", tmp_path / "out"
+    assert main(["convert", "ckpt-to-hf", str(last), str(out), "--tokenizer", str(folder / family)]) == 0
+    assert settings_of(out) == settings_of(folder / family)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (out / name).read_text() == (folder / family / name).read_text()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.generation_config.eos_token_id == [7, 130]
+    expected = load_module(last)(TOKENS)
     assert (expected - logits_of(reference(family))).abs().max() > 1e-2, "training has moved it"
     torch.testing.assert_close(logits_of(loaded), expected, rtol=BOUND, atol=BOUND)
 
@@ -261,3 +294,43 @@ def test_the_command_tells_faults_without_a_traceback(
     assert main(["convert", "ckpt-to-hf", str(folder / "llama"), str(tmp_path / "out")]) == 2
     assert "looks like a Hugging Face model" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_says_what_it_wrote_and_what_not(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint that began elsewhere knows no special tokens, and transformers' defaults are no guess."""
+    from_hf, from_scratch = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    assert main(["convert", "hf-to-ckpt", str(folder / "llama"), str(from_hf)]) == 0
+    module = LlamaModule(hf_config(folder / "llama"))
+    module.configure_model()
+    quiet_trainer(MegatronStrategy(), max_steps=0).fit(module, samples())
+    assert module.trainer is not None
+    module.trainer.save_checkpoint(from_scratch)
+    known = "config.json (bos_token_id=5, eos_token_id=[7, 130], pad_token_id=9), generation_config.json"
+    copies = " (--tokenizer HF_DIR copies one)"
+    tokenizer = ["--tokenizer", str(folder / "llama")]
+    for number, (checkpoint, options, text) in enumerate(
+        [
+            (from_hf, [], f"{known}; no tokenizer{copies}"),
+            (from_hf, tokenizer, f"{known}, tokenizer"),
+            (from_scratch, tokenizer, f"{known}, tokenizer"),
+            (from_scratch, [], f"tokens: none are known); no generation_config.json, no tokenizer{copies}"),
+        ]
+    ):
+        out = tmp_path / str(number)
+        capsys.readouterr()
+        assert main(["convert", "ckpt-to-hf", str(checkpoint), str(out), *options]) == 0
+        assert capsys.readouterr().out.strip().endswith(text)
+        assert number > 2 or settings_of(out) == settings_of(folder / "llama")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "3").eos_token_id is None
+    assert main(["convert", "ckpt-to-hf", str(from_hf), str(tmp_path / "x"), "--tokenizer", str(tmp_path)]) == 2
+    assert "holds no tokenizer: none of tokenizer.json" in capsys.readouterr().err
+
+
+def test_ids_of_another_vocabulary_are_not_carried_over() -> None:
+    source = {"config": {"model_type": "llama", "eos_token_id": [3, 50], "pad_token_id": 9, "use_cache": False}}
+    written = {"model_type": "llama", "vocab_size": 20, "eos_token_id": None, "rope_theta": 1.0}
+    assert with_settings(written, source) == {**written, "pad_token_id": 9, "use_cache": False}
+    other = {**written, "model_type": "gpt2"}
+    assert with_settings(other, source) == {**other, "pad_token_id": 9}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -39,6 +40,17 @@ def test_every_claim_has_its_evidence(entry: dict[str, Any]) -> None:
 def test_links_between_documents_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_what_help_texts_and_recipes_promise_is_in_an_extra_that_the_image_installs() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = {name: set(re.findall(r"^[\w-]+", text, re.M)) for name, text in setup["options.extras_require"].items()}
+    installed = re.search(r"'\.\[(.*?)\]'", (ROOT / "docker" / "gaudi.Dockerfile").read_text())
+    assert installed is not None
+    for package in ("tokenizers", "zstandard", "matplotlib"):
+        assert package in extras["dev"], "tests of it run"
+        assert any(package in extras[name] for name in installed[1].split(",")), package
 
 
 def test_the_image_keeps_intels_packages(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path) / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{path} is no Hugging Face model: it has no {CONFIG}")
-    return _json(file)
+    return read_json(file)
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, WholeTensor]:
@@ -77,7 +77,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, WholeTensor]:
 
 
 def _indexed(path: Path, index: Path, header: Callable[[Path], dict[str, WholeTensor]]) -> dict[str, WholeTensor]:
-    places = _json(index).get("weight_map")
+    places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise CheckpointError(f"{index}: it has no weight_map")
     faults = [
@@ -163,7 +163,12 @@ def _unreadable(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{file}: truncated or no file of its kind: {error}")
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        CheckpointError: if it cannot be read, or holds something else.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

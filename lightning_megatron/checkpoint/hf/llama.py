@@ -150,4 +150,7 @@ def config_to_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_dropout": config["attention_dropout"],
         "initializer_range": config["init_std"],
         "tie_word_embeddings": config["tie_embeddings"],
+        # transformers' defaults are LLaMA 2's own 1 and 2, which another vocabulary need not have.
+        "bos_token_id": None,
+        "eos_token_id": None,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +35,7 @@ def write_hf(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
+    beside: Mapping[str, Path | Mapping[str, Any]] | None = None,
 ) -> None:
     """Write ``config.json`` and the weights; the directory has its name when it is complete and on the disk.
 
@@ -43,6 +45,7 @@ def write_hf(
         splits: the tensors.
         dtype: of the files; ``None`` for the tensors' own.
         max_shard_size: bytes of a file's tensors; a larger tensor has a file of its own.
+        beside: further files by name: what a JSON file is to hold, or a file to copy.
 
     Raises:
         CheckpointError: if something has the name already.
@@ -66,6 +69,12 @@ def write_hf(
             _write_json(directory / index_name(SAFETENSORS), {"metadata": total, "weight_map": places})
         first = next(iter(known.values()))[0]
         _write_json(directory / CONFIG, {**config, "torch_dtype": str(first).removeprefix("torch.")})
+        for name, content in (beside or {}).items():
+            if isinstance(content, Path):
+                shutil.copyfile(content, directory / name)
+                sync_file(directory / name)
+            else:
+                _write_json(directory / name, content)
         publish(path)
     except BaseException:
         discard(path)

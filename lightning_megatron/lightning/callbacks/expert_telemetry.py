@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
@@ -33,7 +33,8 @@ class ExpertTelemetry(Callback):
     Args:
         every_n_steps: optimizer steps of a window.
         table: whether the table is printed.
-        directory: where heat maps are written as PNG; ``None`` for nowhere. A TensorBoard logger gets them too.
+        directory: where heat maps are written as PNG; ``None`` for nowhere. A TensorBoard logger gets them too. Without
+            matplotlib there are none, which one warning says.
 
     Attributes:
         counts: tokens of each expert in the last window, by number of the layer.
@@ -43,6 +44,7 @@ class ExpertTelemetry(Callback):
         self._every, self._table = every_n_steps, table
         self._directory = None if directory is None else Path(directory)
         self._seen = 0
+        self._draws = True
         self.counts: dict[int, list[int]] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -74,9 +76,14 @@ class ExpertTelemetry(Callback):
         if self._table:
             rank_zero_info(f"tokens per expert, steps {step - self._every + 1} to {step}\n{text_table(self.counts)}")
         boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if self._directory is None and not boards:
+        if not self._draws or (self._directory is None and not boards):
             return
-        figure = heat_map(self.counts, f"step {step}")
+        try:
+            figure = heat_map(self.counts, f"step {step}")
+        except ImportError as error:
+            self._draws = False
+            rank_zero_warn(f"{type(self).__name__} goes on without heat maps: {error}")
+            return
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
             figure.savefig(self._directory / f"experts-step{step:08d}.png", dpi=120)
