@@ -23,23 +23,29 @@ class DeviceKind:
         type: torch's device type.
         backend: torch.distributed backend for tensors of this device.
         supports_fp16_training: whether half-precision training with a loss scale makes sense here.
+        supports_double: whether there is fp64 arithmetic.
+        supports_sync_batchnorm: whether torch's ``SyncBatchNorm`` computes here.
         peak_bf16_flops: matmul FLOP/s of one device by (part of) its marketing name, for MFU; vendor data sheets.
     """
 
     type: str
     backend: str
     supports_fp16_training: bool
+    supports_double: bool
+    supports_sync_batchnorm: bool
     peak_bf16_flops: Mapping[str, float]
 
 
-CPU = DeviceKind("cpu", "gloo", False, {})
+CPU = DeviceKind("cpu", "gloo", False, True, False, {})
 CUDA = DeviceKind(
     "cuda",
     "nccl",
     True,
+    True,
+    True,
     {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12},
 )
-HPU = DeviceKind("hpu", "hccl", True, {"GAUDI2": 432e12, "GAUDI3": 1835e12})
+HPU = DeviceKind("hpu", "hccl", True, False, False, {"GAUDI2": 432e12, "GAUDI3": 1835e12})
 
 KINDS = {kind.type: kind for kind in (CPU, CUDA, HPU)}
 

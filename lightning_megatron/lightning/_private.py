@@ -6,11 +6,12 @@ Checked on Lightning 2.6.6. Everything else that the package uses of Lightning i
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 
-__all__ = ["SubprocessScriptLauncher", "injects_samplers", "training_data"]
+__all__ = ["MockOptimizer", "SubprocessScriptLauncher", "injects_samplers", "training_data"]
 
 
 def injects_samplers(module: LightningModule | None) -> bool:

@@ -78,14 +78,18 @@ def job_problems(
         sizes = (getattr(item, "batch_size", None) for item in objects)
         batch = BatchShape(next((size for size in sizes if isinstance(size, int)), None))
     batch = replace(batch, micro_batch_size=micro_batch_size)
-    found = [] if trainer is None else callback_problems(trainer.callbacks)  # type: ignore[attr-defined]
-    for module in (item for item in objects if isinstance(item, LightningModule)):
+    modules = [item for item in objects if isinstance(item, LightningModule)]
+    found = [] if trainer is None else callback_problems(trainer.callbacks, layout, modules)  # type: ignore[attr-defined]
+    for module in modules:
         found += module_problems(module, layout, trainer)
     # Whether layers can be shared out is the split's to say where the user wants it uneven.
     shared_out = ("pp", "vpp", "pp x vpp")
     found += [p for p in layout.problems(model=model, batch=batch) if split.is_even or p.argument not in shared_out]
     if model is not None and not split.is_even:
         found += split.problems(model.num_layers, layout.pp, layout.vpp)
+    if model is not None and dtype == torch.float64:
+        reason = "this package's norms, attention and losses compute in fp32: '64-true' is for modules of your own"
+        found.append(Problem("precision", "64-true", reason, ("32-true",)))
     if isinstance(model, MoEConfig) and model.num_experts:
         found += expert_problems(model, layout, batch, dtype)
     if isinstance(model, TransformerConfig):

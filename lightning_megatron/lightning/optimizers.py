@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
+from lightning_megatron.lightning._private import MockOptimizer
 from lightning_megatron.lightning.precision import PrecisionMode
 from lightning_megatron.lightning.token_mean import TokenWindow
 from lightning_megatron.mesh import ParallelMesh
@@ -30,7 +31,7 @@ class SeesSteps(Protocol):
 
 
 class OptimizerSet:
-    """One :class:`ShardedOptimizer` for each optimizer of the user's.
+    """One :class:`ShardedOptimizer` for each optimizer of the user's; none where ``configure_optimizers`` gave none.
 
     Args:
         module: whose parameters they hold.
@@ -78,6 +79,7 @@ class OptimizerSet:
                 elementwise=elementwise,
             )
             for optimizer in optimizers
+            if not isinstance(optimizer, MockOptimizer)
         ]
         for sharded in self.sharded:
             sharded.install_gather_hooks(module)
@@ -116,7 +118,7 @@ class OptimizerSet:
     def close_window(self, optimizer: Optimizer) -> None:
         """A step has been taken: the next gradient begins a new window."""
         self._open -= {sharded for sharded in self.sharded if sharded.optimizer is optimizer}
-        if optimizer is self.sharded[0].optimizer:
+        if self.sharded and optimizer is self.sharded[0].optimizer:
             for module in self._see_steps:
                 module.after_optimizer_step()
 

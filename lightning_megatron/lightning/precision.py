@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatron.config import ConfigError, Problem, nearest_names
+from lightning_megatron.config import ConfigError, ParallelLayout, Problem, nearest_names
 from lightning_megatron.device import DeviceKind
 from lightning_megatron.optim.scaler import DynamicLossScale
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -44,6 +44,7 @@ MODES: Mapping[str, PrecisionMode] = {
     "bf16-mixed": PrecisionMode(torch.bfloat16, torch.float32, torch.float32),
     "bf16-true": PrecisionMode(torch.bfloat16, None, torch.bfloat16),
     "16-mixed": PrecisionMode(torch.float16, torch.float32, torch.float32, loss_scaled=True),
+    "64-true": PrecisionMode(torch.float64, None, torch.float64),
 }
 
 
@@ -52,10 +53,11 @@ class MegatronPrecision(Precision):
 
     ``bf16-mixed`` holds parameters in bf16 and fp32 main copies of them in the (sharded) optimizer, and accumulates
     gradients in fp32; Lightning's own ``bf16-mixed`` holds fp32 parameters and casts in every operation. ``16-mixed``
-    is the same with fp16 and a dynamic loss scale. ``bf16-true`` has no fp32 copy: small updates are lost.
+    is the same with fp16 and a dynamic loss scale. ``bf16-true`` has no fp32 copy: small updates are lost. ``64-true``
+    is Lightning's, for modules of your own under data parallelism alone.
 
     Args:
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"`` or ``"16-mixed"``.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-mixed"`` or ``"64-true"``.
         loss_scale: of ``"16-mixed"``; ``None`` for Megatron's dynamic one (2^32, hysteresis 2).
 
     Raises:
@@ -67,7 +69,6 @@ class MegatronPrecision(Precision):
         if precision not in MODES:
             advice = {
                 "16-true": "fp16 without fp32 main parameters does not train: use '16-mixed'",
-                "64-true": "double precision is not supported: use '32-true'",
             }
             reason = advice.get(precision, "not a precision of this strategy")
             raise ConfigError([Problem("precision", precision, reason, nearest_names(precision, list(MODES)))])
@@ -90,13 +91,23 @@ class MegatronPrecision(Precision):
         if isinstance(plugin, MegatronPrecision):
             return plugin
         # The last is lightning-habana's, whom a Lightning that still knows it asks for Trainer(precision=...).
-        if type(plugin) in (MixedPrecision, HalfPrecision) or type(plugin).__name__ == "HPUPrecisionPlugin":
+        if (
+            type(plugin) in (MixedPrecision, HalfPrecision, DoublePrecision)
+            or type(plugin).__name__ == "HPUPrecisionPlugin"
+        ):
             return cls(str(plugin.precision))
         reason = "the strategy decides dtypes itself: pass Trainer(precision=...) or MegatronPrecision(...)"
         raise ConfigError([Problem("plugins", type(plugin).__name__, reason, tuple(MODES))])
 
-    def problems(self, kind: DeviceKind) -> list[Problem]:
-        """Why this precision cannot be used on a kind of device."""
+    def problems(self, kind: DeviceKind, layout: ParallelLayout) -> list[Problem]:
+        """Why this precision cannot be used on a kind of device, or under a layout."""
+        if self.mode.params == torch.float64:
+            alone = layout.tp == layout.pp == layout.cp == layout.ep == 1
+            reasons = {
+                f"{kind.type} has no double precision": not kind.supports_double,
+                "parallel layers compute in fp32: use data parallelism alone (tp=pp=cp=ep=1)": not alone,
+            }
+            return [Problem("precision", self.precision, why, ("32-true",)) for why, holds in reasons.items() if holds]
         if self.mode.loss_scaled and not kind.supports_fp16_training:
             reason = f"half precision with a loss scale is not for {kind.type}"
             return [Problem("precision", self.precision, reason, ("bf16-mixed", "32-true"))]
@@ -136,8 +147,8 @@ class MegatronPrecision(Precision):
         return apply_to_collection(data, Tensor, lambda t: t.to(self.mode.params) if torch.is_floating_point(t) else t)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Nothing: parameters have their dtype, and no operation is cast."""
-        return nullcontext()
+        """Nothing: parameters have their dtype, and no operation is cast. In fp64 new tensors are, as in Lightning."""
+        return self.tensor_init_context() if self.mode.params == torch.float64 else nullcontext()
 
     # A step
 
@@ -158,6 +169,8 @@ class MegatronPrecision(Precision):
         A step whose gradients overflow (``16-mixed``) leaves the parameters alone on all ranks together; as in
         Lightning, learning-rate schedulers move on.
         """
+        if optimizer not in self._managed:  # Lightning's stand-in where configure_optimizers returned None
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
         sharded = self._managed[optimizer]
         result = closure()
         self._complete(sharded)
@@ -183,18 +196,20 @@ class MegatronPrecision(Precision):
             self._overflow[sharded] = sharded.found_inf()
             sharded.scale_grads(self.loss_scale.inverse)
 
-    def _sharded(self, optimizer: Optimizer | LightningOptimizer) -> ShardedOptimizer:
-        return self._managed[optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer]
+    def _sharded(self, optimizer: Optimizer | LightningOptimizer) -> ShardedOptimizer | None:
+        return self._managed.get(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over the whole model, on whatever ranks it lies."""
-        sharded = self._sharded(optimizer)
+        if (sharded := self._sharded(optimizer)) is None:
+            return
         self._complete(sharded)
         self.last_grad_norm = sharded.clip_by_norm(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp every element."""
-        sharded = self._sharded(optimizer)
+        if (sharded := self._sharded(optimizer)) is None:
+            return
         self._complete(sharded)
         sharded.clip_by_value(float(clip_val))
 
@@ -202,7 +217,7 @@ class MegatronPrecision(Precision):
         """L2 norm of the last step's gradient before clipping, a scalar equal on all ranks."""
         if self.last_grad_norm is None:
             norms = [sharded.grad_norm() for sharded in self._managed.values()]
-            self.last_grad_norm = torch.stack(norms).norm() if len(norms) > 1 else norms[0]
+            self.last_grad_norm = torch.stack(norms).norm() if norms else torch.zeros(())
         return self.last_grad_norm
 
     def state_dict(self) -> dict[str, Any]:

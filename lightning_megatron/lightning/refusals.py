@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout, Problem
 
 # By name of a class anywhere in the callback's ancestry: not every supported Lightning has all of them.
 _CALLBACKS: Mapping[str, str] = {
-    "StochasticWeightAveraging": "its averages do not reach the optimizer's main parameters: leave it out",
     "BatchSizeFinder": "each trial would need a new split into micro-batches: set batch_size and micro_batch_size",
     "ModelPruning": "masked parameters do not fit the optimizer's flat buffers: prune the trained model in one process",
     "BaseFinetuning": "the optimizer's flat buffers are laid out once: set requires_grad in configure_model instead",
 }
 
+_ALONE = "use data parallelism alone (tp=pp=cp=ep=1)"
 
-def callback_problems(callbacks: Iterable[Callback]) -> list[Problem]:
-    """Callbacks that cannot work."""
+
+def is_data_parallel_alone(layout: ParallelLayout) -> bool:
+    """Whether every rank holds the whole model, as under DDP."""
+    return layout.tp == layout.pp == layout.cp == layout.ep == 1
+
+
+def callback_problems(
+    callbacks: Iterable[Callback], layout: ParallelLayout, modules: Sequence[LightningModule]
+) -> list[Problem]:
+    """Callbacks that cannot work, under a layout and with the user's module, if it is known."""
     found = []
     for callback in callbacks:
         ancestry = {base.__name__ for base in type(callback).__mro__}
+        if "StochasticWeightAveraging" in ancestry:
+            found += _averaging_problems(type(callback).__name__, layout, modules)
         found += [
             Problem("callbacks", type(callback).__name__, advice)
             for name, advice in _CALLBACKS.items()
@@ -35,13 +47,31 @@ def callback_problems(callbacks: Iterable[Callback]) -> list[Problem]:
     return found
 
 
-def plugin_problems(checkpoint_io: CheckpointIO, syncs_batchnorm: bool) -> list[Problem]:
+def _averaging_problems(name: str, layout: ParallelLayout, modules: Sequence[LightningModule]) -> list[Problem]:
+    if not is_data_parallel_alone(layout):
+        return [Problem("callbacks", name, f"it averages whole models, and here ranks hold parts: {_ALONE}")]
+    if any(is_overridden("configure_model", module) for module in modules):
+        reason = (
+            "it copies the module before configure_model has built the model: build it in __init__, or leave it out"
+        )
+        return [Problem("callbacks", name, reason)]
+    return []
+
+
+def plugin_problems(
+    checkpoint_io: CheckpointIO, layer_sync: LayerSync | None, layout: ParallelLayout, device: torch.device
+) -> list[Problem]:
     """Plugins and flags that Lightning has handed to the strategy and that it cannot honour."""
     found = []
     if type(checkpoint_io) is not TorchCheckpointIO:  # Lightning's default, which nobody asks to write anything
         found.append(checkpoint_io_problem("plugins", checkpoint_io))
-    if syncs_batchnorm:
-        reason = "ranks of a model do not hold the same batch norms: use a norm over features (LayerNorm, RMSNorm)"
+    if layer_sync is not None and not is_data_parallel_alone(layout):
+        reason = (
+            f"ranks of a model do not hold the same batch norms: {_ALONE}, or a norm over features (LayerNorm, RMSNorm)"
+        )
+        found.append(Problem("sync_batchnorm", True, reason, (False,)))
+    elif isinstance(layer_sync, TorchSyncBatchNorm) and not devices.kind_of(device).supports_sync_batchnorm:
+        reason = f"torch's SyncBatchNorm does not compute on {device.type}, under DDP neither"
         found.append(Problem("sync_batchnorm", True, reason, (False,)))
     return found
 

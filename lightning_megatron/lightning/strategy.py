@@ -218,10 +218,14 @@ class MegatronStrategy(CheckpointStrategy):
     def _environment_problems(self) -> list[Problem]:
         assert self.parallel_devices is not None
         found = self._wished_layout.problems(world_size=self.num_nodes * self.num_processes)
-        found += plugin_problems(self.checkpoint_io, self._layer_sync is not None)
         device = self.parallel_devices[0]
+        found += plugin_problems(self.checkpoint_io, self._layer_sync, self._wished_layout, device)
         found += self.ops.problems()
-        return found + missed_accelerator(device) + self.precision_plugin.problems(devices.kind_of(device))
+        return (
+            found
+            + missed_accelerator(device)
+            + self.precision_plugin.problems(devices.kind_of(device), self._wished_layout)
+        )
 
     def check(self, *objects: object, trainer: Trainer | None = None) -> None:
         """Check everything that is known before training against the layout.
@@ -284,6 +288,8 @@ class MegatronStrategy(CheckpointStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
+            if self._layer_sync is not None:
+                self.model = self._layer_sync.apply(self.model)
             self.setup_optimizers(trainer)
             self._op_report_is_due = True
         self.setup_precision_plugin()
@@ -417,6 +423,8 @@ class MegatronStrategy(CheckpointStrategy):
         assert self.accelerator is not None
         self.finish_param_gather()
         self._close_writer()
+        if self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

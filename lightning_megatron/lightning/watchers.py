@@ -19,7 +19,9 @@ def watches_parameters(trainer: Trainer) -> bool:
 
 
 def _hooks_in(callback: Callback) -> bool:
-    if any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__):  # by name: 2.5 has none
+    if any(
+        base.__name__ in ("WeightAveraging", "StochasticWeightAveraging") for base in type(callback).__mro__
+    ):  # by name: 2.5 has none
         return True
     if type(callback).__module__.startswith(("lightning.", "lightning_megatron.")):
         return False

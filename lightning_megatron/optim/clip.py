@@ -22,26 +22,30 @@ def counts_here(bucket: Bucket, mesh: ParallelMesh) -> bool:
 
 
 def local_norm(x: Tensor) -> Tensor:
-    """L2 norm of ``x``, fp32, a scalar tensor.
+    """L2 norm of ``x``, fp32 (fp64 of fp64), a scalar tensor.
 
     Norms of short rows first, then the norm of those: torch's fp32 norm of one long vector adds in one chain on a CPU
     and is wrong by 0.4 % at 50 million elements; this is right to 3e-7 and no slower.
     """
     x = x.detach().flatten()
+    dtype = torch.promote_types(x.dtype, torch.float32)
     while x.numel() > ALIGNMENT * ALIGNMENT and x.numel() % ALIGNMENT == 0:
-        x = torch.linalg.vector_norm(x.view(-1, ALIGNMENT), dim=1, dtype=torch.float32)
-    return torch.linalg.vector_norm(x, dtype=torch.float32)
+        x = torch.linalg.vector_norm(x.view(-1, ALIGNMENT), dim=1, dtype=dtype)
+    return torch.linalg.vector_norm(x, dtype=dtype)
 
 
-def global_norm(grads: Sequence[Tensor], world: Axis, device: torch.device) -> Tensor:
+def global_norm(
+    grads: Sequence[Tensor], world: Axis, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """L2 norm over the gradients that all ranks count, a scalar tensor equal on all of them.
 
     Args:
         grads: what this rank counts.
         world: the ranks that hold the model.
         device: where the result lives, needed where ``grads`` is empty.
+        dtype: of the result, likewise.
     """
-    norms = [local_norm(g) for g in grads] or [torch.zeros((), device=device)]
+    norms = [local_norm(g) for g in grads] or [torch.zeros((), device=device, dtype=dtype)]
     return all_reduce(torch.stack(norms).square().sum(), world).sqrt()
 
 

@@ -270,7 +270,7 @@ def test_46_a_yaml_names_the_strategy(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.parametrize(
     ("callback", "advice"),
     [
-        (StochasticWeightAveraging(1e-2), "leave it out"),
+        (StochasticWeightAveraging(1e-2), "use data parallelism alone"),
         (BatchSizeFinder(), "set batch_size and micro_batch_size"),
         (ModelPruning("l1_unstructured"), "prune the trained model"),
         (BackboneFinetuning(), "set requires_grad in configure_model"),
@@ -296,7 +296,7 @@ def test_47_and_where_somebody_else_starts_the_processes(ranks: Ranks) -> None:
 
 
 def test_47_flags_and_plugins_that_cannot_work_are_refused_by_the_trainer() -> None:
-    with pytest.raises(ConfigError, match="sync_batchnorm=True: ranks of a model do not hold the same batch norms"):
+    with pytest.raises(ConfigError, match="sync_batchnorm=True: torch's SyncBatchNorm does not compute on cpu"):
         Trainer(strategy=MegatronStrategy(), accelerator="cpu", devices=1, sync_batchnorm=True)
     with pytest.raises(ConfigError, match=r"plugins='AsyncCheckpointIO': .* set async_save=True of the strategy"):
         Trainer(strategy=MegatronStrategy(), accelerator="cpu", devices=1, plugins=[AsyncCheckpointIO()])

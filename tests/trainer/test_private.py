@@ -14,7 +14,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchmetrics import MeanMetric
 
 from lightning_megatron.checkpoint import model_state, save
-from lightning_megatron.lightning._private import SubprocessScriptLauncher, injects_samplers, training_data
+from lightning_megatron.lightning._private import (
+    MockOptimizer,
+    SubprocessScriptLauncher,
+    injects_samplers,
+    training_data,
+)
 from lightning_megatron.mesh import ParallelMesh
 
 
@@ -38,6 +43,11 @@ def test_whether_samplers_are_replaced_can_be_asked_for(injects: bool) -> None:
     options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     module.trainer = Trainer(use_distributed_sampler=injects, **options)
     assert injects_samplers(module) is injects
+
+
+def test_what_stands_for_an_optimizer_that_was_not_returned() -> None:
+    assert issubclass(MockOptimizer, torch.optim.Optimizer)
+    assert MockOptimizer().step(lambda: None) is None
 
 
 def test_where_a_tensor_lies_in_a_checkpoint_is_told_in_these_words(tmp_path: Path) -> None:
