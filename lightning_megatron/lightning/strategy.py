@@ -220,12 +220,8 @@ class MegatronStrategy(CheckpointStrategy):
         found = self._wished_layout.problems(world_size=self.num_nodes * self.num_processes)
         device = self.parallel_devices[0]
         found += plugin_problems(self.checkpoint_io, self._layer_sync, self._wished_layout, device)
-        found += self.ops.problems()
-        return (
-            found
-            + missed_accelerator(device)
-            + self.precision_plugin.problems(devices.kind_of(device), self._wished_layout)
-        )
+        found += self.ops.problems() + missed_accelerator(device)
+        return found + self.precision_plugin.problems(devices.kind_of(device), self._wished_layout)
 
     def check(self, *objects: object, trainer: Trainer | None = None) -> None:
         """Check everything that is known before training against the layout.

@@ -85,6 +85,7 @@ Run = tuple[list[dict[str, float]], dict[str, Tensor], LightningModule]
 def fit(ours: bool, module: Toy, ckpt_path: Path | None = None, save_to: Path | None = None, **options: Any) -> Run:
     recorder = Recorder()
     strategy = MegatronStrategy() if ours else DDPStrategy() if dist.is_initialized() else "auto"
+    options["use_distributed_sampler"] = dist.is_initialized() and dist.get_world_size() > 1  # DDP shuffles for one
     trainer = quiet_trainer(strategy, **{"max_epochs": 2, "logger": recorder, "accelerator": "cpu", **options})
     trainer.fit(module, loader(), ckpt_path=None if ckpt_path is None else str(ckpt_path))
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
