@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from lightning_megatron.config import ConfigError, ParallelLayout
     from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from lightning_megatron.lightning.accelerator import HPUAccelerator
+    from lightning_megatron.lightning.base_module import MegatronModule
     from lightning_megatron.lightning.callbacks import ExpertTelemetry, KillSwitch, Throughput, VerifyCheckpoint
     from lightning_megatron.lightning.datamodule import MegatronDataModule
-    from lightning_megatron.lightning.module import GPTModule, LlamaModule, MegatronModule, MixtralModule
+    from lightning_megatron.lightning.module import GPTModule, LlamaModule, MixtralModule
     from lightning_megatron.lightning.precision import MegatronPrecision
     from lightning_megatron.lightning.strategy import MegatronHPUStrategy, MegatronStrategy
     from lightning_megatron.models.config import TransformerConfig
@@ -23,9 +24,10 @@ _MODULES = {
     "config": ("ConfigError", "ParallelLayout"),
     "layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
     "lightning.accelerator": ("HPUAccelerator",),
+    "lightning.base_module": ("MegatronModule",),
     "lightning.callbacks": ("ExpertTelemetry", "KillSwitch", "Throughput", "VerifyCheckpoint"),
     "lightning.datamodule": ("MegatronDataModule",),
-    "lightning.module": ("GPTModule", "LlamaModule", "MegatronModule", "MixtralModule"),
+    "lightning.module": ("GPTModule", "LlamaModule", "MixtralModule"),
     "lightning.precision": ("MegatronPrecision",),
     "lightning.strategy": ("MegatronHPUStrategy", "MegatronStrategy"),
     "models.config": ("TransformerConfig",),

@@ -224,6 +224,11 @@ class ParallelMesh:
         """Whether there is more than one rank."""
         return self.world.size > 1
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the job that its groups belong to is still there."""
+        return not self.is_distributed or (dist.is_initialized() and self.world.group is dist.group.WORLD)
+
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """The axes longer than 1 as a torch ``DeviceMesh``, slowest first, under Lightning's long dimension names.
 
@@ -259,6 +264,9 @@ class ParallelMesh:
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
         return self  # as for an axis: a copy of a model, such as averaged weights, stands on the same rank
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "host_group": None}  # as for an axis: groups do not travel
 
     def __repr__(self) -> str:
         place = ", ".join(f"{a.name} {a.rank}/{a.size}" for a in (self.tp, self.cp, self.dp, self.pp) if a.size > 1)

@@ -24,7 +24,7 @@ from lightning_megatron.checkpoint import (
     shared_state,
 )
 from lightning_megatron.checkpoint.hf.settings import SETTINGS, read_settings
-from lightning_megatron.lightning.foreign import fresh_run, is_foreign, load_foreign_weights
+from lightning_megatron.lightning.foreign import fresh_run, is_foreign
 from lightning_megatron.lightning.hugging_face import kept_settings
 from lightning_megatron.lightning.random_state import random_state, restore_random_state
 from lightning_megatron.lightning.versions import (
@@ -37,12 +37,10 @@ from lightning_megatron.lightning.versions import (
     with_repeats,
     without_repeats,
 )
+from lightning_megatron.lightning.weights import IMPORTED_FROM, load_weights
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import spec_registry
-
-IMPORTED_FROM = "imported_from"
-"""Key of a checkpoint that was converted from another format, and so begins a run instead of continuing one."""
 
 
 def save_trainer_checkpoint(
@@ -120,7 +118,7 @@ def load_trainer_checkpoint(
     for optimizer in optimizers:
         optimizer.finish_param_gather()
     if is_foreign(path):
-        load_foreign_weights(module, path, mesh)
+        load_weights(module, path, mesh)
         for optimizer in optimizers:
             optimizer.refresh_main()
         return fresh_run() | {SETTINGS: read_settings(path), "state_dict": module.state_dict()}, None
@@ -158,9 +156,8 @@ def _load_imported(
     path: str, module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh
 ) -> dict[str, Any]:
     """Parameters alone: the checkpoint knows nothing of optimizers, nor of what modules keep beside parameters."""
-    specs = spec_registry(module)
-    tensors = {name: tensor for name, tensor in local_tensors(module).items() if name in specs}
-    loaded = load(path, model_state(tensors, specs, mesh), mesh, strict=module.strict_loading)
+    loaded = load_weights(module, path, mesh, strict=module.strict_loading)
+    assert loaded is not None
     for optimizer in optimizers:
         optimizer.refresh_main()
     return {**loaded.meta, "state_dict": module.state_dict()}

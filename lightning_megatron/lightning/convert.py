@@ -25,11 +25,11 @@ from lightning_megatron.checkpoint.megatron import open_megatron
 from lightning_megatron.checkpoint.stream import open_checkpoint
 from lightning_megatron.checkpoint.translate import to_theirs
 from lightning_megatron.checkpoint.whole import WholeTensor
-from lightning_megatron.lightning.checkpoints import IMPORTED_FROM
 from lightning_megatron.lightning.foreign import fresh_run
 from lightning_megatron.lightning.hugging_face import hf_config, open_hf
 from lightning_megatron.lightning.megatron import megatron_config, megatron_tensors
 from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.weights import IMPORTED_FROM
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel

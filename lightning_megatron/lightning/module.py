@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.hf.settings import read_settings
 from lightning_megatron.config import ModelShape, raise_if_any
-from lightning_megatron.lightning.foreign import load_foreign_weights
+from lightning_megatron.lightning.base_module import MegatronModule
 from lightning_megatron.lightning.hugging_face import hf_config, hf_problems
-from lightning_megatron.lightning.strategy import MegatronStrategy
+from lightning_megatron.lightning.placement import Placement, carry_over
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
@@ -26,57 +24,9 @@ from lightning_megatron.ops.adamw import beyond_fused_adamw
 from lightning_megatron.ops.choice import Ops
 from lightning_megatron.ops.version import Choice
 from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR
-from lightning_megatron.params import named_specs
 
 ConfigLike = str | TransformerConfig | Mapping[str, Any]
 GPTModuleT = TypeVar("GPTModuleT", bound="GPTModule")
-
-
-class MegatronModule(LightningModule):
-    """A LightningModule built of parallel layers.
-
-    Build the model in ``configure_model`` (only if it is not there yet: Lightning may call it more than once), with
-    layers that take :attr:`mesh`. Nothing else differs from an ordinary LightningModule; a module need not even derive
-    from this class to use the layers. To be cut into pipeline stages it also has a method ``hidden_shape(batch)``: the
-    shape of the activations that stages hand on for a micro-batch. :class:`GPTModule` is an example.
-
-    Attributes:
-        splits_context: whether each context-parallel rank takes its part of the sequences that all of them are given;
-            a module that does not is refused with ``cp > 1``.
-    """
-
-    splits_context = False
-
-    @property
-    def mesh(self) -> ParallelMesh:
-        """The strategy's mesh; outside a Trainer with this strategy, a mesh of one rank."""
-        strategy = self.megatron_strategy
-        return ParallelMesh.single() if strategy is None else strategy.mesh
-
-    @property
-    def megatron_strategy(self) -> MegatronStrategy | None:
-        """The strategy, if the module is attached to a Trainer that has this one."""
-        if self._fabric is not None or self._trainer is None:
-            return None
-        strategy = self.trainer.strategy
-        return strategy if isinstance(strategy, MegatronStrategy) else None
-
-    @property
-    def model_shape(self) -> ModelShape | None:
-        """What layouts are checked against; ``None`` leaves it to the layers."""
-        return None
-
-    def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameters in two groups: matrices, which decay, and norms and biases, which do not."""
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for _, param, spec in named_specs(self):
-            if param.requires_grad:
-                groups[spec.decay].append(param)
-        return [
-            {"params": params, "weight_decay": weight_decay if decay else 0.0}
-            for decay, params in groups.items()
-            if params
-        ]
 
 
 class GPTModule(MegatronModule):
@@ -141,7 +91,6 @@ class GPTModule(MegatronModule):
             }
         )
         self.model: GPTModel | None = None
-        self._hf_weights: Path | None = None
         self.hf_settings: Mapping[str, Any] = {}
 
     @classmethod
@@ -180,18 +129,8 @@ class GPTModule(MegatronModule):
             ConfigError: naming every difference of the configurations that changes what the model computes.
         """
         raise_if_any(hf_problems(path, self.config))
-        self._hf_weights = Path(path).absolute()
         self.hf_settings = read_settings(path)
-        if self.model is not None:
-            self._fill()
-
-    def _fill(self) -> None:
-        if self._hf_weights is None:
-            return
-        load_foreign_weights(self, self._hf_weights, self.mesh)
-        self._hf_weights = None
-        if (strategy := self.megatron_strategy) is not None:
-            strategy.refresh_main_params()
+        self.load_weights(path)
 
     @property
     def model_shape(self) -> ModelShape:
@@ -199,19 +138,25 @@ class GPTModule(MegatronModule):
         return self.config
 
     def configure_model(self) -> None:
-        """Build this rank's part of the model."""
-        if self.model is None:
-            strategy = self.megatron_strategy
-            if strategy is None:
-                self.model = GPTModel(self.config)
-            else:
-                parts = strategy.stages(self.config.num_layers)
-                self.model = GPTModel(
-                    self.config, self.mesh, parts, strategy.boundary, strategy.recompute, strategy.ops
-                )
-                if strategy.compile_backend is not None:
-                    self.compile_blocks(strategy.compile_backend)
-            self._fill()
+        """Build this rank's part of the model; for another Trainer's layout anew, with the weights that it has."""
+        model, before, now = self.model, self._megatron_placement, self._placement()
+        if model is not None and (before is None or before.serves(now)):
+            return
+        self.model = GPTModel(self.config, now.mesh, now.parts, now.boundary, now.recompute, now.ops)
+        if model is not None and before is not None:
+            carry_over(model, before, self.model, now)
+        self._megatron_placement = now
+        if now.compile_backend is not None:
+            self.compile_blocks(now.compile_backend)
+
+    def _placement(self) -> Placement:
+        """Where the model is to stand."""
+        strategy, here = self.megatron_strategy, self._megatron_placement
+        if strategy is None:
+            return here if here is not None and here.is_whole else Placement(ParallelMesh.single())
+        parts = strategy.stages(self.config.num_layers)
+        stands = self.mesh, strategy.boundary, None if parts is None else tuple(parts)
+        return Placement(*stands, strategy.recompute, strategy.ops, strategy.compile_backend)
 
     def compile_blocks(self, backend: str) -> None:
         """Run each block through ``torch.compile``; embedding, head and what a subclass adds stay as they are.
@@ -246,7 +191,8 @@ class GPTModule(MegatronModule):
     def _built(self) -> GPTModel:
         if self.model is None:
             self.configure_model()
-        assert self.model is not None
+            assert self.model is not None
+            self.model.to(self.device, self.dtype)
         return self.model
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:

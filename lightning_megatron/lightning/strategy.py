@@ -26,6 +26,7 @@ from lightning_megatron.lightning.grad_reduction import GradReduceDtype, micro_b
 from lightning_megatron.lightning.launcher import CheckedLauncher
 from lightning_megatron.lightning.op_report import write_op_report
 from lightning_megatron.lightning.optimizers import OptimizerSet
+from lightning_megatron.lightning.placement import Placement, placement_of, settle
 from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.refusals import compile_problems, plugin_problems
 from lightning_megatron.lightning.watchers import watches_parameters
@@ -177,6 +178,7 @@ class MegatronStrategy(CheckpointStrategy):
         self._compile = compile
         self._gpu_migration = gpu_migration
         self._engine: StepEngine | None = None
+        self._before: Placement | None = None
         self._accumulating = False
         self._backward_is_done = False
         found = schedule_problems(pipeline_schedule, pp, vpp, 1)
@@ -263,7 +265,8 @@ class MegatronStrategy(CheckpointStrategy):
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         self.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
         if self._mesh is None:
-            self._mesh = self._create_mesh()
+            self._before = placement_of(self.lightning_module)
+            self._take_place(self._before)
             self._agree_on_seed()
         self._engine = StepEngine(
             self.mesh,
@@ -274,10 +277,18 @@ class MegatronStrategy(CheckpointStrategy):
             self.precision_plugin.mode.params,
         )
 
+    def _take_place(self, before: Placement | None) -> None:
+        """Stand on new groups; or on those of the Trainer before, if what it left behind was built for this layout."""
+        if before is not None and before.suits(self._wished_layout.resolve(self.world_size), self.root_device):
+            self._mesh, self.boundary = before.mesh, before.boundary
+        else:
+            self._mesh = self._create_mesh()
+
     def setup(self, trainer: Trainer) -> None:
         """Place the model, and for training put it and the optimizers on flat buffers."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        settle(self.lightning_module, Placement(self.mesh, self.boundary), self._before)
         self.accelerator.setup(trainer)
         self._release_optimizers()
         self._open_writer(trainer)

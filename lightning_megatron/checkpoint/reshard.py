@@ -1,0 +1,133 @@
+"""A state in memory, from ranks that hold it under one layout to the same ranks under another; no files.
+
+Each tensor that some rank lacks goes from the one rank that would save it straight to those that want some of it, over
+the host group, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.checkpoint.fragment import Fragment, Part
+from lightning_megatron.checkpoint.state import State
+from lightning_megatron.checkpoint.together import CheckpointError, gathered
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import Box, is_calibration
+
+_SHOWN = 8
+
+
+class _Offer(NamedTuple):
+    """A part that its rank can send."""
+
+    key: str
+    box: Box
+    dtype: torch.dtype
+
+
+def reshard(source: State, target: State, mesh: ParallelMesh) -> None:
+    """Fill the fragments of one state from those of another; all ranks of the mesh call this.
+
+    Args:
+        source: what this rank holds, under any layout; other values than fragments are passed over.
+        target: what it wants, under any other; filled in place, in the dtypes that it has.
+        mesh: who takes part.
+
+    Raises:
+        CheckpointError: on every rank, naming tensors that nobody holds or that have another shape.
+    """
+    own, wanted = _parts(source), _parts(target)
+    _refuse_misfit(gathered(mesh, (_shapes(source), _shapes(target))))
+    lacking = {key: [part for part in parts if not _taken(part, own.get(key, ()))] for key, parts in wanted.items()}
+    offers = [_Offer(key, p.box, p.data.dtype) for key, parts in own.items() for p in parts if p.write]
+    wishes = {key: [part.box for part in parts] for key, parts in lacking.items() if parts}
+    everybody = gathered(mesh, (offers, wishes))
+    for sender, (offered, _) in enumerate(everybody):
+        for offer in offered:
+            for receiver, (_, wished) in enumerate(everybody):
+                if any(_common(offer.box, box) for box in wished.get(offer.key, ())):
+                    _carry(offer, sender, receiver, own, lacking, mesh)
+
+
+def _parts(state: State) -> dict[str, tuple[Part, ...]]:
+    return {key: value.parts for key, value in state.items() if isinstance(value, Fragment) and value.parts}
+
+
+def _taken(wanted: Part, own: Sequence[Part]) -> bool:
+    """Fill a part from what this rank has itself, if one part of its own holds it all."""
+    for part in own:
+        if _common(part.box, wanted.box) == wanted.box:
+            _copy(part.box, part.data, wanted)
+            return True
+    return wanted.box.is_empty
+
+
+def _carry(
+    offer: _Offer,
+    sender: int,
+    receiver: int,
+    own: Mapping[str, Sequence[Part]],
+    lacking: Mapping[str, Iterable[Part]],
+    mesh: ParallelMesh,
+) -> None:
+    if mesh.rank == sender:
+        data = next(part.data for part in own[offer.key] if part.write and part.box == offer.box)
+        if receiver == sender:
+            _fill(offer.box, data, lacking[offer.key])
+        else:
+            dist.send(data.detach().cpu().contiguous().view(-1).view(torch.uint8), receiver, group=mesh.host_group)
+    elif mesh.rank == receiver:
+        data = torch.empty(offer.box.sizes, dtype=offer.dtype, device="cpu")
+        dist.recv(data.view(-1).view(torch.uint8), sender, group=mesh.host_group)
+        _fill(offer.box, data, lacking[offer.key])
+
+
+def _fill(box: Box, data: Tensor, parts: Iterable[Part]) -> None:
+    for part in parts:
+        _copy(box, data, part)
+
+
+@torch.no_grad()
+def _copy(box: Box, data: Tensor, wanted: Part) -> None:
+    """Copy what a box has in common with a wanted part."""
+    both = _common(box, wanted.box)
+    if both is not None:
+        _inside(wanted.data, wanted.box, both).copy_(_inside(data, box, both))
+
+
+def _inside(data: Tensor, box: Box, part: Box) -> Tensor:
+    for dim, (first, begin, size) in enumerate(zip(box.offsets, part.offsets, part.sizes, strict=True)):
+        data = data.narrow(dim, begin - first, size)
+    return data
+
+
+def _common(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common, unless it is empty."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    ends = (min(ao + an, bo + bn) for ao, an, bo, bn in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+    found = Box(offsets, tuple(end - offset for end, offset in zip(ends, offsets, strict=True)))
+    return None if any(size <= 0 for size in found.sizes) else found
+
+
+def _shapes(state: State) -> dict[str, tuple[int, ...]]:
+    fragments = ((key, value) for key, value in state.items() if isinstance(value, Fragment))
+    return {key: value.shape for key, value in fragments if not is_calibration(key)}
+
+
+def _refuse_misfit(shapes: Sequence[tuple[Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]]]]) -> None:
+    held = {key: shape for source, _ in shapes for key, shape in source.items()}
+    wanted = {key: shape for _, target in shapes for key, shape in target.items()}
+    faults = [
+        f"{key}: {'is not there' if key not in held else f'is {held[key]}, and {shape} is wanted'}"
+        for key, shape in wanted.items()
+        if held.get(key) != shape
+    ]
+    faults += [f"{key}: has no place" for key in held if key not in wanted]
+    if faults:
+        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        raise CheckpointError("\n  - ".join(["the model is not built as it was before:", *faults[:_SHOWN], *more]))

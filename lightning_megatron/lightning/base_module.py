@@ -1,0 +1,163 @@
+"""A LightningModule built of parallel layers: who it talks to, and where its weights come from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_megatron.config import ModelShape
+from lightning_megatron.lightning.hyper_parameters import build_module, read_meta, target_device
+from lightning_megatron.lightning.placement import Placement
+from lightning_megatron.lightning.strategy import MegatronStrategy
+from lightning_megatron.lightning.weights import Weights
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import named_specs
+
+MegatronModuleT = TypeVar("MegatronModuleT", bound="MegatronModule")
+
+
+class MegatronModule(LightningModule):
+    """A LightningModule built of parallel layers.
+
+    Build the model in ``configure_model`` (only if it is not there yet: Lightning may call it more than once), with
+    layers that take :attr:`mesh`. Nothing else differs from an ordinary LightningModule; a module need not even derive
+    from this class to use the layers. To be cut into pipeline stages it also has a method ``hidden_shape(batch)``: the
+    shape of the activations that stages hand on for a micro-batch. :class:`GPTModule` is an example.
+
+    When ``configure_model`` of a subclass returns, the weights that :meth:`load_weights` was given are there.
+
+    Attributes:
+        splits_context: whether each context-parallel rank takes its part of the sequences that all of them are given;
+            a module that does not is refused with ``cp > 1``.
+    """
+
+    splits_context = False
+
+    _weights: Weights | None = None
+    _is_built = False
+    _megatron_placement: Placement | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "configure_model" in vars(cls):
+            cls.configure_model = _then_weights(cls.configure_model)  # type: ignore[method-assign,assignment]
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The strategy's mesh; outside a Trainer with this strategy, a mesh of one rank."""
+        strategy = self.megatron_strategy
+        return ParallelMesh.single() if strategy is None else strategy.mesh
+
+    @property
+    def megatron_strategy(self) -> MegatronStrategy | None:
+        """The strategy, if the module is attached to a Trainer that has this one."""
+        if self._fabric is not None or self._trainer is None:
+            return None
+        strategy = self.trainer.strategy
+        return strategy if isinstance(strategy, MegatronStrategy) else None
+
+    @property
+    def model_shape(self) -> ModelShape | None:
+        """What layouts are checked against; ``None`` leaves it to the layers."""
+        return None
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[MegatronModuleT],
+        checkpoint_path: str | os.PathLike[str] | IO[bytes],
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> MegatronModuleT:
+        """A module of the class, with hyper-parameters and weights of a checkpoint of any layout.
+
+        Where the model is built in ``configure_model`` its weights come then: in the layout of the Trainer that gets
+        the module, or, without one, in this process at the first call. Checkpoints of weights alone do, and are how a
+        run begins with the weights of another one.
+
+        Args:
+            checkpoint_path: the directory, or a single file of Lightning's.
+            map_location: device for the module; ``None`` for the CPU. A Trainer moves it to its own.
+            hparams_file: hyper-parameters in place of those of the checkpoint.
+            strict: whether names that only one side has are errors; ``None`` for the module's ``strict_loading``.
+            weights_only: as in Lightning, of checkpoints in an open file.
+            **kwargs: arguments of the class that win over those of the checkpoint.
+
+        Returns:
+            The module.
+
+        Raises:
+            CheckpointError: if there is no such checkpoint, or it is damaged.
+            ConfigError: for a ``map_location`` that is no device.
+        """
+        if not isinstance(checkpoint_path, str | os.PathLike):
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            return super().load_from_checkpoint(
+                checkpoint_path, map_location, hparams_file, strict, **options, **kwargs
+            )
+        device = target_device(map_location)
+        meta = read_meta(checkpoint_path)
+        module = build_module(cls, meta, checkpoint_path, kwargs, hparams_file)
+        module._load(Weights.of(checkpoint_path, module.strict_loading if strict is None else strict, meta))
+        return module.to(device)
+
+    def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Take the weights of a checkpoint, in any layout, and nothing else of it.
+
+        If the model is not built yet, its weights come when it is: a call before ``trainer.fit`` loads into the layout
+        of the Trainer. Where there are several ranks and the model is built, all of them must call this.
+
+        Args:
+            path: a checkpoint directory, a single file of Lightning's, or a directory of Hugging Face's or Megatron's.
+            strict: whether names that only one side has are errors.
+
+        Raises:
+            CheckpointError: if there is no such checkpoint, it is damaged, or does not fit.
+        """
+        self._load(Weights.of(path, strict))
+
+    def _load(self, weights: Weights) -> None:
+        self._weights = weights
+        if self._is_built or type(self).configure_model is LightningModule.configure_model:
+            self._take_weights()
+
+    def _take_weights(self) -> None:
+        weights, self._weights = self._weights, None
+        if weights is None:
+            return
+        weights.fill(self, self.mesh)
+        if (strategy := self.megatron_strategy) is not None:
+            strategy.refresh_main_params()
+
+    def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Parameters in two groups: matrices, which decay, and norms and biases, which do not."""
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for _, param, spec in named_specs(self):
+            if param.requires_grad:
+                groups[spec.decay].append(param)
+        return [
+            {"params": params, "weight_decay": weight_decay if decay else 0.0}
+            for decay, params in groups.items()
+            if params
+        ]
+
+
+def _then_weights(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A ``configure_model`` after which the module takes its weights, once the last override has built its part."""
+
+    @wraps(configure_model)
+    def build(self: MegatronModule) -> None:
+        configure_model(self)
+        if type(self).configure_model is build:
+            self._is_built = True
+            self._take_weights()
+
+    return build

@@ -1,0 +1,112 @@
+"""What a checkpoint says that its module was built with, and a module built with it again."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
+
+from lightning_megatron.checkpoint import CheckpointError, load
+from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.mesh import ParallelMesh
+
+LightningModuleT = TypeVar("LightningModuleT", bound=LightningModule)
+
+_OF_CLI = ("_class_path", "_instantiator")
+"""LightningCLI notes for itself which class it built; the class is the caller's choice here, not the file's."""
+
+
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Lightning's dictionary of a checkpoint, but for tensors; a single file of Lightning's does as well.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+    """
+    return load(path, {}, ParallelMesh.single()).meta
+
+
+def module_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Arguments that the module of a checkpoint was built with.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, it is damaged, or it does not say.
+    """
+    return _arguments(read_meta(path), path)
+
+
+def _arguments(meta: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    arguments = meta.get("hyper_parameters")
+    if arguments is None:
+        raise CheckpointError(f"{path} holds no hyper-parameters: its module did not call save_hyperparameters")
+    return {name: value for name, value in arguments.items() if name not in _OF_CLI}
+
+
+def build_module(
+    module_class: type[LightningModuleT],
+    meta: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    given: Mapping[str, Any],
+    hparams_file: str | Path | None = None,
+) -> LightningModuleT:
+    """Build a module as ``load_from_checkpoint`` of Lightning does, without its weights.
+
+    Args:
+        module_class: its class.
+        meta: of the checkpoint.
+        path: of the checkpoint, for the text of errors.
+        given: arguments that win over those of the checkpoint.
+        hparams_file: arguments in their place, from ``hparams.yaml`` or a ``.csv`` of a logger.
+
+    Raises:
+        CheckpointError: if the class needs arguments that neither side has.
+        ConfigError: for a file of another kind.
+    """
+    if hparams_file is not None:
+        meta = {**meta, "hyper_parameters": _from_file(hparams_file)}
+    known = inspect.signature(module_class.__init__).parameters
+    if meta.get("hyper_parameters") is None:
+        needed = [p for name, p in known.items() if name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if any(p.default is p.empty and p.name not in given for p in needed):
+            raise CheckpointError(
+                f"{path} holds no hyper-parameters, and {module_class.__name__} needs some: give them by name"
+            )
+        return module_class(**given)
+    arguments = _arguments(meta, path)
+    as_one = meta.get(LightningModule.CHECKPOINT_HYPER_PARAMS_NAME)
+    if as_one is not None and as_one in known:  # the module was built with one dictionary of that name
+        arguments = {as_one: arguments}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        arguments = {name: value for name, value in arguments.items() if name in known}
+    return module_class(**{**arguments, **given})
+
+
+def target_device(map_location: Any) -> torch.device:
+    """The device that ``map_location`` of a ``load_from_checkpoint`` names; the CPU if it names none.
+
+    Raises:
+        ConfigError: for a mapping or a function: checkpoints of all ranks do not say which device a tensor was on.
+    """
+    if map_location is not None and not isinstance(map_location, str | torch.device):
+        reason = "checkpoints of several ranks do not say on which devices their tensors were: name one"
+        raise ConfigError([Problem("map_location", map_location, reason, (None, "cpu"))])
+    return torch.device(map_location or "cpu")
+
+
+def _from_file(path: str | Path) -> dict[str, Any]:
+    readers: dict[str, Callable[..., dict[str, Any]]] = {
+        ".csv": load_hparams_from_tags_csv,
+        ".yml": load_hparams_from_yaml,
+        ".yaml": load_hparams_from_yaml,
+    }
+    suffix = Path(path).suffix.lower()
+    if suffix not in readers:
+        raise ConfigError(
+            [Problem("hparams_file", str(path), "holds hyper-parameters in one of these", tuple(readers))]
+        )
+    return dict(readers[suffix](path))

@@ -1,0 +1,163 @@
+"""One module in several Trainers, one after the other: each in a layout of its own, or says at once that it cannot."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, seed_everything
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_megatron import ColumnParallelLinear, ConfigError, LlamaModule, MegatronStrategy, RowParallelLinear
+from lightning_megatron.lightning import placement
+from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from tests.tiny import tiny_llama
+
+Options = Mapping[str, Any]
+TP, DP, PP, STOCK = {"tp": 2}, {"dp": 2}, {"pp": 2, "micro_batch_size": 2}, {"stock": True}
+ZERO_BUBBLE = {**PP, "pipeline_schedule": "zero-bubble"}
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(40, (16, 9), generator=torch.Generator().manual_seed(3))
+    return [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+
+
+def shared_out(replicas: int) -> Any:
+    """Batches of four over all replicas, in one order for any number of them."""
+    place = dist.get_rank() if replicas > 1 else 0
+    sampler: Any = DistributedSampler(rows(), replicas, place, shuffle=False)  # type: ignore[arg-type]
+    return DataLoader(rows(), batch_size=4 // replicas, sampler=sampler)  # type: ignore[arg-type]
+
+
+class Frozen(LlamaModule):
+    """A module that was told once that a layer does not learn."""
+
+    def configure_model(self) -> None:
+        is_first = self.model is None
+        super().configure_model()
+        for name, parameter in self.named_parameters() if is_first else ():
+            parameter.requires_grad_("layers.1.attention" not in name)
+
+
+def in_turn(layouts: Sequence[Options], frozen: bool = False) -> list[float]:
+    """One module that each layout trains for two steps and then tests: all losses. Lightning's own only tests."""
+    seed_everything(3, verbose=False)
+    module = (Frozen if frozen else LlamaModule)(tiny_llama(), lr=1e-2)
+    found: list[float] = []
+    for layout in layouts:
+        options, recorder = dict(layout), Recorder()
+        batches = shared_out(options.pop("dp", 1))
+        is_stock = options.pop("stock", False)
+        strategy: Any = "auto" if is_stock else MegatronStrategy(**options)
+        own = {"devices": 1} if is_stock else {}
+        trainer = quiet_trainer(strategy, max_steps=2, logger=recorder, use_distributed_sampler=False, **own)
+        if not is_stock:
+            trainer.fit(module, batches)
+        (tested,) = trainer.test(module, batches, verbose=False)
+        found += [*recorder.series("train_loss"), tested["test_loss"]]
+    parameters = dict(module.named_parameters())
+    assert all(p.requires_grad == ("layers.1.attention" not in name or not frozen) for name, p in parameters.items())
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[bool, list[float]]:
+    """What one process makes of three rounds, and of a test after them."""
+    return {frozen: in_turn([{}, {}, {}, STOCK], frozen) for frozen in (False, True)}
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [TP, DP, TP],
+        [PP, PP, ZERO_BUBBLE],
+        [DP, TP, PP],
+        [PP, {**TP, "recompute": "full"}, DP, STOCK],
+    ],
+    ids=["tp-dp-tp", "pp-pp-zb", "dp-tp-pp", "pp-tp-dp-stock"],
+)
+def test_a_module_goes_from_trainer_to_trainer(ranks: Any, alone: Any, layouts: list[Options]) -> None:
+    frozen = layouts[0] is not TP
+    for found in ranks(2, in_turn, layouts, frozen):
+        assert found == pytest.approx(alone[frozen][: len(found)], rel=1e-5)
+
+
+def on_one_rank_only() -> str:
+    """Train on two ranks, then test on the first alone, as one does with layers that are whole."""
+    module = LlamaModule(tiny_llama())
+    trainer = quiet_trainer(MegatronStrategy(**TP), max_steps=1)
+    trainer.fit(module, DataLoader(rows(), batch_size=4))  # type: ignore[arg-type]
+    if trainer.is_global_zero:
+        with patch.object(placement, "_PATIENCE", timedelta(seconds=1)), pytest.raises(ConfigError) as caught:
+            quiet_trainer("auto", devices=1).test(module, DataLoader(rows(), batch_size=4))  # type: ignore[arg-type]
+        return str(caught.value)
+    time.sleep(2)
+    return ""
+
+
+def test_weights_that_lie_on_several_ranks_are_not_waited_for_in_vain(ranks: Any) -> None:
+    told, _ = ranks(2, on_one_rank_only)
+    assert "its weights are spread over ranks (tp=2), and all of them must run this Trainer" in told
+    assert "rank 1" in told.lower()
+    assert "load_from_checkpoint" in told
+
+
+class Stranger(LightningModule):
+    """Parallel layers in a module that derives from nothing of ours."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "up"):
+            mesh = self.trainer.strategy.mesh
+            self.up, self.down = ColumnParallelLinear(6, 8, mesh), RowParallelLinear(8, 1, mesh)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.down(self.up(batch).tanh()).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def of_a_stranger(*layouts: Options) -> tuple[list[float], str]:
+    seed_everything(3, verbose=False)
+    module, losses = Stranger(), []
+    numbers: Any = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    for layout in layouts:
+        recorder = Recorder()
+        trainer = quiet_trainer(MegatronStrategy(**layout), max_steps=2, logger=recorder)
+        try:
+            trainer.fit(module, DataLoader(numbers, batch_size=4))
+        except ConfigError as error:
+            return losses, str(error)
+        losses += recorder.series("train_loss")
+    return losses, ""
+
+
+def test_other_modules_with_parallel_layers_keep_their_layout(ranks: Any) -> None:
+    ((expected, _),) = ranks(1, of_a_stranger, {}, {})
+    for losses, told in ranks(2, of_a_stranger, TP, TP, {}):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert "model='Stranger'" in told
+        assert "(up, down) were built for an earlier Trainer (tp=2), and this one has dp=2" in told
+
+
+def test_copies_and_pickles_of_a_fitted_module_stand_alone() -> None:
+    module = LlamaModule(tiny_llama())
+    batches: Any = DataLoader(rows(), batch_size=4)  # type: ignore[arg-type]
+    quiet_trainer(MegatronStrategy(recompute="full"), max_steps=1).fit(module, batches)
+    (expected,) = quiet_trainer("auto").test(module, batches, verbose=False)
+    assert not isinstance(module.trainer.strategy, MegatronStrategy)
+    module.trainer = None
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        for strategy in (MegatronStrategy(), "auto"):
+            assert quiet_trainer(strategy).test(other, batches, verbose=False) == [expected]
