@@ -15,10 +15,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ON_HPU = re.findall(r"^ON_HPU *:= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
 EVIDENCE = run_path(str(ROOT / "docs" / "evidence.py"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_the_table_of_evidence_is_up_to_date() -> None:
-    assert (ROOT / "README.md").read_text() == EVIDENCE["readme"](), "run `python docs/evidence.py`"
+@pytest.mark.parametrize("name", ["evidence", "models"])
+def test_pages_that_are_made_are_up_to_date(name: str) -> None:
+    made = run_path(str(ROOT / "docs" / f"{name}.py"))["page"]()
+    assert (ROOT / "docs" / f"{name}.md").read_text() == made, f"run `python docs/{name}.py`"
+
+
+def test_the_index_names_every_page() -> None:
+    listed = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in listed, page.name
 
 
 @pytest.mark.parametrize("entry", EVIDENCE["features"](), ids=lambda entry: entry["feature"][:40])
@@ -34,12 +43,15 @@ def test_every_claim_has_its_evidence(entry: dict[str, Any]) -> None:
         assert any("cuda" in path for path in entry["evidence"]), "says that it ran there, but where?"
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_documents_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        other = page.parent / target if target else page
+        assert other.exists(), target
+        headings = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE) if anchor else []
+        assert anchor in ["", *(re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings)], anchor
 
 
 def test_what_help_texts_and_recipes_promise_is_in_an_extra_that_the_image_installs() -> None:

@@ -99,7 +99,7 @@ def may_import(room: str, other: str) -> bool:
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_a_file_imports_only_from_floors_below(path):
     room = room_of(module_of(path))
-    assert room in FLOORS, f"{path}: a room that is on no floor of DESIGN.md"
+    assert room in FLOORS, f"{path}: on no layer of docs/design.md"
     for module, line in imports_of(path):
         if module == "lightning_megatron":  # its modules are looked at one by one; its names are for users
             continue
@@ -121,6 +121,14 @@ def test_the_rules_themselves():
     assert not may_import("models", "lightning")
     assert may_import("data", "mesh")
     assert {room_of(module_of(path)) for path in FILES} <= FLOORS.keys()
+
+
+def test_the_page_on_design_has_the_same_layers():
+    page = (HOUSE.parent / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", page, re.MULTILINE)
+    listed = {name.rstrip("/"): int(floor) for floor, names in rows for name in re.findall(r"`(.*?)`", names)}
+    here = {room_of(module_of(path)) for path in FILES} - {""}
+    assert listed == {room: FLOORS[room] for room in here}
 
 
 def test_no_module_imports_itself_through_others():
