@@ -207,6 +207,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert len(IndexedDataset("data/corpus_text_document")) == 60
         run_python(next(block for block in blocks("python") if block.page == "README.md"))
         assert main(["convert", "ckpt-to-hf", "run/last.ckpt", "Llama-3.1-8B"]) == 0
+        (folder / "Llama-3.1-8B/tokenizer.model").symlink_to(folder / "tokenizer.model")
         assert main(["convert", "megatron-to-ckpt", "megatron/checkpoints", "golden/a.ckpt", "--allow-pickle"]) == 0
         (folder / "megatron.json").write_text(json.dumps(asdict(load_module("golden/a.ckpt").config)))
         yield folder  # made anew for each run of this file, and the working directory of all of its tests
