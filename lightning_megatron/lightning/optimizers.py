@@ -9,12 +9,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.lightning._private import MockOptimizer
 from lightning_megatron.lightning.precision import PrecisionMode
 from lightning_megatron.lightning.token_mean import TokenWindow
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.norms import norms_by_name
 from lightning_megatron.optim.reach import Vouched
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
@@ -62,6 +64,8 @@ class OptimizerSet:
     ) -> None:
         self._mesh = mesh
         specs = list(named_specs(module))
+        self._own_names = [name for name, _, spec in specs if spec.tied_with is None]
+        self._names: list[str] | None = None
         self._tied = _tied_names([spec.tied_with for _, _, spec in specs if spec.tied_with], mesh)
         self.sharded = [
             ShardedOptimizer(
@@ -141,6 +145,15 @@ class OptimizerSet:
             own = self._tied.intersection(name for names in sharded.group_names() for name in names)
             sum_tied_gradients({name: sharded.main_grad(name) for name in own}, self._mesh.ends)
 
+    def grad_norms(self) -> dict[str, Tensor]:
+        """L2 norms of the gradients of all parameters of the model, by global name; all ranks call this."""
+        if self._names is None:
+            self._names = _names_on_all_stages(self._own_names, self._mesh)
+        pieces = (piece for sharded in self.sharded for piece in sharded.counted_grads())
+        dtypes = {sharded.norm_dtype for sharded in self.sharded}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        return norms_by_name(pieces, self._names, self._mesh.world, self._mesh.rng.device, dtype)
+
     def finish_param_gather(self) -> None:
         """Wait until all parameters have the values of the last step."""
         for sharded in self.sharded:
@@ -150,6 +163,15 @@ class OptimizerSet:
         """Give parameters storage of their own; optimizer state is gone."""
         for sharded in self.sharded:
             sharded.close()
+
+
+def _names_on_all_stages(own: list[str], mesh: ParallelMesh) -> list[str]:
+    """Names of the parameters of all pipeline stages, in one order on all ranks."""
+    if mesh.pp.size == 1:
+        return own
+    told: list[list[str]] = [[] for _ in range(mesh.world.size)]
+    dist.all_gather_object(told, own, group=mesh.host_group)
+    return list(dict.fromkeys(name for names in told for name in names))
 
 
 def _tied_names(own: Sequence[str], mesh: ParallelMesh) -> frozenset[str]:

@@ -399,6 +399,13 @@ class MegatronStrategy(CheckpointStrategy):
         """L2 norm of the last step's gradient over the whole model, before clipping; equal on all ranks."""
         return self.precision_plugin.grad_norm()
 
+    def grad_norms(self) -> dict[str, Tensor]:
+        """L2 norm of every parameter's gradient over the whole model, by global name, equal on all ranks.
+
+        For ``on_before_optimizer_step``, on all ranks; parameters without a gradient are left out.
+        """
+        return {} if self._optimizer_set is None else self._optimizer_set.grad_norms()
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """A user's ``validation_step`` on every micro-batch."""
         return self._evaluate("validation_step", *args, **kwargs)

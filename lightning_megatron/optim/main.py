@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.buffer import Slot
@@ -34,6 +36,16 @@ class MainParam:
         self._values = bucket.own_params[here].view(shape)
         self._grads = bucket.own_grads[here].view(shape)
         self.param = nn.Parameter(self._values.to(dtype or self._values.dtype))
+
+    def grad_pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradient, parameter by parameter with their names; nothing if there is none."""
+        if self.param.grad is None:
+            return
+        flat = self.param.grad.view(-1)
+        for slot in self.bucket.slots:
+            start, end = max(slot.start, self.start), min(slot.end, self.end)
+            if start < end:
+                yield slot.owned.name, flat[start - self.start : end - self.start]
 
     @property
     def is_view(self) -> bool:

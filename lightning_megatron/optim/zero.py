@@ -217,9 +217,21 @@ class ShardedOptimizer:
     def grad_norm(self) -> Tensor:
         """L2 norm of the whole model's gradient, each element counted once: fp32 scalar, equal on all ranks."""
         counted = [main.param.grad for main in self._mains if counts_here(main.bucket, self._mesh)]
+        return global_norm(
+            [grad for grad in counted if grad is not None], self._mesh.world, self._device, self.norm_dtype
+        )
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """Dtype of norms, the same on all ranks."""
         is_double = any(buffer.grads.dtype == torch.float64 for buffer in self.buffers)
-        dtype = torch.float64 if is_double else torch.float32
-        return global_norm([grad for grad in counted if grad is not None], self._mesh.world, self._device, dtype)
+        return torch.float64 if is_double else torch.float32
+
+    def counted_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank counts of gradients in a sum over all ranks, parameter by parameter with their names."""
+        for main in self._mains:
+            if counts_here(main.bucket, self._mesh):
+                yield from main.grad_pieces()
 
     def clip_by_norm(self, max_norm: float) -> Tensor:
         """Scale gradients so that their norm is at most ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
