@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``lightning-megatron``; ``None`` for those of this process.
 
     Returns:
-        The exit status: 0, 1 for a failure, 2 for a wish that cannot be fulfilled.
+        The exit status: 0, 1 for a failure, 2 for arguments that cannot work, 141 where nobody reads the output.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else ""
@@ -73,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = words if command.module == _TRAINER else words[1:]
     try:
         status: int = function(None if argv is None and arguments is words else arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # ``| head`` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
+        return 128 + signal.SIGPIPE
     except SystemExit as leave:  # a parser has answered: with its help, or with what it does not understand
         return leave.code if isinstance(leave.code, int) else 2
     return status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from dataclasses import replace
 from typing import NoReturn
 
 from lightning_megatron.config import ConfigError, Problem, nearest_names
@@ -20,6 +21,19 @@ _COST_NAMES = {
     "I": "input_gradient",
     "W": "weight_gradient",
     "C": "communication",
+}
+
+
+_LEGEND = (
+    "F forward, B backward, I and W its halves (gradients of inputs, of weights); behind it the micro-batch,\n"
+    "before it the stage where a rank has several. --- busy, blank idle."
+)
+_ARGUMENTS = {
+    "pp": "--pp",
+    "vpp": "--vpp",
+    "num_microbatches": "--micro-batches",
+    "microbatch_group_size": "--group",
+    "pipeline_schedule": "--schedule",
 }
 
 
@@ -39,11 +53,17 @@ def schedule_command(argv: list[str]) -> int:
         argv: the words after ``lightning-megatron schedule``.
 
     Returns:
-        The exit status: 0, or 2 for a wish that cannot be fulfilled.
+        The exit status: 0, or 2 for arguments that cannot work.
     """
     try:
         return _run(_parser().parse_args(argv))
-    except (_UsageError, ConfigError, ImportError, OSError) as error:
+    except ConfigError as error:
+        named = [replace(fault, argument=_ARGUMENTS.get(fault.argument, fault.argument)) for fault in error.problems]
+        print(f"error: {ConfigError(named)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        raise
+    except (_UsageError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except SystemExit as leave:  # --help
@@ -62,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         "--costs",
         default="",
         metavar="F=1,B=2,...",
-        help="time of a forward (F), a backward (B), its halves (I, W) on one stage, and of a message (C); "
-        "F=1:1:1:1.5 gives one number per stage (default F=1,B=2,I=B/2,W=B-I,C=0)",
+        help="time of a forward (F), a backward (B), its halves (I, W) on a rank, and of a message (C); a chunk takes "
+        "1/vpp of it; F=1:1:1:1.5 gives the time of each stage (default F=1,B=2,I=B/2,W=B-I,C=0)",
     )
     parser.add_argument("--png", metavar="FILE", help="draw the timeline; needs matplotlib")
     parser.add_argument("--csv", action="store_true", help="print only the actions, one row per rank")
@@ -77,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         schedule = build_schedule(args.schedule, pp, vpp, num_microbatches, args.group)
         name = args.schedule or ("interleaved" if vpp > 1 else "1f1b")
-    costs = parse_costs(args.costs, pp * vpp)
+    costs = parse_costs(args.costs, pp, vpp)
     simulation = simulate(schedule, costs)
     title = f"{name}, pp={pp}, vpp={vpp}, {num_microbatches} micro-batches"
     if args.csv:
@@ -86,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
         print(draw_text(simulation, shutil.get_terminal_size((120, 24)).columns))
         ideal = None if args.forward_only else ideal_bubble(name, pp, vpp, num_microbatches, costs)
         report = check_schedule(schedule, forward_only=args.forward_only)
-        print("\n" + "\n".join([title, *_numbers(simulation, ideal, report)]))
+        print("\n" + "\n".join([_LEGEND, "", title, *_numbers(simulation, ideal, report, vpp)]))
     if args.png:
         draw_png(simulation, args.png, f"{title}: bubble {simulation.bubble:.1%}")
         if not args.csv:
@@ -94,27 +114,35 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _numbers(simulation: Simulation, ideal: float | None, report: Report) -> list[str]:
+def _numbers(simulation: Simulation, ideal: float | None, report: Report, vpp: int) -> list[str]:
+    order = "needed in the order" if report.in_order else "not needed in the order"
+    posted = "may wait until the action before has ended" if report.rendezvous_safe else "must be posted early"
     promised = "" if ideal is None else f" (theory for equal stages and free messages: {ideal:.2%})"
     return [
         f"step time         {simulation.step_time:g}",
         f"bubble            {simulation.bubble:.2%} of the computing time{promised}",
         f"idle per rank     {' '.join(f'{idle:g}' for idle in simulation.idle)}",
-        f"peak activations  {' '.join(map(str, simulation.peak_activations))} (micro-batches x chunks, per rank)",
-        f"messages          needed in the order they are made: {'yes' if report.in_order else 'no'}; "
-        f"one batch between actions suffices: {'yes' if report.rendezvous_safe else 'no, receive early'}",
-        f"check             {'; '.join(report.faults) or 'complete, ordered, free of deadlock'}",
+        f"peak activations  {' '.join(f'{peak / vpp:g}' for peak in simulation.peak_activations)} "
+        "(micro-batches of all layers of a rank)",
+        f"messages          {order} in which they are sent; receives {posted}",
+        f"check             {'; '.join(report.faults) or 'complete, in order, free of deadlock'}",
     ]
 
 
-def parse_costs(text: str, num_stages: int) -> Costs:
-    """The costs that ``F=1,B=2`` or ``F=1:1:1:1.5`` (one number per stage) stands for.
+def parse_costs(text: str, pp: int, vpp: int = 1) -> Costs:
+    """The costs that ``F=1,B=2`` (of a rank, whose chunks share them) or ``F=1:1:1:1.5`` (of each stage) stands for.
+
+    Args:
+        text: of the command line.
+        pp: pipeline ranks.
+        vpp: chunks of a rank.
 
     Raises:
         ConfigError: with every entry that cannot be read.
     """
+    num_stages = pp * vpp
     found: list[Problem] = []
-    costs: dict[str, float | tuple[float, ...]] = {}
+    costs: dict[str, float | tuple[float, ...]] = {"forward": 1 / vpp}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = entry.partition("=")
         if name not in _COST_NAMES:
@@ -133,10 +161,11 @@ def parse_costs(text: str, num_stages: int) -> Costs:
             reason = f"{len(numbers)} numbers for {num_stages} stages (pp x vpp)"
             found.append(Problem("--costs", entry, reason, (1, num_stages)))
         else:
-            costs[_COST_NAMES[name]] = numbers if len(numbers) > 1 else numbers[0]
+            costs[_COST_NAMES[name]] = numbers if len(numbers) > 1 else numbers[0] / (1 if name == "C" else vpp)
     if found:
         raise ConfigError(found)
     if "backward" not in costs and {"input_gradient", "weight_gradient"} <= set(costs):
         halves = Costs(**costs)  # type: ignore[arg-type]
         costs["backward"] = tuple(halves.of("I", stage) + halves.of("W", stage) for stage in range(num_stages))
+    costs.setdefault("backward", 2 / vpp)
     return Costs(**costs)  # type: ignore[arg-type]

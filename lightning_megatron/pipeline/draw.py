@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_megatron.pipeline.action import Kind, chunk_of
+from lightning_megatron.pipeline.action import Action, Kind, chunk_of
 from lightning_megatron.pipeline.simulate import Simulation
 
 COLOURS: dict[Kind, str] = {"F": "#4878b0", "B": "#3c9d6b", "I": "#35a3a0", "W": "#a0a35a"}
@@ -14,8 +14,9 @@ NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient"
 def draw_text(simulation: Simulation, width: int = 120) -> str:
     """The timeline for a terminal.
 
-    An action is a ``|``, then as much of its name as there is room for (``2F0``, ``F0`` or ``F``) up to where it ends;
-    blanks between actions are idle time.
+    An action is a ``|``, its name, and dashes up to where it ends; blanks between actions are idle time. All names have
+    one form, the longest for which every action is wide enough: with the stage where ranks have several (``2F0``), else
+    kind and micro-batch (``F0``), or the kind alone (``F``).
 
     Args:
         simulation: the schedule in time.
@@ -27,19 +28,32 @@ def draw_text(simulation: Simulation, width: int = 120) -> str:
     margin = len(f"rank {len(simulation.timeline) - 1} ")
     shortest = min((slot.end - slot.start for slot in slots if slot.end > slot.start), default=1.0)
     scale = max((width - margin) / (simulation.step_time or 1.0), 2 / shortest)
-    widest = max(len(str(slot.action)) for slot in slots)
-    scale = min(scale, (widest + 2) / shortest)
+    several = any(slot.action.stage != rank for rank, row in enumerate(simulation.timeline) for slot in row)
+    forms = [_with_stage] * several + [_without_stage, _kind]
+    widest = max(len(forms[0](slot.action)) for slot in slots)
+    scale = min(int(scale * shortest), widest + 2) / shortest  # whole columns: equal times look equal
+    rooms = [(slot.action, round(slot.end * scale) - round(slot.start * scale) - 1) for slot in slots]
+    name = next((form for form in forms if all(len(form(action)) <= room for action, room in rooms)), _kind)
     lines = []
     for rank, row in enumerate(simulation.timeline):
         line = f"rank {rank}".ljust(margin)
         for slot in row:
             start, end = (margin + round(time * scale) for time in (slot.start, slot.end))
-            room = max(end - start - 1, 0)
-            short = f"{slot.action.kind}{slot.action.microbatch}"
-            label = next((text for text in (str(slot.action), short, slot.action.kind) if len(text) <= room), "")
-            line = line.ljust(start) + ("|" + label.ljust(room, "-"))[: end - start]
+            line = line.ljust(start) + ("|" + name(slot.action).ljust(end - start - 1, "-"))[: end - start]
         lines.append(line + "|")
     return "\n".join(lines)
+
+
+def _with_stage(action: Action) -> str:
+    return str(action)
+
+
+def _without_stage(action: Action) -> str:
+    return f"{action.kind}{action.microbatch}"
+
+
+def _kind(action: Action) -> str:
+    return action.kind
 
 
 def draw_png(simulation: Simulation, path: str | Path, title: str = "") -> None:
