@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from abc import abstractmethod
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -119,6 +121,10 @@ class MeshStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """Whether there are several replicas: Lightning then shards loaders, and shuffles all of training's."""
         return self.data_parallel_size > 1
+
+    @abstractmethod
+    def check(self, *objects: object, trainer: Trainer | None = None) -> None:
+        """Refuse what cannot work: left to the strategy, which alone LightningCLI offers because of it."""
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

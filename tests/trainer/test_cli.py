@@ -81,6 +81,14 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n  {name} " in text
 
 
+def test_help_of_fit_offers_the_strategy_and_not_what_it_is_built_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--help"]) == 0
+    text = "".join(capsys.readouterr().out.split())
+    assert "lightning_megatron.MegatronStrategy" in text
+    assert "MeshStrategy" not in text
+    assert "CheckpointStrategy" not in text
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("lightning-megatron 0.")
