@@ -94,7 +94,7 @@ def test_the_twin_trains_from_the_command_line(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     tables = re.findall(
-        r"tokens per expert, steps (\d+) to (\d+)\n(.*\n) +0 +(.*)\n +1 +(.*)\n", done.stderr + done.stdout
+        r"tokens that chose each expert, steps (\d+) to (\d+)\n(.*\n) +0 +(.*)\n +1 +(.*)\n", done.stderr + done.stdout
     )
     assert [(int(first), int(last)) for first, last, *_ in tables] == [(1, 5), (6, 10)]
     tokens = 64 * 2 * (2 * 2) * 5  # length x choices x global batch x steps of a window

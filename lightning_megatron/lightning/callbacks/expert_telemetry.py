@@ -23,7 +23,7 @@ LOSSES = ("load_balancing_loss", "z_loss")
 
 
 class ExpertTelemetry(Callback):
-    """Tokens per expert as a table, a picture and numbers, once per window of optimizer steps.
+    """How often tokens chose each expert, as a table, a picture and numbers, once per window of optimizer steps.
 
     Counts are of all ranks and all micro-batches of the window, before anything is dropped: a row of the table sums to
     sequence length x ``moe_router_topk`` x global batch x steps. Logged: ``load_balancing_loss`` and ``z_loss`` (each
@@ -74,7 +74,7 @@ class ExpertTelemetry(Callback):
     def _show(self, trainer: Trainer) -> None:
         step = trainer.global_step
         if self._table:
-            rank_zero_info(f"tokens per expert, steps {step - self._every + 1} to {step}\n{text_table(self.counts)}")
+            rank_zero_info(f"tokens that chose each expert, steps {step - self._every + 1} to {step}\n{text_table(self.counts)}")
         boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if not self._draws or (self._directory is None and not boards):
             return
