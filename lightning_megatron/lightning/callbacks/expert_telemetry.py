@@ -74,7 +74,8 @@ class ExpertTelemetry(Callback):
     def _show(self, trainer: Trainer) -> None:
         step = trainer.global_step
         if self._table:
-            rank_zero_info(f"tokens that chose each expert, steps {step - self._every + 1} to {step}\n{text_table(self.counts)}")
+            steps = f"steps {step - self._every + 1} to {step}"
+            rank_zero_info(f"tokens that chose each expert, {steps}\n{text_table(self.counts)}")
         boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if not self._draws or (self._directory is None and not boards):
             return
