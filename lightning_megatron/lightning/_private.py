@@ -6,17 +6,23 @@ Checked on Lightning 2.6.6. Everything else that the package uses of Lightning i
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 
-__all__ = ["MockOptimizer", "SubprocessScriptLauncher", "injects_samplers", "training_data"]
+__all__ = ["MockOptimizer", "SubprocessScriptLauncher", "injects_samplers", "steps_between_saves", "training_data"]
 
 
 def injects_samplers(module: LightningModule | None) -> bool:
     """Whether the Trainer of a module may replace samplers: its ``use_distributed_sampler``."""
     return module is not None and module.trainer._accelerator_connector.use_distributed_sampler
+
+
+def steps_between_saves(callback: ModelCheckpoint) -> int:
+    """What it was given as ``every_n_train_steps``; 0 for none."""
+    return callback._every_n_train_steps
 
 
 def training_data(trainer: Trainer) -> Any:

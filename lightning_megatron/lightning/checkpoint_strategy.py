@@ -24,6 +24,7 @@ from lightning_megatron.lightning.checkpoints import (
 )
 from lightning_megatron.lightning.hugging_face import take_settings
 from lightning_megatron.lightning.mesh_strategy import MeshStrategy
+from lightning_megatron.lightning.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.optimizer_file import export_optimizers, import_optimizers
 from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.progress import follow_batch_size
@@ -174,6 +175,8 @@ class CheckpointStrategy(MeshStrategy):
         if self._saved_randomness is not None and batch_idx > 0:
             continue_randomness(self._saved_randomness, self.mesh)
         self._saved_randomness = None
+        if self.lightning_module is not None:
+            warn_of_missed_saves(self.lightning_module.trainer)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take over what a hook has put into ``state_dict``; :meth:`load_checkpoint` has filled the parameters."""

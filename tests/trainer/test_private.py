@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchmetrics import MeanMetric
@@ -18,6 +19,7 @@ from lightning_megatron.lightning._private import (
     MockOptimizer,
     SubprocessScriptLauncher,
     injects_samplers,
+    steps_between_saves,
     training_data,
 )
 from lightning_megatron.mesh import ParallelMesh
@@ -35,6 +37,11 @@ def test_what_is_trained_on_can_be_asked_for() -> None:
     trainer, data = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), object()
     trainer.fit_loop._data_source.instance = data
     assert training_data(trainer) is data
+
+
+def test_how_often_is_saved_can_be_asked_for() -> None:
+    assert steps_between_saves(ModelCheckpoint(every_n_train_steps=7)) == 7
+    assert steps_between_saves(ModelCheckpoint()) == 0
 
 
 @pytest.mark.parametrize("injects", [True, False])

@@ -1,0 +1,28 @@
+"""A warning where ``ModelCheckpoint`` cannot save when it was told to, which Lightning leaves unsaid."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_megatron.lightning._private import steps_between_saves
+
+
+def warn_of_missed_saves(trainer: Trainer) -> None:
+    """Look, before a batch, whether the step before it should have been saved and its metric was not there.
+
+    Args:
+        trainer: one that is training; all ranks look at the same step.
+    """
+    step = trainer.global_step
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint) or callback.monitor is None or step == 0:
+            continue
+        every = steps_between_saves(callback)
+        if every and step % every == 0 and callback.monitor not in trainer.callback_metrics:
+            rank_zero_warn(
+                f"ModelCheckpoint(monitor={callback.monitor!r}, every_n_train_steps={every}) has saved nothing yet: "
+                f"{callback.monitor!r} was not logged so far, and it waits for it. If validation logs it, set "
+                f"Trainer(val_check_interval=...) and leave every_n_train_steps out, or save without monitor."
+            )
