@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lightning_megatron.checkpoint.publish import UNFINISHED, saving_path
-from lightning_megatron.checkpoint.together import CheckpointError
+from lightning_megatron.checkpoint.together import CheckpointError, MissingCheckpointError
 from lightning_megatron.config import nearest_names
 
 
@@ -21,7 +21,7 @@ def locate(path: Path) -> Manifest:
     if path.is_file():
         raise CheckpointError("it is a single file, which has no manifest")
     if not path.is_dir():
-        raise CheckpointError(_absent(path))
+        raise MissingCheckpointError(_absent(path))
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"it is no checkpoint of this package: it has no {MANIFEST}{_looks_like(path)}")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -14,6 +14,10 @@ T = TypeVar("T")
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved or loaded; the text says which, why, and what to do."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is nothing at the path of a checkpoint."""
 
 
 def gathered(mesh: ParallelMesh, value: T) -> list[T]:
@@ -59,20 +63,28 @@ def together(mesh: ParallelMesh, doing: str, step: Callable[[], T]) -> T:
     try:
         result = step()
     except Exception as error:
+        fault = _Fault(_told(error), isinstance(error, MissingCheckpointError))
         if not mesh.is_distributed:
-            raise _failed(doing, {0: _told(error)}, mesh) from error
-        fault = _told(error)
-    faults = {rank: text for rank, text in enumerate(gathered(mesh, fault)) if text is not None}
+            raise _failed(doing, {0: fault}, mesh) from error
+    faults = {rank: found for rank, found in enumerate(gathered(mesh, fault)) if found is not None}
     if faults:
         raise _failed(doing, faults, mesh)
     return result  # type: ignore[return-value]
+
+
+class _Fault(NamedTuple):
+    """What went wrong on one rank, and whether that is a missing file."""
+
+    text: str
+    is_missing: bool
 
 
 def _told(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _failed(doing: str, faults: dict[int, str], mesh: ParallelMesh) -> CheckpointError:
+def _failed(doing: str, faults: dict[int, _Fault], mesh: ParallelMesh) -> CheckpointError:
+    kind = MissingCheckpointError if all(fault.is_missing for fault in faults.values()) else CheckpointError
     if len(faults) == mesh.world.size and len(set(faults.values())) == 1:
-        return CheckpointError(f"{doing}: {faults[0]}")
-    return CheckpointError(f"{doing}:\n" + "\n".join(f"  rank {rank}: {text}" for rank, text in faults.items()))
+        return kind(f"{doing}: {faults[0].text}")
+    return kind(f"{doing}:\n" + "\n".join(f"  rank {rank}: {fault.text}" for rank, fault in faults.items()))

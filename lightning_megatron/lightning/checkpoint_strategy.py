@@ -28,6 +28,7 @@ from lightning_megatron.lightning.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.optimizer_file import export_optimizers, import_optimizers
 from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.progress import follow_batch_size
+from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 
 _log = logging.getLogger(__name__)
@@ -99,15 +100,14 @@ class CheckpointStrategy(MeshStrategy):
 
         Raises:
             CheckpointError: if this save has failed, or the one before, which was written in the background.
+            RuntimeError: before the model is built, or the processes of the job have started.
             TypeError: for ``storage_options``, which no sharded strategy of Lightning takes.
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes local directories and takes no storage_options")
         assert self.lightning_module is not None
         self.finish_param_gather()
-        state = self.lightning_module.trainer.state
-        # Outside of a running fit there are no steps to go on with, and whoever saves may copy the files next, or exit.
-        is_fitting = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        is_fitting = self._is_fitting
         if not is_fitting:
             self.finish_save()
         save_trainer_checkpoint(
@@ -115,11 +115,32 @@ class CheckpointStrategy(MeshStrategy):
             checkpoint,
             self.lightning_module,
             self.sharded_optimizers,
-            self.mesh,
+            self._saving_mesh(checkpoint),
             sharded=self._distributed_optimizer,
             guard=self.save_guard,
             writer=self._writer if is_fitting else None,
         )
+
+    @property
+    def _is_fitting(self) -> bool:
+        """Whether steps go on after a save; if not, whoever saves may copy the files next, or exit."""
+        try:
+            state = self.lightning_module.trainer.state  # type: ignore[union-attr]
+        except RuntimeError:  # a module that nobody but this strategy has been given
+            return False
+        return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+    def _saving_mesh(self, checkpoint: Mapping[str, Any]) -> ParallelMesh:
+        """The mesh; before a Trainer has run anything, one of one rank if the job has no more."""
+        if self._mesh is not None:
+            return self._mesh
+        if self.num_processes * self.num_nodes > 1 or not checkpoint["state_dict"]:
+            what = "no parameters yet" if self.num_processes * self.num_nodes == 1 else "no processes yet"
+            raise RuntimeError(
+                f"save_checkpoint before fit, validate, test or predict: there are {what}. They come with the first of"
+                " these calls: save after it, or in a hook such as on_fit_start"
+            )
+        return ParallelMesh.single(self.root_device)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory; called by all ranks.

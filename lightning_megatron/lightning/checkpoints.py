@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import (
     BackgroundWriter,
+    CheckpointError,
     Draft,
     SaveGuard,
     State,
@@ -126,6 +127,8 @@ def load_trainer_checkpoint(
     known = load(path, {}, mesh, weights_only=weights_only, check=check).meta
     if IMPORTED_FROM in known:
         return _load_imported(path, module, optimizers, mesh), None
+    if optimizers and "optimizer_states" not in known:
+        raise CheckpointError(_weights_alone(path, module))
     note = known.get(NOTE, {})
     # Main values may be the parameters themselves, so a model that is not theirs must not be loaded in its place.
     beside = copies(module) if optimizers and note.get("edited") else None
@@ -150,6 +153,16 @@ def load_trainer_checkpoint(
         checkpoint[key] = with_repeats(version, module)
     checkpoint["state_dict"] = module.state_dict() if beside is None else with_repeats(beside, module)
     return checkpoint, loaded.per_rank
+
+
+def _weights_alone(path: str, module: LightningModule) -> str:
+    name = type(module).__name__
+    is_ours = hasattr(module, "load_weights")
+    call = f"{name}.load_from_checkpoint({path!r})" if is_ours else f"load_module({path!r}, {name})"
+    return (
+        f"{path} holds weights alone (save_weights_only), and no run can go on from them. To begin a run with the"
+        f" weights, give fit the module {call}, and no ckpt_path"
+    )
 
 
 def _load_imported(
