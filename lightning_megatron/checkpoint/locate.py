@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lightning_megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lightning_megatron.checkpoint.publish import UNFINISHED, saving_path
 from lightning_megatron.checkpoint.together import CheckpointError, MissingCheckpointError
 from lightning_megatron.config import nearest_names
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a path looks like a checkpoint of this package, good or damaged."""
+    return (Path(path) / MANIFEST).is_file()
 
 
 def locate(path: Path) -> Manifest:

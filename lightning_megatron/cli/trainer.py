@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningCLI
 
 import lightning_megatron  # noqa: F401 - registers the strategy, and makes modules known by their short names
 from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
 from lightning_megatron.config import ConfigError
 from lightning_megatron.data import DataError
 
@@ -25,7 +25,7 @@ def trainer_command(argv: Sequence[str] | None) -> int:
         The exit status: 0, or 2 where the configuration or the data is at fault.
     """
     try:
-        LightningCLI(
+        CheckpointCLI(
             LightningModule,
             LightningDataModule,
             subclass_mode_model=True,

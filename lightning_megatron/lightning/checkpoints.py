@@ -28,6 +28,7 @@ from lightning_megatron.checkpoint.hf.settings import SETTINGS, read_settings
 from lightning_megatron.lightning.foreign import fresh_run, is_foreign
 from lightning_megatron.lightning.hugging_face import kept_settings
 from lightning_megatron.lightning.random_state import random_state, restore_random_state
+from lightning_megatron.lightning.saved_shape import compare
 from lightning_megatron.lightning.versions import (
     NOTE,
     copies,
@@ -125,6 +126,7 @@ def load_trainer_checkpoint(
         return fresh_run() | {SETTINGS: read_settings(path), "state_dict": module.state_dict()}, None
     weights_only = weights_only is None or weights_only
     known = load(path, {}, mesh, weights_only=weights_only, check=check).meta
+    compare(path, known, getattr(module, "model_shape", None))
     if IMPORTED_FROM in known:
         return _load_imported(path, module, optimizers, mesh), None
     if optimizers and "optimizer_states" not in known:

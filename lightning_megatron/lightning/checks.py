@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO
 
 from lightning_megatron.checkpoint.hf.directory import is_hf_directory
+from lightning_megatron.checkpoint.locate import is_checkpoint
 from lightning_megatron.config import (
     BatchShape,
     HasBatchShape,
@@ -22,6 +23,7 @@ from lightning_megatron.config import (
 from lightning_megatron.lightning.grad_reduction import REDUCE_DTYPES
 from lightning_megatron.lightning.hugging_face import hf_problems
 from lightning_megatron.lightning.refusals import callback_problems, checkpoint_io_problem, module_problems
+from lightning_megatron.lightning.saved_shape import path_problems
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.moe.config import MoEConfig
@@ -95,6 +97,7 @@ def job_problems(
     if isinstance(model, TransformerConfig):
         paths = [item for item in objects if isinstance(item, str | os.PathLike)]
         found += [problem for path in paths if is_hf_directory(path) for problem in hf_problems(path, model)]
+        found += [problem for path in paths if is_checkpoint(path) for problem in path_problems(path, model)]
     if model is not None:
         found += ops.model_problems(layout, model)
     return found + recompute.problems(layout, model)

@@ -27,6 +27,7 @@ from lightning_megatron.checkpoint.translate import to_theirs
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.lightning.foreign import fresh_run
 from lightning_megatron.lightning.hugging_face import hf_config, open_hf
+from lightning_megatron.lightning.hyper_parameters import config_of
 from lightning_megatron.lightning.megatron import megatron_config, megatron_tensors
 from lightning_megatron.lightning.module import GPTModule
 from lightning_megatron.lightning.weights import IMPORTED_FROM
@@ -180,7 +181,7 @@ def checkpoint_to_hf(
 
 
 def _config_of(meta: Mapping[str, Any], source: Path) -> TransformerConfig:
-    config = meta.get("hyper_parameters", {}).get("config")
-    if not isinstance(config, Mapping):
+    config = config_of(meta.get("hyper_parameters") or {})
+    if config is None:
         raise CheckpointError(f"{source} is no checkpoint of a GPTModule: it holds no configuration of a transformer")
-    return TransformerConfig(**config)
+    return config

@@ -51,7 +51,7 @@ def hf_config(path: Path) -> TransformerConfig:
 
 def hf_problems(path: Path, config: TransformerConfig) -> list[Problem]:
     """What a model of this configuration would compute otherwise than the Hugging Face one."""
-    ours, theirs = _computed(config), _computed(hf_config(path))
+    ours, theirs = computed(config), computed(hf_config(path))
     return [
         Problem(name, ours.get(name), f"{path} has {theirs.get(name)!r}", (theirs.get(name),))
         for name in dict.fromkeys((*ours, *theirs))
@@ -59,7 +59,7 @@ def hf_problems(path: Path, config: TransformerConfig) -> list[Problem]:
     ]
 
 
-def _computed(config: TransformerConfig) -> dict[str, Any]:
+def computed(config: TransformerConfig) -> dict[str, Any]:
     """What decides the logits, in one spelling."""
     found = {
         field.name: getattr(config, field.name)

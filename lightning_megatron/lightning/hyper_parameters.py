@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hpara
 from lightning_megatron.checkpoint import CheckpointError, load
 from lightning_megatron.config import ConfigError, Problem
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.presets import configuration
 
 LightningModuleT = TypeVar("LightningModuleT", bound=LightningModule)
 
@@ -45,6 +48,18 @@ def _arguments(meta: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[st
     if arguments is None:
         raise CheckpointError(f"{path} holds no hyper-parameters: its module did not call save_hyperparameters")
     return {name: value for name, value in arguments.items() if name not in _OF_CLI}
+
+
+def config_of(arguments: Mapping[str, Any]) -> TransformerConfig | None:
+    """The configuration in the arguments of a :class:`GPTModule`; ``None`` if they have none.
+
+    LightningCLI keeps a model's arguments as they were given: the name of a preset, and beside it the changed fields.
+    """
+    given = arguments.get("config")
+    if not isinstance(given, str | Mapping | TransformerConfig):
+        return None
+    names = {field.name for field in fields(TransformerConfig)}
+    return configuration(given, **{name: value for name, value in arguments.items() if name in names})
 
 
 def build_module(

@@ -19,7 +19,7 @@ from lightning_megatron.lightning.placement import Placement, carry_over
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.models.presets import preset
+from lightning_megatron.models.presets import configuration
 from lightning_megatron.ops.adamw import beyond_fused_adamw
 from lightning_megatron.ops.choice import Ops
 from lightning_megatron.ops.version import Choice
@@ -72,7 +72,7 @@ class GPTModule(MegatronModule):
         **overrides: Any,
     ) -> None:
         super().__init__()
-        self.config = _resolve(self.default_config if config is None else config).replace(**overrides)
+        self.config = configuration(self.default_config if config is None else config, **overrides)
         self.lr, self.min_lr = lr, lr / 10 if min_lr is None else min_lr
         self.warmup_steps, self.decay_steps, self.lr_schedule = warmup_steps, decay_steps, lr_schedule
         self.weight_decay, self.betas, self.eps = weight_decay, (betas[0], betas[1]), eps
@@ -267,9 +267,3 @@ class MixtralModule(GPTModule):
     """
 
     default_config = "mixtral-8x7b"
-
-
-def _resolve(config: ConfigLike) -> TransformerConfig:
-    if isinstance(config, TransformerConfig):
-        return config
-    return preset(config) if isinstance(config, str) else TransformerConfig(**config)

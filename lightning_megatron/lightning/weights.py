@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_megatron.checkpoint import Loaded, load, local_tensors, model_state
 from lightning_megatron.lightning.foreign import is_foreign, load_foreign_weights
 from lightning_megatron.lightning.hugging_face import take_settings
+from lightning_megatron.lightning.saved_shape import compare
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import spec_registry
 
@@ -78,7 +79,9 @@ def load_weights(
         load_foreign_weights(module, path, mesh)
         return None
     specs, tensors = spec_registry(module), local_tensors(module)
-    if IMPORTED_FROM in load(path, {}, mesh).meta:  # it has parameters, and nothing that modules keep beside them
+    meta = load(path, {}, mesh).meta
+    compare(path, meta, getattr(module, "model_shape", None))
+    if IMPORTED_FROM in meta:  # it has parameters, and nothing that modules keep beside them
         tensors = {name: tensor for name, tensor in tensors.items() if name in specs}
     loaded = load(path, model_state(tensors, specs, mesh), mesh, strict=strict)
     take_settings(module, loaded.meta)

@@ -7,6 +7,7 @@ for Gaudi. GPT-2: the published 124M configuration.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_megatron.config import Problem, nearest_names, raise_if_any
@@ -81,3 +82,16 @@ def preset(name: str) -> TransformerConfig:
     if name not in PRESETS:
         raise_if_any([Problem("config", name, "unknown preset", nearest_names(name, list(PRESETS)))])
     return PRESETS[name]
+
+
+def configuration(given: str | TransformerConfig | Mapping[str, Any], **changes: Any) -> TransformerConfig:
+    """A preset by name, a configuration, or one by its fields; with some of them changed.
+
+    Raises:
+        ConfigError: for an unknown name or field, or sizes that cannot work.
+    """
+    if isinstance(given, str):
+        given = preset(given)
+    elif not isinstance(given, TransformerConfig):
+        given = TransformerConfig(**given)
+    return given.replace(**changes)

@@ -16,7 +16,10 @@ import torch
 from lightning_megatron import LlamaModule
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.cli import main as command_line
-from lightning_megatron.lightning.restore import load_module
+from lightning_megatron.lightning import module
+from lightning_megatron.lightning.convert import checkpoint_to_hf
+from lightning_megatron.lightning.hugging_face import hf_config
+from lightning_megatron.lightning.restore import load_module, read_checkpoint
 from lightning_megatron.testing.jobs import own_environment
 
 QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.logger=false"]
@@ -147,6 +150,55 @@ def test_validate_reads_what_fit_wrote(trained: Path, work: Path, capsys: pytest
     words = ["validate", "--trainer.strategy=megatron", *TRAINER, *MODEL, *data(work), f"--ckpt_path={trained}"]
     assert main(words) == 0
     assert "val_loss" in capsys.readouterr().out
+
+
+def test_validate_takes_the_model_from_the_checkpoint(
+    trained: Path, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By class alone; what is given wins, and what then does not fit is told before a model is built."""
+    alone = ["validate", "--trainer.strategy=megatron", *TRAINER, *data(work), f"--ckpt_path={trained}"]
+    assert main([*alone, *MODEL]) == 0
+    expected = capsys.readouterr().out
+    assert "val_loss" in expected
+    assert main([*alone, "--model=LlamaModule"]) == 0
+    assert capsys.readouterr().out == expected
+    with patch.object(module, "GPTModel", side_effect=AssertionError("a model was built")):
+        assert main([*alone, "--model=LlamaModule", "--model.config=llama-tiny"]) == 2
+        error = capsys.readouterr().err
+        assert "num_layers=8" in error
+        assert "last.ckpt has 2; nearest valid: 2" in error
+        assert main([*alone, "--model=LlamaModule", "--model.dict_kwargs.vocab_size=200"]) == 2
+        error = capsys.readouterr().err
+        assert "vocab_size=200" in error
+        assert "num_layers" not in error
+
+
+def test_a_model_that_nobody_configures_is_not_guessed(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in ([], ["--ckpt_path=last"]):
+        words = ["fit", "--trainer.strategy=megatron", *TRAINER, "--model=LlamaModule", *data(work), *path]
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "model.config=None: is not given: name a preset" in error
+        assert "llama3.1-8b" in error
+        assert "Traceback" not in error
+
+
+@pytest.fixture(scope="module")
+def goes_on(trained: Path, work: Path) -> Path:
+    """A longer run from the checkpoint, whose command names hyper-parameters of its own."""
+    words = ["fit", "--seed_everything=1", "--trainer.strategy=megatron", *TRAINER, "--model=LlamaModule", *data(work)]
+    words += ["--trainer.max_steps=5", "--model.eps=1e-7", f"--ckpt_path={trained}"]
+    saves = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.save_last=true"]
+    assert main([*words, *saves, f"--trainer.callbacks.dirpath={work / 'on'}"]) == 0
+    return work / "on" / "last.ckpt"
+
+
+def test_fit_goes_on_with_the_model_of_the_checkpoint(goes_on: Path, trained: Path) -> None:
+    before, after = LlamaModule.load_from_checkpoint(trained), LlamaModule.load_from_checkpoint(goes_on)
+    assert (after.config, after.lr, after.eps) == (before.config, before.lr, 1e-7)
+    assert read_checkpoint(goes_on)["global_step"] == 5
+    checkpoint_to_hf(goes_on, goes_on.with_name("exported"))
+    assert hf_config(goes_on.with_name("exported")).num_layers == 2
 
 
 def generating(trained: Path, work: Path) -> list[str]:

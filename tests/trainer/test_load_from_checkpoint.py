@@ -114,9 +114,7 @@ def test_a_run_begins_with_weights_alone_in_any_layout(ranks: Any, saved: tuple[
     ):
         for found in ranks(2, begins, str(folder / name), strategy, eagerly):
             assert found == pytest.approx([expected, *losses], rel=1e-5), (strategy, name)
-    with pytest.raises(
-        AssertionError, match=r"begin a run with .* give fit the module WithHead\.load_from_"
-    ):
+    with pytest.raises(AssertionError, match=r"begin a run with .* give fit the module WithHead\.load_from_"):
         ranks(1, goes_on, str(folder / "weights.ckpt"))
 
 

@@ -1,0 +1,92 @@
+"""LightningCLI that builds the model which the checkpoint of the command was saved from."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint.hf.directory import is_hf_directory
+from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.lightning.hugging_face import hf_config
+from lightning_megatron.lightning.hyper_parameters import config_of, module_arguments
+from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.models.presets import PRESETS
+
+_WORDS = ("last", "best", "hpc", "registry")
+"""Lightning finds these when the Trainer is there; until then nobody knows where they are."""
+
+
+class CheckpointCLI(LightningCLI):
+    """LightningCLI to which ``--ckpt_path DIR`` says what the model is, but for the arguments that are given.
+
+    What is given wins, on the command line or in a file of ``--config``. A model of ours that neither they nor a
+    checkpoint configure is refused: the default of its class is no guess that a command should make.
+    """
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the words, and fill in arguments of the model from the checkpoint that they name."""
+        super().parse_arguments(parser, args)
+        command = self.config.get("subcommand")
+        if isinstance(args, dict | Namespace):  # a whole configuration and no words: everything in it is given
+            return
+        model = self.config[command].get("model") if command else None
+        path = self.config[command].get("ckpt_path") if command else None
+        if model is None or not path or not Path(path).is_dir() or str(path) in _WORDS:
+            return
+        given = parser.parse_args(args, defaults=False)[command].get("model")
+        saved = _arguments(path, _class_of(model), given.get("init_args") or {})
+        if saved:
+            filled = {command: {"model": {"class_path": model.class_path, **saved}}}
+            self.config = parser.parse_object(filled, self.config)
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse a model of ours without a configuration."""
+        model = self.config[self.subcommand].get("model") if self.subcommand else None
+        if model is None or not issubclass(_class_of(model), GPTModule):
+            return
+        if model.init_args.get("config") is None:
+            reason = (
+                "is not given: name a preset or the fields of a configuration, or with --ckpt_path a checkpoint"
+                " directory that has it"
+            )
+            raise ConfigError([Problem("model.config", None, reason, tuple(PRESETS))])
+
+
+def _class_of(model: Any) -> type:
+    """The class that a parsed model names; ``object`` for a function that makes one."""
+    module, _, name = model.class_path.rpartition(".")
+    found = getattr(import_module(module), name)
+    return found if isinstance(found, type) else object
+
+
+def _arguments(path: str | os.PathLike[str], module_class: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a checkpoint that nobody has given, as the parser takes them.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged.
+        ConfigError: for a Hugging Face directory with a model that ours cannot reproduce.
+    """
+    is_ours = issubclass(module_class, GPTModule)
+    if is_hf_directory(path):
+        return {"init_args": {"config": asdict(hf_config(path))}} if is_ours and "config" not in given else {}
+    try:
+        saved = module_arguments(path)
+    except CheckpointError:
+        return {}  # loading says what is wrong
+    config = config_of(saved) if is_ours else None
+    if config is not None:
+        saved = {name: value for name, value in saved.items() if not hasattr(config, name)} | {"config": asdict(config)}
+    known = inspect.signature(module_class).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    named = {name: value for name, value in saved.items() if name in known and name not in given}
+    others = {name: value for name, value in saved.items() if name not in known} if takes_any else {}
+    return {"init_args": named} | ({"dict_kwargs": others} if others else {})
