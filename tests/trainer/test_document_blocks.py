@@ -11,12 +11,14 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
+from socket import socket
 from textwrap import indent
 
 import pytest
@@ -26,6 +28,7 @@ from torch.distributed.run import get_args_parser
 from lightning_megatron.cli.main import main
 from lightning_megatron.data import IndexedDataset
 from lightning_megatron.lightning.restore import load_module
+from lightning_megatron.testing.jobs import own_environment
 
 TINY = "num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=300"
 QUIET = 'accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False'
@@ -344,3 +347,23 @@ def test_yaml_is_a_recipe(block: Block, home: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(block.text)
     with redirect_stdout(StringIO()):
         check_ours(["fit", "--config", str(tmp_path / "recipe.yaml")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machines", [1, 2])
+def test_torchrun_starts_the_script_of_the_page(machines: int, home: Path, tmp_path: Path) -> None:
+    """Two processes of one machine, and two "machines" of one process each."""
+    (block,) = (block for block in blocks("python") if block.page == "docs/launching.md")
+    text = setting_of(block).applied(block.text).replace("tp=1", "tp=2")
+    script, each = tmp_path / "train.py", 2 // machines
+    script.write_text(text.replace("devices=1", f"devices={each}, num_nodes={machines}"))
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines), "--nproc-per-node", str(each)]
+    with socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    words += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    nodes = [[*words, "--node-rank", str(rank), str(script)] for rank in range(machines)]
+    jobs = [subprocess.Popen(node, env=own_environment(), stderr=subprocess.PIPE, text=True) for node in nodes]
+    for job in jobs:
+        _, said = job.communicate(timeout=900)
+        assert job.returncode == 0, said
