@@ -155,6 +155,17 @@ class _GatherSequence(torch.autograd.Function):
         return reduce_scatter(grad, ctx.axis), None
 
 
+class _JoinSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return own_slice(grad, ctx.axis).contiguous(), None
+
+
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -233,6 +244,11 @@ def reduce_from_region(x: Tensor, axis: Axis) -> Tensor:
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """``[S/R, ...] -> [S, ...]``; backward sums and scatters, since the ranks go on to do different work."""
     return _apply(_GatherSequence, x, axis)
+
+
+def join_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """``[S/R, ...] -> [S, ...]`` for a consumer that does the same work on all ranks; backward slices."""
+    return _apply(_JoinSequence, x, axis)
 
 
 def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:

@@ -6,10 +6,13 @@ carries them, and everything else is local. All arithmetic on logits is fp32.
 
 :func:`linear_cross_entropy` never holds all logits: it goes through the tokens in chunks and makes the gradients of the
 chunk while its logits are still there, so that memory and page faults do not grow with the vocabulary.
+:func:`linear_token_losses`, whose losses are weighed by whoever asks for them, makes the logits of each chunk a second
+time, in the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,3 +268,103 @@ def linear_cross_entropy(
         hidden.flatten(0, -2), weight, targets, weights, part, label_smoothing, chunk_bytes
     )
     return loss
+
+
+class _LinearTokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        kept: Tensor,
+        part: VocabSlice,
+        smoothing: float,
+        chunk_bytes: int,
+    ) -> Tensor:
+        ctx.step = _chunk_length(hidden.shape[0], weight.dtype, weight.shape[0], chunk_bytes)
+        ctx.part, ctx.smoothing = part, smoothing
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        log_sum_exp = torch.empty_like(losses)
+        for some in _chunks(hidden.shape[0], ctx.step):
+            logits, _, _ = _chunk_logits(hidden[some], weight, part)
+            chunk = _losses_(logits, labels[some], part, smoothing)
+            losses[some], log_sum_exp[some] = chunk.loss, chunk.log_sum_exp
+        ctx.save_for_backward(hidden, weight, labels, kept, log_sum_exp)
+        return losses * kept
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+        hidden, weight, labels, kept, log_sum_exp = ctx.saved_tensors
+        part, scales = ctx.part, grad * kept
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden) if wants_dx else None
+        d_weight: Tensor | None = None
+        for some in _chunks(hidden.shape[0], ctx.step):
+            logits, x, multiply = _chunk_logits(hidden[some], weight, part)
+            local = labels[some] - part.first
+            here = (local >= 0) & (local < part.size)
+            total = log_sum_exp[some]
+            exps = logits.sub_(total.unsqueeze(-1)).exp_()
+            chunk = _Chunk(exps, total, total, total, local.masked_fill(~here, 0), here)
+            d_logits = _gradient_(chunk, scales[some], part, ctx.smoothing).to(x.dtype)
+            if d_hidden is not None:
+                d_hidden[some] = multiply(d_logits, weight[: part.size])
+            if wants_dw:
+                d_weight = torch.zeros_like(weight, dtype=x.dtype) if d_weight is None else d_weight
+                d_weight[: part.size].addmm_(d_logits.t(), x)
+        if wants_dw and d_weight is None:
+            d_weight = torch.zeros_like(weight)
+        return d_hidden, d_weight, None, None, None, None, None
+
+
+def _chunks(tokens: int, step: int) -> list[slice]:
+    return [slice(start, start + step) for start in range(0, tokens, step)]
+
+
+def _chunk_logits(
+    hidden: Tensor, weight: Tensor, part: VocabSlice
+) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    """Fp32 logits ``[T, V]`` of a chunk, the chunk in the dtype they are made in, and what multiplies in it."""
+    wide = widens(hidden, weight.t())
+    multiply, dtype = (wide_product, torch.float32) if wide else (torch.matmul, weight.dtype)
+    x = hidden.to(dtype)
+    return multiply(x, weight[: part.size].t()).float(), x, multiply
+
+
+def linear_token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    axis: Axis,
+    vocab_size: int,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """``cross_entropy(hidden_t W^T, label_t)`` of every token, without ever holding all logits.
+
+    What a token weighs is decided by whoever uses the losses, so the logits are made twice: for the losses, and again
+    for their gradients. A mean whose weights are known costs less with :func:`linear_cross_entropy`.
+
+    Args:
+        hidden: ``[..., H]``, equal on all ranks of the axis; its gradient is this rank's part of a sum over them.
+        weight: ``[V/R, H]``, this rank's rows (they may end in padding).
+        labels: ``[...]`` token ids.
+        axis: the ranks that share the vocabulary.
+        vocab_size: its true size.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        ignore_index: label whose loss and gradient are zero.
+        chunk_bytes: about what the fp32 logits of one chunk may take, as in :func:`linear_cross_entropy`.
+
+    Returns:
+        ``[...]`` fp32, equal on all ranks of the axis.
+    """
+    part = VocabSlice.of(axis, weight.shape[0], vocab_size)
+    targets = labels.flatten()
+    kept = targets != ignore_index
+    losses: Tensor = _LinearTokenLosses.apply(
+        hidden.flatten(0, -2), weight, targets * kept, kept, part, label_smoothing, chunk_bytes
+    )
+    return losses.view(labels.shape)

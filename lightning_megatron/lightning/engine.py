@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.comm.objects import broadcast_object
+from lightning_megatron.lightning.batch_watch import BatchWatch
 from lightning_megatron.lightning.logs import LogSharing
 from lightning_megatron.lightning.metrics import MetricSharing
 from lightning_megatron.lightning.micro_batches import split_batch
 from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.steps import EvaluationWork, MicroBatches, TrainingWork
+from lightning_megatron.lightning.token_mean import num_tokens_in, scale_with_tokens
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan, training_plan
@@ -21,6 +25,9 @@ from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan
 
 class StepEngine:
     """Runs steps that are more than one forward on one rank.
+
+    Attributes:
+        batches: looks at what they are given.
 
     Args:
         mesh: this rank's.
@@ -42,11 +49,29 @@ class StepEngine:
     ) -> None:
         self._mesh, self._device, self._schedule, self._size = mesh, device, schedule, micro_batch_size
         self._is_pipeline = boundary is not None
-        self._boundary = boundary or StageBoundary(1)  # a model in one piece never meets it
+        self._boundary = boundary or StageBoundary(1)  # a model in one piece asks it for its scale alone
+        self.batches = BatchWatch(mesh)
         self._logs = LogSharing(mesh.pp, device)
         self._metrics = MetricSharing(mesh, device)
         self._runtime = PipelineRuntime(mesh.pp, self._boundary.num_stages, device, dtype, mesh.deferred)
         mesh.deferred.enabled = self._is_pipeline and schedule == "zero-bubble"
+
+    @property
+    def backward_scale(self) -> BackwardScale:
+        """Factor of the loss of the micro-batch whose forward is running."""
+        return self._boundary.loss_scale
+
+    def plain_step(self, step: Callable[[], Any], scale: float) -> Any:
+        """One forward of a model in one piece, whose loss others differentiate.
+
+        Args:
+            step: the user's.
+            scale: what the loss is multiplied with before backward.
+        """
+        with self._boundary.at(0, None, scale) as backward_scale:
+            output = step()
+            scale_with_tokens(backward_scale, num_tokens_in(output))
+            return output
 
     def watch(self, module: LightningModule) -> None:
         """Share the metric objects of a module with the ranks that have seen other samples."""

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.checkpoint.hf.settings import read_settings
-from lightning_megatron.config import ModelShape, raise_if_any
+from lightning_megatron.config import ConfigError, ModelShape, Problem, raise_if_any
+from lightning_megatron.data.errors import DataError
 from lightning_megatron.lightning.base_module import MegatronModule
 from lightning_megatron.lightning.hugging_face import hf_config, hf_problems
 from lightning_megatron.lightning.placement import Placement, carry_over
+from lightning_megatron.lightning.text_batch import (
+    check_keys,
+    id_fault,
+    labels_repeat_tokens,
+    nan_where_unknown,
+    without_faults,
+)
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
@@ -33,11 +43,14 @@ class GPTModule(MegatronModule):
     """A decoder-only language model with its training.
 
     A batch is a dict of ``tokens`` and ``labels`` ``[B, S]``, and, if wanted, ``loss_mask`` and ``position_ids``
-    ``[B, S]``. Logged: ``train_loss``, ``val_loss``, ``test_loss``, ``grad_norm``, ``lr``.
+    ``[B, S]``. Labels are the tokens that follow (``labels[:, i]`` is ``tokens[:, i + 1]``: nothing is shifted here),
+    or -100 for no loss. Logged: ``train_loss``, ``val_loss``, ``test_loss``, ``grad_norm``, ``lr``.
 
     Attributes:
         hf_settings: what the Hugging Face directory that the weights came from says beside the model (special tokens,
             generation); checkpoints keep it, and exports write it again.
+        extra_batch_keys: further keys of batches, which a subclass's own steps use. What the model would pass over
+            without a word is refused.
 
     Args:
         config: name of a preset, a ``TransformerConfig``, or its fields as a mapping.
@@ -56,6 +69,7 @@ class GPTModule(MegatronModule):
     """
 
     default_config = "gpt2"
+    extra_batch_keys: Collection[str] = ()
     splits_context = True
 
     def __init__(
@@ -92,6 +106,7 @@ class GPTModule(MegatronModule):
         )
         self.model: GPTModel | None = None
         self.hf_settings: Mapping[str, Any] = {}
+        self._has_seen_labels = False
 
     @classmethod
     def from_hf(
@@ -178,15 +193,93 @@ class GPTModule(MegatronModule):
         logits: Tensor = self._built()(tokens, position_ids=position_ids)
         return logits
 
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean loss over the tokens of a batch that its ``loss_mask`` keeps."""
-        loss: Tensor = self._built()(
-            batch["tokens"],
-            labels=batch["labels"],
-            loss_mask=batch.get("loss_mask"),
-            position_ids=batch.get("position_ids"),
-        )
-        return loss
+    def loss(self, batch: Mapping[str, Tensor], hidden: Tensor | None = None) -> Tensor:
+        """Mean loss over the tokens of a batch that its ``loss_mask`` keeps; 0 if it keeps none.
+
+        Args:
+            batch: see the class.
+            hidden: what :meth:`hidden` gave for this batch; ``None`` runs the model.
+
+        Raises:
+            ConfigError: for keys that the model does not use.
+            DataError: for ids on the host that are in no vocabulary; elsewhere the loss is NaN.
+        """
+        self._check(batch)
+        labels, mask = batch["labels"], batch.get("loss_mask")
+        if hidden is not None:
+            loss = self._built().mean_loss(hidden, labels, mask)
+        else:
+            loss = self._built()(batch["tokens"], labels=labels, loss_mask=mask, position_ids=batch.get("position_ids"))
+        return nan_where_unknown(loss, batch, self.config.vocab_size)
+
+    def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states ``[B, S, H]`` after the final norm, whole on every rank, for heads and losses of your own.
+
+        All ranks of a replica get the same and are meant to compute the same of it; then gradients are those of one
+        process, and parameters of your own stay equal on all of them. In a pipeline the step ends here on all stages
+        but the last. For the loss of the language model from the same forward pass them to :meth:`loss` or
+        :meth:`token_losses`.
+
+        Args:
+            batch: see the class; labels are not needed.
+
+        Raises:
+            ConfigError: for keys that the model does not use.
+            DataError: for ids on the host that are in no vocabulary; elsewhere the result is NaN.
+        """
+        self._check(batch)
+        hidden = self._built().hidden(batch["tokens"], batch.get("position_ids"), self._backward_scale())
+        return nan_where_unknown(hidden, batch, self.config.vocab_size)
+
+    def token_losses(self, batch: Mapping[str, Tensor], hidden: Tensor | None = None) -> Tensor:
+        """Losses of all tokens ``[B, S]``, fp32, before the ``loss_mask``; 0 where the label is -100.
+
+        Whole on every rank; in a pipeline the step ends here on all stages but the last. The mean that :meth:`loss`
+        takes costs less, since it knows what each token weighs.
+
+        Args:
+            batch: see the class.
+            hidden: what :meth:`hidden` gave for this batch; ``None`` runs the model.
+        """
+        hidden = self.hidden(batch) if hidden is None else hidden
+        losses = self._built().token_losses(hidden, batch["labels"])
+        return nan_where_unknown(losses, batch, self.config.vocab_size)
+
+    def _backward_scale(self) -> BackwardScale:
+        strategy = self.megatron_strategy
+        if strategy is not None:
+            return strategy.engine.backward_scale
+        if self.training and self.config.num_experts and self._trainer is not None:
+            reason = "the losses that balance experts need to know what it multiplies the loss with: use 'megatron'"
+            raise ConfigError([Problem("strategy", type(self.trainer.strategy).__name__, reason)])
+        return BackwardScale()
+
+    # Batches
+
+    def batch_fault(self, batch: Any) -> str | None:
+        """What is wrong with the ids of a batch on the host; labels that repeat their tokens are warned of, once."""
+        if not self._has_seen_labels and isinstance(batch, Mapping) and "labels" in batch:
+            self._has_seen_labels = True
+            if labels_repeat_tokens(batch):
+                rank_zero_warn(
+                    "batch['labels'] equals batch['tokens']: labels are not shifted here, so the model learns to repeat"
+                    " its input. Give the tokens that follow: labels[:, i] = tokens[:, i + 1]"
+                )
+        return id_fault(batch, self.config.vocab_size, self._learned_positions)
+
+    def without_faults(self, batch: Any) -> Any:
+        """A batch with known ids only, for a step that does not count."""
+        return without_faults(batch, self.config.vocab_size, self._learned_positions)
+
+    @property
+    def _learned_positions(self) -> int | None:
+        learned = self.config.position_embedding == "learned"
+        return self.config.max_position_embeddings if learned else None
+
+    def _check(self, batch: Mapping[str, Tensor]) -> None:
+        check_keys(batch, self.extra_batch_keys)
+        if (fault := self.batch_fault(batch)) is not None:
+            raise DataError(fault)
 
     def _built(self) -> GPTModel:
         if self.model is None:
@@ -211,8 +304,10 @@ class GPTModule(MegatronModule):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logits ``[B, S, V]``."""
-        logits: Tensor = self(batch["tokens"] if isinstance(batch, Mapping) else batch)
-        return logits
+        if not isinstance(batch, Mapping):
+            return self(batch)
+        self._check(batch)
+        return self(batch["tokens"], batch.get("position_ids"))
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the learning rate that this step uses."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.lightning._private import MockOptimizer
@@ -18,9 +19,10 @@ from lightning_megatron.lightning.token_mean import TokenWindow
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.norms import norms_by_name
 from lightning_megatron.optim.reach import Vouched
+from lightning_megatron.optim.replicas import ReplicaCheck
 from lightning_megatron.optim.zero import ShardedOptimizer
-from lightning_megatron.params import named_specs
-from lightning_megatron.pipeline.tied import sum_tied_gradients
+from lightning_megatron.params import ParamSpec, named_specs
+from lightning_megatron.pipeline.tied import SharedParameters, held_by_stages, sum_tied_gradients
 
 
 @runtime_checkable
@@ -64,9 +66,15 @@ class OptimizerSet:
     ) -> None:
         self._mesh = mesh
         specs = list(named_specs(module))
-        self._own_names = [name for name, _, spec in specs if spec.tied_with is None]
         self._names: list[str] | None = None
         self._tied = _tied_names([spec.tied_with for _, _, spec in specs if spec.tied_with], mesh)
+        self._shared = self._held_by_several(specs)
+        specs = [
+            (name, param, replace(spec, tied_with=name) if name in self._shared.repeated else spec)
+            for name, param, spec in specs
+        ]
+        self._own_names = [name for name, _, spec in specs if spec.tied_with is None]
+        own = {name for name, _, _ in specs}
         self.sharded = [
             ShardedOptimizer(
                 optimizer,
@@ -79,17 +87,25 @@ class OptimizerSet:
                 overlap_grad_reduce=overlap_grad_reduce,
                 overlap_param_gather=overlap_param_gather,
                 bucket_size=bucket_size,
-                hold={name for name, _, _ in specs}.intersection(self._tied),
                 elementwise=elementwise,
+                hold=own.intersection(self._tied | set(self._shared.names)),
             )
             for optimizer in optimizers
             if not isinstance(optimizer, MockOptimizer)
         ]
         for sharded in self.sharded:
             sharded.install_gather_hooks(module)
+        self._replica_checks = {sharded: ReplicaCheck(sharded, mesh) for sharded in self.sharded}
         self._open: set[ShardedOptimizer] = set()
         self._see_steps = [m for m in module.modules() if isinstance(m, SeesSteps)]
         self._tokens = TokenWindow(mesh.dp)
+
+    def _held_by_several(self, specs: Sequence[tuple[str, nn.Parameter, ParamSpec]]) -> SharedParameters:
+        """Parameters beside the model, which every stage has built."""
+        if self._mesh.pp.size == 1:
+            return SharedParameters([], frozenset(), self._mesh.pp)
+        trained = {name: tuple(param.shape) for name, param, _ in specs if param.requires_grad}
+        return SharedParameters(held_by_stages(trained, self._mesh), self._tied, self._mesh.pp)
 
     def open_windows(self) -> None:
         """Zero gradients where a window of accumulation begins.
@@ -100,6 +116,7 @@ class OptimizerSet:
         if not self._open:
             self._tokens.restart()
         for sharded in self.sharded:
+            sharded.finish_uncalled_gather()
             if sharded not in self._open:
                 sharded.zero_grads()
                 self._open.add(sharded)
@@ -118,6 +135,10 @@ class OptimizerSet:
         for sharded in self.sharded:
             sharded.grad_factor = self._tokens.gradient_factor(batches)
         return output
+
+    def check_replicas(self, sharded: ShardedOptimizer) -> None:
+        """Compare gradients that tensor-parallel ranks should have alike; in the first steps only."""
+        self._replica_checks[sharded]()
 
     def close_window(self, optimizer: Optimizer) -> None:
         """A step has been taken: the next gradient begins a new window."""
@@ -138,12 +159,15 @@ class OptimizerSet:
                 sharded.sync = False
 
     def sum_tied(self) -> None:
-        """Sum the gradients of what first and last pipeline stage both hold; after the last backward of a step."""
-        if self._mesh.ends.size == 1 or not self._tied:
+        """Sum the gradients of what several pipeline stages hold; after the last backward of a step."""
+        if self._mesh.pp.size == 1:
             return
         for sharded in self.sharded:
-            own = self._tied.intersection(name for names in sharded.group_names() for name in names)
-            sum_tied_gradients({name: sharded.main_grad(name) for name in own}, self._mesh.ends)
+            own = {name for names in sharded.group_names() for name in names}
+            shared = {name: sharded.main_grad(name) for name in own.intersection(self._shared.names)}
+            self._shared.sum_gradients(shared, self._mesh.rng.device)
+            if self._mesh.ends.size > 1:
+                sum_tied_gradients({name: sharded.main_grad(name) for name in own & self._tied}, self._mesh.ends)
 
     def grad_norms(self) -> dict[str, Tensor]:
         """L2 norms of the gradients of all parameters of the model, by global name; all ranks call this."""

@@ -76,6 +76,7 @@ class MegatronPrecision(Precision):
         self.mode = MODES[precision]
         self.loss_scale = (loss_scale or DynamicLossScale()) if self.mode.loss_scaled else None
         self._managed: dict[Optimizer, ShardedOptimizer] = {}
+        self._check: Callable[[ShardedOptimizer], None] | None = None
         self._overflow: dict[ShardedOptimizer, bool] = {}
         self.last_grad_norm: Tensor | None = None
 
@@ -113,8 +114,16 @@ class MegatronPrecision(Precision):
             return [Problem("precision", self.precision, reason, ("bf16-mixed", "32-true"))]
         return []
 
-    def manage(self, optimizers: Sequence[ShardedOptimizer]) -> None:
-        """Take charge of the steps of these optimizers."""
+    def manage(
+        self, optimizers: Sequence[ShardedOptimizer], check: Callable[[ShardedOptimizer], None] | None = None
+    ) -> None:
+        """Take charge of the steps of these optimizers.
+
+        Args:
+            optimizers: the module's.
+            check: called with one whose gradients are complete, before anything uses them.
+        """
+        self._check = check
         self._managed = {sharded.optimizer: sharded for sharded in optimizers}
 
     # Building and feeding the model
@@ -192,6 +201,8 @@ class MegatronPrecision(Precision):
             return
         self.last_grad_norm = None
         sharded.finish_grad_sync()
+        if self._check is not None:
+            self._check(sharded)
         if self.loss_scale is not None:
             self._overflow[sharded] = sharded.found_inf()
             sharded.scale_grads(self.loss_scale.inverse)

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.lightning.logs import LogCapture
 from lightning_megatron.lightning.micro_batches import join_outputs
 from lightning_megatron.lightning.token_mean import (
@@ -18,6 +19,7 @@ from lightning_megatron.lightning.token_mean import (
     check_all_alike,
     check_stages_can_count,
     num_tokens_in,
+    scale_with_tokens,
 )
 from lightning_megatron.pipeline.boundary import StageBoundary, StageReached
 
@@ -55,7 +57,10 @@ class _Work:
         batch, weight = self._micro_batches[microbatch]
         is_last = stage == self._boundary.num_stages - 1
         scale = self.loss_scale(weight)
-        with self._boundary.at(stage, hidden, scale), self.logs.micro_batch(weight, keep=is_last):
+        with (
+            self._boundary.at(stage, hidden, scale) as backward_scale,
+            self.logs.micro_batch(weight, keep=is_last),
+        ):
             try:
                 output = self._step(batch, *self._rest)
             except StageReached as reached:
@@ -66,9 +71,9 @@ class _Work:
                 f"{self._step.__name__} returned on pipeline stage {stage} without calling the model: with pp > 1 every"
                 " stage must reach the model's call"
             )
-        return self.on_last_stage(output, weight)
+        return self.on_last_stage(output, weight, backward_scale)
 
-    def on_last_stage(self, output: Any, weight: float) -> Tensor | None:
+    def on_last_stage(self, output: Any, weight: float, scale: BackwardScale) -> Tensor | None:
         """What is differentiated, of a step's output on a micro-batch."""
         raise NotImplementedError
 
@@ -109,7 +114,7 @@ class TrainingWork(_Work):
         self._tokens: list[Tensor | None] = []
         self._extras: list[Mapping[str, Any]] = []
 
-    def on_last_stage(self, output: Any, weight: float) -> Tensor | None:
+    def on_last_stage(self, output: Any, weight: float, scale: BackwardScale) -> Tensor | None:
         """The scaled loss of one micro-batch; ``None`` if the user returned none."""
         if output is None:
             return None
@@ -125,7 +130,10 @@ class TrainingWork(_Work):
         self._tokens.append(None if tokens is None else as_count(tokens, loss.device))
         check_all_alike(self._tokens[0], self._tokens[-1])
         self._losses.append(loss.detach() * share)
-        return loss * self.loss_scale(share)
+        scale.value = self.loss_scale(share)
+        scaled = loss * scale.value
+        scale_with_tokens(scale, tokens)
+        return scaled
 
     def loss_scale(self, weight: float) -> float:
         """The share of the micro-batch, and the scale of them all."""
@@ -173,7 +181,7 @@ class EvaluationWork(_Work):
         super().__init__(module, step, micro_batches, rest, boundary)
         self._outputs: list[Any] = []
 
-    def on_last_stage(self, output: Any, weight: float) -> None:
+    def on_last_stage(self, output: Any, weight: float, scale: BackwardScale) -> None:
         """Keep the output."""
         self._outputs.append(output)
 

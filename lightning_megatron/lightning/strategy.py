@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -320,9 +321,16 @@ class MegatronStrategy(CheckpointStrategy):
             bucket_size=self._bucket_size,
             elementwise=self._elementwise,
         )
-        self.precision_plugin.manage(self.sharded_optimizers)
+        self.precision_plugin.manage(self.sharded_optimizers, self._optimizer_set.check_replicas)
 
     # Steps
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Look at a batch while it is on the host, then move it."""
+        module = self.lightning_module
+        assert module is not None
+        batch = self.engine.batches.look(module, batch, trains=module.trainer.training)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @property
     def engine(self) -> StepEngine:
@@ -339,17 +347,19 @@ class MegatronStrategy(CheckpointStrategy):
         assert module is not None
         assert optimizers is not None
         optimizers.open_windows()
+        self.engine.batches.begin(module)
         batch, *rest = [*args, *kwargs.values()]
         micro_batches = self.engine.split(batch) if module.automatic_optimization else None
         batches = module.trainer.accumulate_grad_batches
         with self.precision_plugin.train_step_context():
+            scale = self.precision_plugin.scale_of_loss() / (batches if module.automatic_optimization else 1)
             if micro_batches is None:
-                output = module.training_step(*args, **kwargs)
+                output = self.engine.plain_step(partial(module.training_step, *args, **kwargs), scale)
                 devices.mark_step(self.root_device)
             else:
                 finishing = None if self._accumulating else optimizers
-                scale = self.precision_plugin.scale_of_loss() / batches
                 output = self.engine.train(module, micro_batches, tuple(rest), scale, finishing)
+        self.engine.batches.settle()
         self._backward_is_done = micro_batches is not None
         if self._op_report_is_due:
             self._op_report_is_due = False
@@ -421,6 +431,7 @@ class MegatronStrategy(CheckpointStrategy):
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
+        self.finish_param_gather()
         batch, *rest = [*args, *kwargs.values()]
         micro_batches = self.engine.split(batch)
         with self.precision_plugin.forward_context():

@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.comm.collectives import all_reduce
 from lightning_megatron.mesh import Axis
 
@@ -58,6 +59,17 @@ def check_stages_can_count(module: object, num_stages: int) -> None:
             f"'{NUM_TOKENS}' does not go with experts in a pipeline: the losses that balance them would be divided by"
             " the number of tokens; return a mean, or use pp=1"
         )
+
+
+def scale_with_tokens(scale: BackwardScale, tokens: Any) -> None:
+    """Let what is minimized besides a loss that is a sum over tokens weigh as it does beside a mean.
+
+    Args:
+        scale: of the loss.
+        tokens: how many the loss is the sum of; ``None`` for a mean.
+    """
+    if tokens is not None:
+        scale.value = scale.value * torch.as_tensor(tokens).detach().float()
 
 
 class TokenWindow:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.comm.collectives import copy_to_region, reduce_from_region
 from lightning_megatron.config import ConfigError, Problem, multiples_around, raise_if_any
 from lightning_megatron.context.split import gather_context, split_context
@@ -49,7 +50,7 @@ class Boundary(Protocol):
 
     stage: int | None
     hidden: Tensor | None
-    loss_scale: float
+    loss_scale: BackwardScale
 
     def leave(self, hidden: Tensor) -> NoReturn: ...
 
@@ -158,6 +159,61 @@ class GPTModel(nn.Module):
             ConfigError: for a sequence longer than the learned positions, or caches on context-parallel ranks.
             RuntimeError: if the model is cut into stages and no schedule is running.
         """
+        length = tokens.shape[1]
+        hidden, aux_losses = self._stream(tokens, position_ids, caches)
+        assert self.head is not None
+        if labels is None:
+            keep = slice(length - 1, length) if caches else slice(None)
+            logits = gather_context(self.head(hidden, self.tied_weight, keep=keep), self.context)
+            return logits[:length].transpose(0, 1)
+        return _with_aux_losses(self._mean_loss(hidden, labels, loss_mask), aux_losses)
+
+    def hidden(self, tokens: Tensor, position_ids: Tensor | None = None, scale: BackwardScale | None = None) -> Tensor:
+        """What the output layer sees, whole on every rank; on a stage that is not the last, the end of the step.
+
+        All ranks that share a sequence are meant to compute the same of it: a gradient that comes back is taken for
+        that of the whole, as it is in one process.
+
+        Args:
+            tokens: ``[B, S]``.
+            position_ids: ``[B, S]``; ``None`` for ``0 .. S-1``.
+            scale: what a loss made of the result is multiplied with before backward, for the losses of experts, which
+                are differentiated with it; ``None`` for 1.
+
+        Returns:
+            ``[B, S, H]``, after the final norm.
+        """
+        stream, aux_losses = self._stream(tokens, position_ids, None)
+        assert self.head is not None
+        whole = gather_context(self.head.final(stream), self.context)[: tokens.shape[1]].transpose(0, 1)
+        return _with_aux_losses(whole, aux_losses, scale or BackwardScale())
+
+    def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Losses of all tokens, ``[B, S]`` fp32, 0 where the label is -100; whole on every rank.
+
+        Args:
+            hidden: ``[B, S, H]``, what :meth:`hidden` gave.
+            labels: ``[B, S]``.
+        """
+        assert self.head is not None
+        length, own, labels = hidden.shape[1], self._own_tokens(hidden.transpose(0, 1), 0), self._own_labels(labels)
+        losses = self.head(own, self.tied_weight, labels=labels.t(), is_final=True)
+        return gather_context(losses, self.context)[:length].t()
+
+    def mean_loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+        """Mean loss as of :meth:`forward`, of hidden states that are there already.
+
+        Args:
+            hidden: ``[B, S, H]``, what :meth:`hidden` gave.
+            labels: ``[B, S]``.
+            loss_mask: ``[B, S]``.
+        """
+        return self._mean_loss(self._own_tokens(hidden.transpose(0, 1), 0), labels, loss_mask, is_final=True)
+
+    def _stream(
+        self, tokens: Tensor, position_ids: Tensor | None, caches: Sequence[KVCache] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The residual stream behind the last block, this rank's part of it, and the losses of experts."""
         part = self._part()
         length = tokens.shape[1]
         first = caches[0].length if caches else 0
@@ -167,7 +223,7 @@ class GPTModel(nn.Module):
         if caches and self.context.size > 1:
             reason = "decoding with caches needs every token on every rank: load the checkpoint with cp=1"
             raise ConfigError([Problem("cp", self.context.size, reason, (1,))])
-        tokens, labels, loss_mask, position_ids = self._padded(tokens, labels, loss_mask, position_ids)
+        tokens, position_ids = self._padded(tokens, position_ids)
         if position_ids is not None:
             positions = position_ids.t()
         else:
@@ -189,12 +245,7 @@ class GPTModel(nn.Module):
         if not part.has_loss:
             assert self._boundary is not None
             self._boundary.leave(_with_aux_losses(hidden, aux_losses, self._boundary.loss_scale))
-        assert self.head is not None
-        if labels is None:
-            keep = slice(length - 1, length) if caches else slice(None)
-            logits = gather_context(self.head(hidden, self.tied_weight, keep=keep), self.context)
-            return logits[:length].transpose(0, 1)
-        return _with_aux_losses(self.loss(hidden, labels, loss_mask), aux_losses)
+        return hidden, aux_losses
 
     def hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
         """Shape of the activations between stages for ``tokens`` ``[B, S]``: ``[S, B, H]``, or a sequence shard."""
@@ -232,21 +283,23 @@ class GPTModel(nn.Module):
                 aux_losses.append(aux_loss)
         return hidden, aux_losses
 
-    def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-        """Mean loss over the whole sequence, weighted by the mask.
+    def _mean_loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None, *, is_final: bool = False) -> Tensor:
+        """Mean loss over the whole sequence, weighted by the mask; 0 where the mask keeps nothing.
 
         Args:
             hidden: ``[S, B, H]``, or this rank's part of it.
             labels: ``[B, S]``, whole.
             loss_mask: ``[B, S]``, whole.
+            is_final: the final norm has been applied, and all tensor-parallel ranks hold the same.
         """
         assert self.head is not None
         kept = labels != IGNORE_INDEX
         weights = kept.float() if loss_mask is None else loss_mask.float() * kept
-        weights = weights / weights.sum().clamp_min(1.0)
+        total = weights.sum()
+        weights = weights / torch.where(total == 0, 1.0, total)
         # Every rank has all labels, so it knows what a token weighs in the mean; only sums of losses are exchanged.
-        labels, weights = (split_context(x, self.context, 1) for x in (labels, weights))
-        part = self.head.loss(hidden, labels.t(), weights.t(), self.tied_weight)
+        labels, weights = self._own_labels(labels), self._own_tokens(weights, 1)
+        part = self.head(hidden, self.tied_weight, labels=labels.t(), token_weights=weights.t(), is_final=is_final)
         return reduce_from_region(copy_to_region(part, self.context), self.context)
 
     @property
@@ -266,26 +319,32 @@ class GPTModel(nn.Module):
         cos, sin = self.rotary.first(first + length, hidden.device, hidden.dtype)
         return split_context(cos[first:], self.context), split_context(sin[first:], self.context)
 
-    def _padded(
-        self, tokens: Tensor, labels: Tensor | None, mask: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def _padded(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Lengthen a sequence that does not split over the ranks that share it; causality keeps the rest untouched."""
-        missing = -tokens.shape[1] % self._multiple
+        missing = self._missing(tokens.shape[1])
         if not missing:
-            return tokens, labels, mask, positions
+            return tokens, positions
         if self.config.num_experts and self.training and torch.is_grad_enabled():
             reason = f"padding to a multiple of {self._multiple} would be routed and counted like tokens"
             near = multiples_around(tokens.shape[1], self._multiple)
             raise ConfigError([Problem("seq_length", tokens.shape[1], reason, near)])
+        return F.pad(tokens, (0, missing)), None if positions is None else F.pad(positions, (0, missing))
 
-        def pad(x: Tensor | None, value: int) -> Tensor | None:
-            return None if x is None else F.pad(x, (0, missing), value=value)
+    def _missing(self, length: int) -> int:
+        return -length % self._multiple
 
-        return F.pad(tokens, (0, missing)), pad(labels, IGNORE_INDEX), pad(mask, 0), pad(positions, 0)
+    def _own_tokens(self, x: Tensor, dim: int, value: float = 0) -> Tensor:
+        """This context-parallel rank's tokens of what all of them hold, lengthened like the sequence."""
+        if missing := self._missing(x.shape[dim]):
+            x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing), value=value)
+        return split_context(x, self.context, dim)
+
+    def _own_labels(self, labels: Tensor) -> Tensor:
+        return self._own_tokens(labels, 1, IGNORE_INDEX)
 
 
-def _with_aux_losses(carrier: Tensor, aux_losses: Sequence[Tensor], scale: float | None = None) -> Tensor:
-    """The loss, or the activation of a stage before it, whose backward differentiates the losses of experts too.
+def _with_aux_losses(carrier: Tensor, aux_losses: Sequence[Tensor], scale: BackwardScale | None = None) -> Tensor:
+    """The loss, or an activation before it, whose backward differentiates the losses of experts too.
 
     They are no part of the loss that is shown: that one is the same on every layout, and known on the last stage only.
     """

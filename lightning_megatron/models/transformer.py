@@ -10,9 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.comm.collectives import copy_to_region, gather_features, gather_sequence, own_slice
+from lightning_megatron.comm.collectives import (
+    copy_to_region,
+    gather_features,
+    gather_sequence,
+    join_sequence,
+    own_slice,
+)
 from lightning_megatron.layers.attention import KVCache, SelfAttention
-from lightning_megatron.layers.cross_entropy import linear_cross_entropy
+from lightning_megatron.layers.cross_entropy import linear_cross_entropy, linear_token_losses
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.embedding import VocabParallelEmbedding, padded_vocab_size
 from lightning_megatron.layers.init import normal_
@@ -193,25 +199,47 @@ class Head(nn.Module):
         hidden = self.norm(hidden)
         return (gather_sequence if self.sequence_parallel else copy_to_region)(hidden, self.axis)
 
-    def forward(self, hidden: Tensor, tied: Tensor | None = None, *, keep: slice = slice(None)) -> Tensor:
-        """``[S, B, H] -> [S, B, V]``, padding stripped, equal on all tensor-parallel ranks.
+    def final(self, hidden: Tensor) -> Tensor:
+        """``[S, B, H]`` after the final norm, whole and equal on all tensor-parallel ranks.
+
+        Whatever they go on to compute of it must be the same: its gradient is taken as whole on each of them.
+
+        Args:
+            hidden: the residual stream, or this rank's shard of it.
+        """
+        hidden = self.norm(hidden)
+        return join_sequence(hidden, self.axis) if self.sequence_parallel else hidden
+
+    def forward(
+        self,
+        hidden: Tensor,
+        tied: Tensor | None = None,
+        *,
+        keep: slice = slice(None),
+        labels: Tensor | None = None,
+        token_weights: Tensor | None = None,
+        is_final: bool = False,
+    ) -> Tensor:
+        """Logits ``[S, B, V]``, padding stripped; with labels the tokens' losses ``[S, B]``, with weights their sum.
+
+        All are equal on all tensor-parallel ranks.
 
         Args:
             hidden: the residual stream, or this rank's shard of it.
             tied: the embedding's weight where the model shares it.
             keep: positions of the whole sequence to make logits of.
+            labels: ``[S, B]``; -100 has no loss.
+            token_weights: ``[S, B]``.
+            is_final: what is given comes from :meth:`final`.
         """
-        logits = linear(self._enter(hidden)[keep], self._weight(tied))
-        return gather_features(logits, self.axis)[..., : self.vocab_size]
-
-    def loss(self, hidden: Tensor, labels: Tensor, token_weights: Tensor, tied: Tensor | None = None) -> Tensor:
-        """Weighted sum of the tokens' losses, a scalar; labels and weights are ``[S, B]``."""
+        hidden = copy_to_region(hidden, self.axis) if is_final else self._enter(hidden)
+        weight = self._weight(tied)
+        if labels is None:
+            logits = linear(hidden[keep], weight)
+            return gather_features(logits, self.axis)[..., : self.vocab_size]
+        smoothing = self.label_smoothing
+        if token_weights is None:
+            return linear_token_losses(hidden, weight, labels, self.axis, self.vocab_size, label_smoothing=smoothing)
         return linear_cross_entropy(
-            self._enter(hidden),
-            self._weight(tied),
-            labels,
-            token_weights,
-            self.axis,
-            self.vocab_size,
-            label_smoothing=self.label_smoothing,
+            hidden, weight, labels, token_weights, self.axis, self.vocab_size, label_smoothing=smoothing
         )

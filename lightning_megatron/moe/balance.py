@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_megatron.backward_scale import BackwardScale
+
 
 def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
     """How often each expert was chosen: ``[..., T, k]`` to ``[..., E]``, int64; ids beyond ``E`` are not counted."""
@@ -47,23 +49,23 @@ def z_loss(logits: Tensor, total_tokens: int) -> Tensor:
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, carrier: Tensor, extra: Tensor, scale: float | None) -> Tensor:
+    def forward(ctx: object, carrier: Tensor, extra: Tensor, scale: BackwardScale | None) -> Tensor:
         ctx.scale = scale  # type: ignore[attr-defined]
         return carrier.view_as(carrier)
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        scale: float | None = ctx.scale  # type: ignore[attr-defined]
-        return grad, (grad if scale is None else grad.new_tensor(scale, dtype=torch.float32)), None
+        scale: BackwardScale | None = ctx.scale  # type: ignore[attr-defined]
+        return grad, grad if scale is None else torch.as_tensor(scale.value, device=grad.device).float(), None
 
 
-def attach(carrier: Tensor, extra: Tensor, scale: float | None = None) -> Tensor:
+def attach(carrier: Tensor, extra: Tensor, scale: BackwardScale | None = None) -> Tensor:
     """``carrier`` unchanged, with a backward that differentiates ``extra`` too.
 
     Args:
-        carrier: a loss, whose gradient ``extra`` shares; or an activation on its way to another rank.
+        carrier: a loss, whose gradient ``extra`` shares; or an activation.
         extra: a scalar that is minimized besides.
-        scale: gradient of ``extra`` where the carrier is no loss: what the loss is multiplied with before backward.
+        scale: gradient of ``extra`` where the carrier is no loss.
     """
     out: Tensor = _Attach.apply(carrier, extra, scale)
     return out

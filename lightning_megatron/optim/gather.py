@@ -16,7 +16,8 @@ class ParamGather:
     """Gathers the shares of all ranks after an optimizer step.
 
     With overlap the collectives run on while the next forward begins: a hook in front of each module waits for the
-    buckets of the parameters that the module itself owns, no others.
+    buckets of the parameters that the module itself owns, no others. What may be read without such a call (parameters
+    of the whole model's own, an embedding that only the output layer reads) is waited for where a step begins.
 
     Args:
         buckets: all buckets, in the order in which forward needs them.
@@ -27,6 +28,7 @@ class ParamGather:
         self._buckets = list(buckets)
         self._overlap = overlap
         self._handles: list[RemovableHandle] = []
+        self._uncalled: list[Bucket] = []
 
     def start(self) -> None:
         """Begin all gathers; they are over on return unless overlap is on and :meth:`install` has been called."""
@@ -34,6 +36,11 @@ class ParamGather:
             bucket.start_gather()
         if not (self._overlap and self._handles):
             self.finish()
+
+    def finish_uncalled(self) -> None:
+        """Wait for what no module's call waits for."""
+        for bucket in self._uncalled:
+            bucket.finish_gather()
 
     def finish(self) -> None:
         """Wait until all parameters are whole."""
@@ -43,8 +50,10 @@ class ParamGather:
     def install(self, model: nn.Module) -> None:
         """Hook the modules of ``model`` that own parameters of the buckets."""
         where = {id(slot.owned.param): bucket for bucket in self._buckets for slot in bucket.slots}
+        own = {id(where[id(p)]) for p in model.parameters(recurse=False) if id(p) in where}
+        self._uncalled = [b for b in self._buckets if b.sharded and (b.key.tied_copy or id(b) in own)]
         for module in model.modules():
-            owned = [where[id(p)] for p in module.parameters(recurse=False) if id(p) in where]
+            owned = [where[id(p)] for p in module.parameters(recurse=_reads_its_parts(module)) if id(p) in where]
             buckets = [b for b in self._buckets if b.sharded and b in owned]
             if buckets:
                 self._handles.append(module.register_forward_pre_hook(partial(_wait_for, buckets)))
@@ -55,6 +64,12 @@ class ParamGather:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _reads_its_parts(module: nn.Module) -> bool:
+    """Whether a module may use parameters of its parts without calling them, as torch's attention does."""
+    calls = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, calls)
 
 
 def _wait_for(buckets: Sequence[Bucket], module: nn.Module, inputs: Any) -> None:

@@ -211,6 +211,14 @@ class ShardedOptimizer:
         """This rank's main parameters: one ``[n]`` for each bucket, or one for each parameter in its shape."""
         return [main.param for main in self._mains]
 
+    def gradient_pieces(self) -> list[tuple[FlatPiece, Tensor]]:
+        """The mean gradient ``[n]`` of every range that this rank holds, after the sync; zeros where nothing came."""
+        return [
+            (state.piece, state.main)
+            for bucket, main in self._mains.items()
+            for state in pieces_of(bucket, torch.zeros_like(main) if main.grad is None else main.grad, {}, {})
+        ]
+
     def _grads(self) -> list[Tensor]:
         return [main.grad for main in self.main_params if main.grad is not None]
 
@@ -268,6 +276,10 @@ class ShardedOptimizer:
         for main in self._mains:
             main.to_params()
         self._gather.start()
+
+    def finish_uncalled_gather(self) -> None:
+        """Wait for what no hook waits for: parameters that are read without a call of the module that owns them."""
+        self._gather.finish_uncalled()
 
     def finish_param_gather(self) -> None:
         """Wait until all parameters have their new values (before they are saved, compared or used otherwise)."""

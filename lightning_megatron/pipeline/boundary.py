@@ -13,6 +13,8 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from lightning_megatron.backward_scale import BackwardScale
+
 
 class StageReached(BaseException):
     """The part of the model on this stage is done. No error: a ``BaseException``, so that no user's handler stops it.
@@ -43,15 +45,15 @@ class StageBoundary:
         self.num_stages = num_stages
         self.stage: int | None = None
         self.hidden: Tensor | None = None
-        self.loss_scale = 1.0
+        self.loss_scale = BackwardScale()
 
     @contextmanager
-    def at(self, stage: int, hidden: Tensor | None, loss_scale: float = 1.0) -> Iterator[None]:
-        """Let the model's next call be that of ``stage``."""
+    def at(self, stage: int, hidden: Tensor | None, loss_scale: float = 1.0) -> Iterator[BackwardScale]:
+        """Let the model's next call be that of ``stage``; gives the scale, which may change until backward."""
         before = self.stage, self.hidden, self.loss_scale
-        self.stage, self.hidden, self.loss_scale = stage, hidden, loss_scale
+        self.stage, self.hidden, self.loss_scale = stage, hidden, BackwardScale(loss_scale)
         try:
-            yield
+            yield self.loss_scale
         finally:
             self.stage, self.hidden, self.loss_scale = before
 

@@ -16,7 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.config import ParallelLayout
-from lightning_megatron.layers.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+from lightning_megatron.layers.cross_entropy import (
+    linear_cross_entropy,
+    linear_token_losses,
+    vocab_parallel_cross_entropy,
+)
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.params import ParamSpec, ShardRanks
 from lightning_megatron.testing.parity import differences, local_slice, whole
@@ -57,7 +61,9 @@ def check_logits(mesh: ParallelMesh, smoothing: float, dtype: torch.dtype) -> di
     return wrong | differences(gradients, {"logits": reference.grad}, rtol=TOLERANCE[dtype])
 
 
-def check_linear(mesh: ParallelMesh, smoothing: float, dtype: torch.dtype, chunk_bytes: int) -> dict[str, str]:
+def check_linear(
+    mesh: ParallelMesh, smoothing: float, dtype: torch.dtype, chunk_bytes: int, *, weighed_later: bool
+) -> dict[str, str]:
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(S, B, H, generator=generator).to(dtype)
     weight = torch.randn(VOCAB, H, generator=generator).to(dtype)
@@ -72,9 +78,13 @@ def check_linear(mesh: ParallelMesh, smoothing: float, dtype: torch.dtype, chunk
     spec = ParamSpec((VOCAB, H), tp_dim=0)
     rows = local_slice(weight, spec, (ROWS[mesh.tp.size], H), mesh.shard_ranks).requires_grad_()
     ours = hidden.clone().requires_grad_()
-    loss = linear_cross_entropy(
-        ours, rows, labels, mask, mesh.tp, VOCAB, label_smoothing=smoothing, chunk_bytes=chunk_bytes
-    )
+    how: Any = {"label_smoothing": smoothing, "chunk_bytes": chunk_bytes}
+    if weighed_later:
+        losses = linear_token_losses(ours, rows, labels, mesh.tp, VOCAB, **how)
+        assert not losses[labels == -100].any()
+        loss = (losses * mask).sum()
+    else:
+        loss = linear_cross_entropy(ours, rows, labels, mask, mesh.tp, VOCAB, **how)
     (loss / 3).backward()
     assert loss.dtype == torch.float32
     assert ours.grad is not None
@@ -103,7 +113,8 @@ def check_all(tp: int) -> dict[str, dict[str, str]]:
     for smoothing, dtype in product((0.0, 0.1, 0.9), TOLERANCE):
         wrong[smoothing, dtype] = check_logits(mesh, smoothing, dtype)
         for chunk in (one_token, few_tokens, everything):
-            wrong[smoothing, dtype, chunk] = check_linear(mesh, smoothing, dtype, chunk)
+            for later in (False, True):
+                wrong[smoothing, dtype, chunk, later] = check_linear(mesh, smoothing, dtype, chunk, weighed_later=later)
     return {str(case): faults for case, faults in wrong.items() if faults}
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.balance import attach, count_tokens, load_balancing_loss, z_loss
 from lightning_megatron.moe.config import MoEConfig
@@ -139,7 +140,7 @@ def test_attached_losses_are_differentiated_and_not_seen():
     (3 * out).backward()
     assert (loss.grad.item(), extra.grad.item()) == (3.0, 3.0)
     hidden, extra = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True), torch.tensor(5.0, requires_grad=True)
-    attach(hidden, extra, 0.3).backward(torch.full((2, 3), 7.0, dtype=torch.bfloat16))
+    attach(hidden, extra, BackwardScale(0.3)).backward(torch.full((2, 3), 7.0, dtype=torch.bfloat16))
     assert extra.grad.item() == pytest.approx(0.3)
     assert (hidden.grad == 7).all()
 

@@ -1,0 +1,91 @@
+"""Faults of a batch, found on the host and raised on all ranks.
+
+Ranks of one replica read the same batch and find the same fault. Other replicas do not, and would wait for a rank that
+has raised. So while ``fit`` is running, a rank with a bad batch takes the step on a repaired one, and a message between
+hosts, under way during the step, ends it everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from lightning_megatron.data.errors import DataError
+from lightning_megatron.mesh import ParallelMesh
+
+
+@runtime_checkable
+class ChecksBatches(Protocol):
+    """A module that knows what a batch must not hold."""
+
+    def batch_fault(self, batch: Any) -> str | None:
+        """What is wrong with a batch on the host; ``None`` for nothing."""
+        ...
+
+    def without_faults(self, batch: Any) -> Any:
+        """A batch that can be computed with."""
+        ...
+
+
+class BatchWatch:
+    """Looks at batches before they go to the device.
+
+    Args:
+        mesh: this rank's.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self._fault: str | None = None
+        self._vote: tuple[dist.Work, torch.Tensor] | None = None
+
+    def look(self, module: object, batch: Any, *, trains: bool) -> Any:
+        """The batch, or what takes its place in a step that will not count.
+
+        Args:
+            module: who is to compute with it.
+            batch: on the host.
+            trains: a ``training_step`` follows, on all ranks.
+
+        Raises:
+            DataError: for a fault that no other rank waits for.
+        """
+        fault = module.batch_fault(batch) if isinstance(module, ChecksBatches) else None
+        if fault is None:
+            return batch
+        if not trains or self._mesh.dp.size == 1:
+            raise DataError(fault)
+        assert isinstance(module, ChecksBatches)
+        self._fault = fault
+        return module.without_faults(batch)
+
+    def begin(self, module: object) -> None:
+        """A training step begins: ask the others' hosts whether their batches are sound."""
+        if self._mesh.dp.size > 1 and isinstance(module, ChecksBatches):
+            vote = torch.tensor(int(self._fault is not None))
+            work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._mesh.host_group, async_op=True)
+            assert work is not None
+            self._vote = work, vote
+
+    def settle(self) -> None:
+        """The training step is on its way: hear the answer.
+
+        Raises:
+            DataError: on all ranks, if any of them has found a fault.
+        """
+        if self._vote is None:
+            return
+        work, vote = self._vote
+        self._vote = None
+        work.wait()
+        if vote.item():
+            self._raise_everywhere()
+
+    def _raise_everywhere(self) -> None:
+        faults: list[str | None] = [None] * self._mesh.world.size
+        own = None if self._fault is None else f"data-parallel rank {self._mesh.dp.rank}: {self._fault}"
+        self._fault = None
+        dist.all_gather_object(faults, own, group=self._mesh.host_group)
+        raise DataError("; ".join(dict.fromkeys(fault for fault in faults if fault is not None)))

@@ -1,0 +1,82 @@
+"""Parameters that every tensor-parallel rank holds whole, and whether their gradients say so.
+
+Nothing exchanges these gradients: they are equal because all ranks compute the same. A head of somebody's own that was
+given a shard of the sequence does not, and its copies would drift apart without a word. So the first steps compare two
+numbers of each gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm.collectives import all_gather, all_reduce_max
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.clip import local_norm
+from lightning_megatron.optim.zero import ShardedOptimizer
+from lightning_megatron.params import FlatPiece
+
+STEPS = 3
+TOLERANCE = 1e-2
+"""Far above what another order of sums makes of a gradient, far below what other tokens make of it."""
+
+
+class ReplicaError(RuntimeError):
+    """Ranks that hold a parameter whole have computed different gradients of it."""
+
+
+class ReplicaCheck:
+    """Compares gradients over tensor-parallel ranks in the first steps, and costs nothing afterwards.
+
+    Args:
+        sharded: whose gradients.
+        mesh: this rank's.
+    """
+
+    def __init__(self, sharded: ShardedOptimizer, mesh: ParallelMesh) -> None:
+        self._sharded, self._mesh = sharded, mesh
+        self._left = STEPS if mesh.tp.size > 1 else 0
+
+    def __call__(self) -> None:
+        """Compare, between the reduction of gradients and the step. Every rank must call this.
+
+        Raises:
+            ReplicaError: on all ranks, naming every parameter whose gradients differ anywhere.
+        """
+        if not self._left:
+            return
+        self._left -= 1
+        pieces = [(piece, grad) for piece, grad in self._sharded.gradient_pieces() if _is_replica(piece)]
+        faults = self._faults(pieces)
+        if not all_reduce_max(torch.tensor(float(bool(faults)), device=self._mesh.rng.device), self._mesh.world).item():
+            return
+        told: list[list[str]] = [[] for _ in range(self._mesh.world.size)]
+        torch.distributed.all_gather_object(told, faults, group=self._mesh.host_group)
+        names = ", ".join(sorted({name for found in told for name in found}))
+        raise ReplicaError(
+            f"gradients of {names} differ between tensor-parallel ranks, each of which holds these parameters whole:"
+            " their copies would drift apart. All tp ranks must compute the same with them: take hidden states from"
+            " module.hidden(batch), which are whole on every rank; an activation inside the model may be a shard of the"
+            " sequence. A layer whose ranks are meant to see parts of it says so with grad_sum_over_tp in its"
+            " param_specs"
+        )
+
+    def _faults(self, pieces: list[tuple[FlatPiece, Tensor]]) -> list[str]:
+        if not pieces:
+            return []
+        sketches = torch.stack([_sketch(grad) for _, grad in pieces])
+        over_ranks = all_gather(sketches[None], self._mesh.tp)  # [R, pieces, 2]
+        apart = (over_ranks.amax(0) - over_ranks.amin(0)).amax(-1)
+        differs = (apart > TOLERANCE * over_ranks[..., 0].amax(0)).tolist()  # a NaN differs from nothing
+        return [piece.name for (piece, _), fault in zip(pieces, differs, strict=True) if fault]
+
+
+def _is_replica(piece: FlatPiece) -> bool:
+    spec = piece.spec
+    return spec.tp_dim is None and not spec.is_expert and not spec.grad_sum_over_tp
+
+
+def _sketch(grad: Tensor) -> Tensor:
+    """Length, and component along a fixed direction: gradients of other tokens agree in both by no accident."""
+    direction = torch.arange(grad.numel(), dtype=torch.float32, device=grad.device).cos_()
+    return torch.stack([local_norm(grad), grad.float().dot(direction)])

@@ -1,0 +1,162 @@
+"""A head, a loss and a parameter of a user's own beside each of our modules: every layout against one process.
+
+``hidden`` gives whole hidden states, of which all ranks compute the same. Taken from inside the model instead, the
+head's gradient is that of a shard of the sequence, and the first step says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import seed_everything
+from parity import Curve
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_megatron import GPTModule, LlamaModule, MegatronStrategy, MixtralModule
+from lightning_megatron.params import named_specs
+from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+
+Ranks = Callable[..., list[Any]]
+STEPS, BATCH, LENGTH, VOCABULARY, SEED, WIDTH = 10, 8, 12, 61, 5, 32
+BOUND = 1e-5
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": WIDTH, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+SIZES |= {"vocab_multiple": 4, "init_std": 0.1, "max_position_embeddings": 16, "lr": 1e-3, "weight_decay": 0.1}
+EXPERTS: dict[str, Any] = {"ffn_hidden_size": 32, "num_query_groups": 2, "head_dim": 8, "num_experts": 4}
+EXPERTS |= {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+
+
+class Own:
+    """What a user adds: a head, the loss of what it says, and a number of their own."""
+
+    def configure_model(self) -> None:
+        super().configure_model()  # type: ignore[misc]
+        if not hasattr(self, "value"):
+            with torch.random.fork_rng():
+                torch.manual_seed(1)
+                self.value = nn.Linear(WIDTH, 1)
+                self.slope = nn.Parameter(torch.tensor([1.5]))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = self.hidden(batch)  # type: ignore[attr-defined]
+        assert hidden.shape == (*batch["tokens"].shape, WIDTH)
+        losses = self.token_losses(batch, hidden)  # type: ignore[attr-defined]
+        said = self.slope * self.value(hidden).squeeze(-1)
+        own = F.mse_loss(said, batch["tokens"] / VOCABULARY)
+        hard = (losses * losses.detach().sigmoid()).mean()
+        loss: Tensor = self.loss(batch, hidden) + 3 * own + hard  # type: ignore[attr-defined]
+        self.log("train_loss", loss, sync_dist=True)  # type: ignore[attr-defined]
+        return loss
+
+
+class OwnGPT(Own, GPTModule):
+    preset, sizes = "gpt-tiny", SIZES
+
+
+class OwnLlama(Own, LlamaModule):
+    preset, sizes = "llama-tiny", SIZES | {"num_query_groups": 2, "ffn_hidden_size": 64}
+
+
+class OwnMixtral(Own, MixtralModule):
+    preset, sizes = "mixtral-tiny", SIZES | EXPERTS
+
+
+MODULES = {module.__name__: module for module in (OwnGPT, OwnLlama, OwnMixtral)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A module on a layout."""
+
+    module: str
+    layout: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def dp(self) -> int:
+        return 2 if not {"tp", "pp", "cp"} & dict(self.layout).keys() and self.layout else 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run reports on a rank, and the parameters that it holds whole."""
+
+    curve: Curve
+    whole: dict[str, Tensor]
+
+
+def run(module: str, **layout: Any) -> Run:
+    return Run(module, tuple(layout.items()))
+
+
+def samples() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCABULARY, (STEPS * BATCH, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[:, ::5] = -100
+    return [{"tokens": t[:-1], "labels": y} for t, y in zip(tokens, labels, strict=True)]
+
+
+def train(runs: Sequence[Run]) -> list[Found]:
+    return [found(run) for run in runs]
+
+
+def found(run: Run) -> Found:
+    seed_everything(SEED, verbose=False)
+    kind = MODULES[run.module]
+    module, recorder = kind(kind.preset, **kind.sizes), Recorder()
+    # One sample a micro-batch: the losses that balance experts are those of a micro-batch.
+    layout = {name: value for name, value in run.layout if name != "dp"}
+    strategy = MegatronStrategy(micro_batch_size=1, bucket_size=5000, **layout)
+    trainer = quiet_trainer(strategy, max_epochs=1, gradient_clip_val=1.0, logger=recorder)
+    trainer.fit(module, DataLoader(samples(), batch_size=BATCH // run.dp))  # type: ignore[arg-type]
+    strategy.finish_param_gather()
+    whole = {n: p.detach().clone() for n, p, spec in named_specs(module) if not spec.cuts(strategy.mesh.shard_ranks)}
+    return Found(Curve(recorder.series("train_loss"), recorder.series("grad_norm")), whole)
+
+
+@cache
+def expected(ranks: Ranks) -> dict[str, Found]:
+    (alone,) = ranks(1, train, [run(name) for name in MODULES])
+    assert all(min(one.curve.norms) > 1.0 for one in alone), "clipping is meant to happen"
+    return dict(zip(MODULES, alone, strict=True))
+
+
+def check(ranks: Ranks, runs: Sequence[Run]) -> None:
+    right = expected(ranks)
+    by_rank = ranks(2, train, runs)
+    for i, one in enumerate(runs):
+        first, second = (of_rank[i] for of_rank in by_rank)
+        for rank in (first, second):
+            assert rank.curve.deviation(right[one.module].curve) <= BOUND, (one, rank.curve, right[one.module].curve)
+        both = first.whole.keys() & second.whole.keys()
+        assert {"value.weight", "value.bias", "slope"} <= both, one
+        assert not [name for name in both if not torch.equal(first.whole[name], second.whole[name])], one
+        for name in ("value.weight", "value.bias", "slope"):
+            torch.testing.assert_close(first.whole[name], right[one.module].whole[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_head_on_llama_with_sequence_parallelism_and_in_a_pipeline(ranks: Ranks) -> None:
+    check(ranks, [run("OwnLlama", tp=2), run("OwnLlama", pp=2)])
+
+
+@pytest.mark.slow
+def test_own_head_loss_and_parameter_on_every_module_and_layout(ranks: Ranks) -> None:
+    dense = [run(name, **layout) for name in ("OwnGPT", "OwnLlama") for layout in DENSE]
+    check(ranks, [*dense, *(run("OwnMixtral", **layout) for layout in SPARSE)])
+
+
+DENSE: list[dict[str, Any]] = [
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": False},
+    {"pp": 2},
+    {"pp": 2, "pipeline_schedule": "zero-bubble"},
+    {"cp": 2},
+    {"dp": 2},
+]
+SPARSE: list[dict[str, Any]] = [{"tp": 2, "etp": 1}, {"pp": 2}, {"cp": 2}, {"ep": 2}]
