@@ -41,9 +41,11 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         pad_id: what the tokenizer pads with. Ignored if it equals ``eod_id``, for then it is also data.
         eod_id: what the tokenizer ends a document with; the three options below need it.
         eod_mask_loss: no loss where the *input* is the end of a document.
-        reset_position_ids: count positions from 0 after each end of a document.
+        reset_position_ids: count positions from 0 after each end of a document. As in Megatron-LM, attention still
+            crosses it.
         reset_attention_mask: add ``attention_mask``, bool ``[1, seq_length, seq_length]``, true where a token (row)
-            must not see another (column): a later one, or one of another document.
+            must not see another (column): a later one, or one of another document. Our own models do not read it,
+            and refuse it.
         cache_dir: where the index arrays are kept; ``None`` means ``cache/GPTDataset_indices`` beside the files, or
             in memory if that cannot be written.
 

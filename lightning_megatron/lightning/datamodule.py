@@ -47,7 +47,8 @@ class MegatronDataModule(LightningDataModule):
         tokenizer_type: Megatron's name of the tokenizer the data was made with, if ids and sizes are to be checked.
         tokenizer_model: its file or directory.
         eod_mask_loss: leave end-of-document tokens out of the loss; needs the tokenizer.
-        reset_position_ids: let positions begin anew after each document; needs the tokenizer.
+        reset_position_ids: let positions begin anew after each document; needs the tokenizer. As in Megatron-LM,
+            attention still crosses the end of a document.
         allow_other_data: let ``fit`` resume a checkpoint that was trained on other data, other shares or weights of it,
             another order, or with another tokenizer; it goes on after as many samples as were consumed.
 

@@ -190,6 +190,8 @@ class GPTModule(MegatronModule):
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Logits ``[B, S, V]`` of tokens ``[B, S]``, vocabulary padding stripped."""
+        if (fault := self.batch_fault({"tokens": tokens, "position_ids": position_ids})) is not None:
+            raise DataError(fault)
         logits: Tensor = self._built()(tokens, position_ids=position_ids)
         return logits
 

@@ -79,4 +79,4 @@ def _is_replica(piece: FlatPiece) -> bool:
 def _sketch(grad: Tensor) -> Tensor:
     """Length, and component along a fixed direction: gradients of other tokens agree in both by no accident."""
     direction = torch.arange(grad.numel(), dtype=torch.float32, device=grad.device).cos_()
-    return torch.stack([local_norm(grad), grad.float().dot(direction)])
+    return torch.stack([local_norm(grad).float(), grad.float().dot(direction)])

@@ -213,11 +213,11 @@ class ShardedOptimizer:
 
     def gradient_pieces(self) -> list[tuple[FlatPiece, Tensor]]:
         """The mean gradient ``[n]`` of every range that this rank holds, after the sync; zeros where nothing came."""
-        return [
-            (state.piece, state.main)
-            for bucket, main in self._mains.items()
-            for state in pieces_of(bucket, torch.zeros_like(main) if main.grad is None else main.grad, {}, {})
-        ]
+        found: list[tuple[FlatPiece, Tensor]] = []
+        for main in self._mains:
+            grad = torch.zeros_like(main.param) if main.param.grad is None else main.param.grad
+            found += [(piece.piece, piece.state["grad"]) for piece in pieces_of(main, {"grad": grad}, {})]
+        return found
 
     def _grads(self) -> list[Tensor]:
         return [main.grad for main in self.main_params if main.grad is not None]

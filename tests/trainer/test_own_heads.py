@@ -6,9 +6,11 @@ head's gradient is that of a shard of the sequence, and the first step says so.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,3 +162,40 @@ DENSE: list[dict[str, Any]] = [
     {"dp": 2},
 ]
 SPARSE: list[dict[str, Any]] = [{"tp": 2, "etp": 1}, {"pp": 2}, {"cp": 2}, {"ep": 2}]
+
+
+# As the page says
+
+
+def blocks() -> list[str]:
+    page = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def as_written() -> list[dict[str, Any]]:
+    """The page's head and its step that counts tokens, on several layouts: first value of the head, and its end."""
+    head, step = blocks()
+    names: dict[str, Any] = {"LlamaModule": LlamaModule, "nn": nn, "F": F}
+    exec(head, names)
+    exec(step, names)
+    counting = type("Counting", (names["WithValues"],), {"training_step": names["training_step"]})
+    masked = [{**sample, "loss_mask": (sample["labels"] != -100).float()} for sample in samples()[: 2 * BATCH]]
+    found = []
+    for kind in (names["WithValues"], counting):
+        for layout in ({"tp": 2}, {"pp": 2}):
+            seed_everything(SEED, verbose=False)
+            module, recorder = kind("llama-tiny", **OwnLlama.sizes), Recorder()
+            strategy = MegatronStrategy(micro_batch_size=4, **layout)  # type: ignore[arg-type]
+            trainer = quiet_trainer(strategy, max_epochs=1, logger=recorder)
+            trainer.fit(module, DataLoader(masked, batch_size=BATCH))  # type: ignore[arg-type]
+            found.append({"norms": recorder.series("grad_norm"), "value": module.value.weight.detach().clone()})
+    return found
+
+
+def test_what_the_page_shows_runs_and_keeps_copies_equal(ranks: Ranks) -> None:
+    first, second = ranks(2, as_written)
+    for one, other in zip(first, second, strict=True):
+        assert one["norms"] == other["norms"]
+        assert torch.equal(one["value"], other["value"])
+    for tp, pp in (first[:2], first[2:]):
+        assert tp["norms"] == pytest.approx(pp["norms"], rel=1e-5)
