@@ -1,8 +1,8 @@
 """Faults of a batch, found on the host and raised on all ranks.
 
 Ranks of one replica read the same batch and find the same fault. Other replicas do not, and would wait for a rank that
-has raised. So while ``fit`` is running, a rank with a bad batch takes the step on a repaired one, and a message between
-hosts, under way during the step, ends it everywhere.
+has raised. So a rank with a bad batch goes on with a repaired one, and a message between hosts, under way during the
+training step (or at the end of an evaluation), ends the run everywhere.
 """
 
 from __future__ import annotations
@@ -41,28 +41,27 @@ class BatchWatch:
         self._fault: str | None = None
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
 
-    def look(self, module: object, batch: Any, *, trains: bool) -> Any:
+    def look(self, module: object, batch: Any) -> Any:
         """The batch, or what takes its place in a step that will not count.
 
         Args:
             module: who is to compute with it.
             batch: on the host.
-            trains: a ``training_step`` follows, on all ranks.
 
         Raises:
-            DataError: for a fault that no other rank waits for.
+            DataError: for a fault that all ranks have seen.
         """
         fault = module.batch_fault(batch) if isinstance(module, ChecksBatches) else None
         if fault is None:
             return batch
-        if not trains or self._mesh.dp.size == 1:
+        if self._mesh.dp.size == 1:
             raise DataError(fault)
         assert isinstance(module, ChecksBatches)
-        self._fault = fault
+        self._fault = self._fault or fault
         return module.without_faults(batch)
 
     def begin(self, module: object) -> None:
-        """A training step begins: ask the others' hosts whether their batches are sound."""
+        """Ask the others' hosts whether their batches are sound. Every rank must call this."""
         if self._mesh.dp.size > 1 and isinstance(module, ChecksBatches):
             vote = torch.tensor(int(self._fault is not None))
             work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._mesh.host_group, async_op=True)
@@ -70,7 +69,7 @@ class BatchWatch:
             self._vote = work, vote
 
     def settle(self) -> None:
-        """The training step is on its way: hear the answer.
+        """Hear the answer.
 
         Raises:
             DataError: on all ranks, if any of them has found a fault.

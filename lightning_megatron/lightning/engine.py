@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule
 
 from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.comm.objects import broadcast_object
-from lightning_megatron.lightning.batch_watch import BatchWatch
 from lightning_megatron.lightning.logs import LogSharing
 from lightning_megatron.lightning.metrics import MetricSharing
 from lightning_megatron.lightning.micro_batches import split_batch
@@ -25,9 +24,6 @@ from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan
 
 class StepEngine:
     """Runs steps that are more than one forward on one rank.
-
-    Attributes:
-        batches: looks at what they are given.
 
     Args:
         mesh: this rank's.
@@ -50,7 +46,6 @@ class StepEngine:
         self._mesh, self._device, self._schedule, self._size = mesh, device, schedule, micro_batch_size
         self._is_pipeline = boundary is not None
         self._boundary = boundary or StageBoundary(1)  # a model in one piece asks it for its scale alone
-        self.batches = BatchWatch(mesh)
         self._logs = LogSharing(mesh.pp, device)
         self._metrics = MetricSharing(mesh, device)
         self._runtime = PipelineRuntime(mesh.pp, self._boundary.num_stages, device, dtype, mesh.deferred)

@@ -49,8 +49,8 @@ class GPTModule(MegatronModule):
     Attributes:
         hf_settings: what the Hugging Face directory that the weights came from says beside the model (special tokens,
             generation); checkpoints keep it, and exports write it again.
-        extra_batch_keys: further keys of batches, which a subclass's own steps use. What the model would pass over
-            without a word is refused.
+        extra_batch_keys: further keys of batches, which a subclass's own steps use. What holds something for each token
+            and would be passed over without a word is refused.
 
     Args:
         config: name of a preset, a ``TransformerConfig``, or its fields as a mapping.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout, Problem, raise_if_any
 from lightning_megatron.lightning.accelerator import be_taken_with, migrate_words, missed_accelerator
-from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
+from lightning_megatron.lightning.batch_strategy import BatchStrategy
 from lightning_megatron.lightning.checks import argument_problems, job_problems
 from lightning_megatron.lightning.engine import StepEngine
 from lightning_megatron.lightning.grad_reduction import GradReduceDtype, micro_batches_of_step, reduce_dtype
@@ -43,7 +43,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 CPCommType = Literal["p2p", "all_gather", "a2a"]
 
 
-class MegatronStrategy(CheckpointStrategy):
+class MegatronStrategy(BatchStrategy):
     """Megatron's parallelism for ``Trainer(strategy=MegatronStrategy(tp=8))``.
 
     One batch of the DataLoader is what one data-parallel replica trains on in one step; it is cut into micro-batches of
@@ -325,13 +325,6 @@ class MegatronStrategy(CheckpointStrategy):
 
     # Steps
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Look at a batch while it is on the host, then move it."""
-        module = self.lightning_module
-        assert module is not None
-        batch = self.engine.batches.look(module, batch, trains=module.trainer.training)
-        return super().batch_to_device(batch, device, dataloader_idx)
-
     @property
     def engine(self) -> StepEngine:
         """What runs the steps; there once the environment is set up."""
@@ -347,11 +340,10 @@ class MegatronStrategy(CheckpointStrategy):
         assert module is not None
         assert optimizers is not None
         optimizers.open_windows()
-        self.engine.batches.begin(module)
         batch, *rest = [*args, *kwargs.values()]
         micro_batches = self.engine.split(batch) if module.automatic_optimization else None
         batches = module.trainer.accumulate_grad_batches
-        with self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context(), self.watching_batches():
             scale = self.precision_plugin.scale_of_loss() / (batches if module.automatic_optimization else 1)
             if micro_batches is None:
                 output = self.engine.plain_step(partial(module.training_step, *args, **kwargs), scale)
@@ -359,7 +351,6 @@ class MegatronStrategy(CheckpointStrategy):
             else:
                 finishing = None if self._accumulating else optimizers
                 output = self.engine.train(module, micro_batches, tuple(rest), scale, finishing)
-        self.engine.batches.settle()
         self._backward_is_done = micro_batches is not None
         if self._op_report_is_due:
             self._op_report_is_due = False

@@ -35,6 +35,8 @@ _MEANT_FOR_THE_MODEL: Mapping[str, str] = {
 def check_keys(batch: Mapping[str, Any], own: Collection[str] = ()) -> None:
     """Refuse what would be passed over without a word, and shapes that torch would stretch.
 
+    What has one number a sample, or is no tensor, can say nothing of tokens, and passes.
+
     Args:
         batch: as the model is given it.
         own: further keys that belong to whoever calls.
@@ -46,12 +48,12 @@ def check_keys(batch: Mapping[str, Any], own: Collection[str] = ()) -> None:
     for key in batch.keys() - USED:
         if key in _MEANT_FOR_THE_MODEL:
             found.append(Problem(f"batch[{key!r}]", "given", _MEANT_FOR_THE_MODEL[key]))
-        elif key not in own:
+        elif key not in own and isinstance(batch[key], Tensor) and batch[key].ndim > 1:
             reason = (
                 "the model would pass over it: take it out before the batch is given to the model, or name it in the"
                 " module's extra_batch_keys, if your own step uses it"
             )
-            found.append(Problem(f"batch[{key!r}]", "given", reason, USED))
+            found.append(Problem(f"batch[{key!r}]", list(batch[key].shape), reason, USED))
     if "tokens" not in batch:
         found.append(Problem("batch", sorted(batch), "has no 'tokens'", USED))
     else:

@@ -14,7 +14,7 @@ from lightning_megatron.comm.collectives import all_gather, all_reduce_max
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.clip import local_norm
 from lightning_megatron.optim.zero import ShardedOptimizer
-from lightning_megatron.params import FlatPiece
+from lightning_megatron.params import ParamSpec
 
 STEPS = 3
 TOLERANCE = 1e-2
@@ -46,8 +46,7 @@ class ReplicaCheck:
         if not self._left:
             return
         self._left -= 1
-        pieces = [(piece, grad) for piece, grad in self._sharded.gradient_pieces() if _is_replica(piece)]
-        faults = self._faults(pieces)
+        faults = self._faults(self._sharded.gradients_of(_is_replicated))
         if not all_reduce_max(torch.tensor(float(bool(faults)), device=self._mesh.rng.device), self._mesh.world).item():
             return
         told: list[list[str]] = [[] for _ in range(self._mesh.world.size)]
@@ -61,18 +60,17 @@ class ReplicaCheck:
             " param_specs"
         )
 
-    def _faults(self, pieces: list[tuple[FlatPiece, Tensor]]) -> list[str]:
-        if not pieces:
+    def _faults(self, gradients: list[tuple[str, Tensor]]) -> list[str]:
+        if not gradients:
             return []
-        sketches = torch.stack([_sketch(grad) for _, grad in pieces])
-        over_ranks = all_gather(sketches[None], self._mesh.tp)  # [R, pieces, 2]
+        sketches = torch.stack([_sketch(grad) for _, grad in gradients])
+        over_ranks = all_gather(sketches[None], self._mesh.tp)  # [R, gradients, 2]
         apart = (over_ranks.amax(0) - over_ranks.amin(0)).amax(-1)
         differs = (apart > TOLERANCE * over_ranks[..., 0].amax(0)).tolist()  # a NaN differs from nothing
-        return [piece.name for (piece, _), fault in zip(pieces, differs, strict=True) if fault]
+        return [name for (name, _), fault in zip(gradients, differs, strict=True) if fault]
 
 
-def _is_replica(piece: FlatPiece) -> bool:
-    spec = piece.spec
+def _is_replicated(spec: ParamSpec) -> bool:
     return spec.tp_dim is None and not spec.is_expert and not spec.grad_sum_over_tp
 
 

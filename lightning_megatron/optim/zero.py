@@ -7,7 +7,7 @@ gathered. The optimizer object, its hyper-parameters and whatever schedules them
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -211,12 +211,17 @@ class ShardedOptimizer:
         """This rank's main parameters: one ``[n]`` for each bucket, or one for each parameter in its shape."""
         return [main.param for main in self._mains]
 
-    def gradient_pieces(self) -> list[tuple[FlatPiece, Tensor]]:
-        """The mean gradient ``[n]`` of every range that this rank holds, after the sync; zeros where nothing came."""
-        found: list[tuple[FlatPiece, Tensor]] = []
+    def gradients_of(self, wanted: Callable[[ParamSpec], bool]) -> list[tuple[str, Tensor]]:
+        """Mean gradients ``[n]`` of ranges that this rank holds, with names; zeros where no backward has run.
+
+        Args:
+            wanted: whether a parameter of a spec is.
+        """
+        found: list[tuple[str, Tensor]] = []
         for main in self._mains:
             grad = torch.zeros_like(main.param) if main.param.grad is None else main.param.grad
-            found += [(piece.piece, piece.state["grad"]) for piece in pieces_of(main, {"grad": grad}, {})]
+            pieces = pieces_of(main, {"grad": grad}, {})
+            found += [(piece.piece.name, piece.state["grad"]) for piece in pieces if wanted(piece.piece.spec)]
         return found
 
     def _grads(self) -> list[Tensor]:

@@ -53,19 +53,26 @@ def texts_of_bad_ids(key: str, value: int) -> list[str]:
         seed_everything(1, verbose=False)
         data = samples()
         data[9][key][5] = value  # of two replicas the second reads it, in its fifth batch of one sample
-        try:
-            fit(GPTModule("gpt-tiny", **SIZES), data, **layout)
-            texts.append("trained on")
-        except DataError as error:
-            texts.append(str(error))
+        texts.append(text_of(lambda data=data, layout=layout: fit(GPTModule("gpt-tiny", **SIZES), data, **layout)))
+    # Evaluation, in which replicas need not have equally many batches: the last data are those of the last layout.
+    trainer = quiet_trainer(MegatronStrategy(), logger=False)
+    texts.append(text_of(lambda: trainer.validate(GPTModule("gpt-tiny", **SIZES), DataLoader(data), verbose=False)))  # type: ignore[arg-type]
     return texts
+
+
+def text_of(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except DataError as error:
+        return str(error)
+    return "ran on"
 
 
 @pytest.mark.parametrize(("key", "value"), [("labels", 10**9), ("tokens", -7)])
 def test_a_bad_id_ends_training_on_all_ranks_with_one_text(ranks: Ranks, key: str, value: int) -> None:
     first, second = ranks(2, texts_of_bad_ids, key, value)
     assert first == second
-    for text, layout in zip(first, LAYOUTS, strict=True):
+    for text, layout in zip(first, [*LAYOUTS, "validate"], strict=True):
         assert f"is {value}: vocab_size={VOCABULARY}, so ids are 0 to 60" in text, (layout, text)
         assert f"batch['{key}']" in text
     assert "data-parallel rank" in first[-1]

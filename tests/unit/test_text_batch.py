@@ -122,7 +122,7 @@ def test_a_key_that_means_something_to_a_model_is_refused(key: str) -> None:
 
 
 def test_a_key_of_the_users_own_is_declared() -> None:
-    module, batch = module_of(), batch_of(reward=torch.ones(B))
+    module, batch = module_of(), batch_of(reward=torch.ones(B, S), number=torch.arange(B), name=["a", "b", "c"])
     with pytest.raises(ConfigError, match=r"batch\['reward'\].*extra_batch_keys.*position_ids"):
         module.loss(batch)
     module.extra_batch_keys = ("reward",)
