@@ -106,13 +106,22 @@ assert Path("run/last.ckpt/manifest.json").is_file(), "and its last"
     ),
     Setting(
         "docs/batches.md",
-        "self.token_losses(",
-        not_run="token_losses is being built",
+        '"num_tokens"',
         code=f"""
 class Mine(LlamaModule):
     {{block}}
 trainer = {TRAINER}
 trainer.fit(Mine("llama-tiny", {TINY}), {DATA})
+""",
+    ),
+    Setting(
+        "docs/batches.md",
+        "class WithValues(",
+        code=f"""
+from torch import nn
+{{block}}
+trainer = {TRAINER}
+trainer.fit(WithValues("llama-tiny", {TINY}), {DATA})
 """,
     ),
     Setting(
