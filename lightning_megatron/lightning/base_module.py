@@ -133,7 +133,7 @@ class MegatronModule(LightningModule):
         weights, self._weights = self._weights, None
         if weights is None:
             return
-        weights.fill(self, self.mesh)
+        weights.fill(self, self.mesh if self._megatron_placement is None else self._megatron_placement.mesh)
         if (strategy := self.megatron_strategy) is not None:
             strategy.refresh_main_params()
 

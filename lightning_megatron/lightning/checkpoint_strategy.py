@@ -26,7 +26,7 @@ from lightning_megatron.lightning.hugging_face import take_settings
 from lightning_megatron.lightning.mesh_strategy import MeshStrategy
 from lightning_megatron.lightning.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.optimizer_file import export_optimizers, import_optimizers
-from lightning_megatron.lightning.optimizers import OptimizerSet
+from lightning_megatron.lightning.optimizers import Holder, OptimizerSet
 from lightning_megatron.lightning.progress import follow_batch_size
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -57,6 +57,16 @@ class CheckpointStrategy(MeshStrategy):
         return () if self._optimizer_set is None else tuple(self._optimizer_set.sharded)
 
     def _release_optimizers(self) -> None:
+        """Let go of the parameters; where new optimizers come, so does the strategy of an earlier Trainer."""
+        module = self.lightning_module
+        if module is not None and self._is_fitting:
+            earlier = vars(module).get("_megatron_holder")
+            if isinstance(earlier, Holder) and isinstance(strategy := earlier.strategy, CheckpointStrategy):
+                strategy._take_apart()
+            module._megatron_holder = Holder(self)
+        self._take_apart()
+
+    def _take_apart(self) -> None:
         if self._optimizer_set is not None:
             self._optimizer_set.close()
         self._optimizer_set = None

@@ -159,7 +159,7 @@ class GPTModule(MegatronModule):
             return
         self.model = GPTModel(self.config, now.mesh, now.parts, now.boundary, now.recompute, now.ops)
         if model is not None and before is not None:
-            carry_over(model, before, self.model, now)
+            carry_over(self, model, before, self.model, now)
         self._megatron_placement = now
         if now.compile_backend is not None:
             self.compile_blocks(now.compile_backend)

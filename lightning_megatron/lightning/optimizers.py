@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,25 @@ class SeesSteps(Protocol):
     def after_optimizer_step(self) -> None:
         """A step has been taken."""
         ...
+
+
+class Holder:
+    """A module's note of the strategy whose optimizers have its parameters on their buffers; copies have none.
+
+    Args:
+        strategy: not kept alive.
+    """
+
+    def __init__(self, strategy: object = None) -> None:
+        self._strategy = None if strategy is None else ref(strategy)
+
+    @property
+    def strategy(self) -> object:
+        """The strategy, if it is still there."""
+        return None if self._strategy is None else self._strategy()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Holder, ()
 
 
 class OptimizerSet:

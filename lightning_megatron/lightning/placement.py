@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from lightning_megatron.checkpoint.together import gathered
 from lightning_megatron.config import ConfigError, ParallelLayout, Problem, raise_if_any
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.choice import ANY_DEVICE, Ops
-from lightning_megatron.params import spec_registry
+from lightning_megatron.params import ShardRanks, spec_registry
 from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.partition import StageLayers
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
@@ -125,12 +126,15 @@ def _told(layout: ParallelLayout) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
-def carry_over(model: nn.Module, before: Placement, built: nn.Module, now: Placement) -> None:
+def carry_over(module: nn.Module, model: nn.Module, before: Placement, built: nn.Module, now: Placement) -> None:
     """Give a model the weights of the one in whose place it was built; all ranks call this.
 
-    Beside parameters and buffers it takes over which parameters are frozen, and whether it is in training.
+    Beside parameters and buffers it takes over which parameters are frozen, and whether it is in training. What the
+    module holds beside its model, every pipeline stage has; it learns on the last one, where the loss is, and the
+    others take its values.
 
     Args:
+        module: the user's.
         model: as it was.
         before: where it stood.
         built: the new one, of the same configuration.
@@ -148,10 +152,20 @@ def carry_over(model: nn.Module, before: Placement, built: nn.Module, now: Place
     speaks = before.mesh.is_distributed or over.rank == 0
     source = model_state(local_tensors(model), spec_registry(model), before.mesh) if speaks else {}
     reshard(source, model_state(local_tensors(built), spec_registry(built), now.mesh), over)
+    if before.mesh.pp.size > 1:
+        beside, learns = _beside(module, built), before.mesh.pp.rank == before.mesh.pp.size - 1
+        reshard(model_state(beside, {}, before.mesh) if learns else {}, model_state(beside, {}, now.mesh), over)
     frozen = {name for names in gathered(over, _frozen(model) if speaks else []) for name in names}
     for name, param in built.named_parameters():
         param.requires_grad_(name not in frozen)
     built.train(model.training)
+
+
+def _beside(module: nn.Module, model: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers that are no part of the model, and that every rank holds whole."""
+    inside, specs = {id(value) for value in local_tensors(model).values()}, spec_registry(module)
+    cut = {name for name, spec in specs.items() if spec.cuts(ShardRanks())}
+    return {name: value for name, value in local_tensors(module).items() if id(value) not in inside and name not in cut}
 
 
 def _frozen(model: nn.Module) -> list[str]:

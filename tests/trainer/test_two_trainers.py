@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, seed_everything
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron import ColumnParallelLinear, ConfigError, LlamaModule, MegatronStrategy, RowParallelLinear
@@ -38,20 +39,25 @@ def shared_out(replicas: int) -> Any:
     return DataLoader(rows(), batch_size=4 // replicas, sampler=sampler)  # type: ignore[arg-type]
 
 
-class Frozen(LlamaModule):
-    """A module that was told once that a layer does not learn."""
+class Changed(LlamaModule):
+    """A module that was told once that a layer does not learn, and has a parameter beside its model."""
 
     def configure_model(self) -> None:
         is_first = self.model is None
         super().configure_model()
-        for name, parameter in self.named_parameters() if is_first else ():
-            parameter.requires_grad_("layers.1.attention" not in name)
+        if is_first:
+            self.scale = nn.Parameter(torch.ones(()))
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_("layers.1.attention" not in name)
+
+    def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss(batch) * self.scale
 
 
-def in_turn(layouts: Sequence[Options], frozen: bool = False) -> list[float]:
+def in_turn(layouts: Sequence[Options], changed: bool = False) -> list[float]:
     """One module that each layout trains for two steps and then tests: all losses. Lightning's own only tests."""
     seed_everything(3, verbose=False)
-    module = (Frozen if frozen else LlamaModule)(tiny_llama(), lr=1e-2)
+    module = (Changed if changed else LlamaModule)(tiny_llama(), lr=1e-2)
     found: list[float] = []
     for layout in layouts:
         options, recorder = dict(layout), Recorder()
@@ -65,14 +71,14 @@ def in_turn(layouts: Sequence[Options], frozen: bool = False) -> list[float]:
         (tested,) = trainer.test(module, batches, verbose=False)
         found += [*recorder.series("train_loss"), tested["test_loss"]]
     parameters = dict(module.named_parameters())
-    assert all(p.requires_grad == ("layers.1.attention" not in name or not frozen) for name, p in parameters.items())
+    assert all(p.requires_grad == ("layers.1.attention" not in name or not changed) for name, p in parameters.items())
     return found
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[bool, list[float]]:
     """What one process makes of three rounds, and of a test after them."""
-    return {frozen: in_turn([{}, {}, {}, STOCK], frozen) for frozen in (False, True)}
+    return {changed: in_turn([{}, {}, {}, STOCK], changed) for changed in (False, True)}
 
 
 @pytest.mark.parametrize(
@@ -86,9 +92,9 @@ def alone() -> dict[bool, list[float]]:
     ids=["tp-dp-tp", "pp-pp-zb", "dp-tp-pp", "pp-tp-dp-stock"],
 )
 def test_a_module_goes_from_trainer_to_trainer(ranks: Any, alone: Any, layouts: list[Options]) -> None:
-    frozen = layouts[0] is not TP
-    for found in ranks(2, in_turn, layouts, frozen):
-        assert found == pytest.approx(alone[frozen][: len(found)], rel=1e-5)
+    changed = layouts[0] is not TP
+    for found in ranks(2, in_turn, layouts, changed):
+        assert found == pytest.approx(alone[changed][: len(found)], rel=1e-5)
 
 
 def on_one_rank_only() -> str:
@@ -119,8 +125,12 @@ class Stranger(LightningModule):
             mesh = self.trainer.strategy.mesh
             self.up, self.down = ColumnParallelLinear(6, 8, mesh), RowParallelLinear(8, 1, mesh)
 
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(batch).tanh())
+        return out
+
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = self.down(self.up(batch).tanh()).square().mean()
+        loss = self(batch).square().mean()
         self.log("train_loss", loss)
         return loss
 
@@ -161,3 +171,35 @@ def test_copies_and_pickles_of_a_fitted_module_stand_alone() -> None:
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         for strategy in (MegatronStrategy(), "auto"):
             assert quiet_trainer(strategy).test(other, batches, verbose=False) == [expected]
+
+
+class Plain(LightningModule):
+    """No parallel layers at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    training_step, configure_optimizers = Stranger.training_step, Stranger.configure_optimizers
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(batch)
+        return out
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_an_earlier_trainer_that_is_still_there_does_not_disturb(precision: Any) -> None:
+    """Its optimizer lets go of the parameters: the numbers are those of stock, but for what bf16 rounds."""
+    numbers: Any = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    found = []
+    for strategy in (None, MegatronStrategy):
+        seed_everything(3, verbose=False)
+        module, losses, trainers = Plain(), [], []
+        for _ in range(3):
+            recorder = Recorder()
+            options: Any = {"max_steps": 2, "precision": precision, "logger": recorder}
+            trainers.append(quiet_trainer("auto" if strategy is None else strategy(), **options))
+            trainers[-1].fit(module, DataLoader(numbers, batch_size=4))
+            losses += recorder.series("train_loss")
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-6 if precision == "32-true" else 0.05)
