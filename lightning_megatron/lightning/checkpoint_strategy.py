@@ -63,7 +63,7 @@ class CheckpointStrategy(MeshStrategy):
             earlier = vars(module).get("_megatron_holder")
             if isinstance(earlier, Holder) and isinstance(strategy := earlier.strategy, CheckpointStrategy):
                 strategy._take_apart()
-            module._megatron_holder = Holder(self)
+            module._megatron_holder = Holder(self)  # type: ignore[assignment] # on a module of any class
         self._take_apart()
 
     def _take_apart(self) -> None:
