@@ -15,7 +15,7 @@ from lightning_megatron.ops.report import op_table
 
 _DESCRIPTION = """\
 For every op that devices have versions of: which there are on this machine, which one a model gets, and why. What
-modules really chose, and which calls a version could not do, is in op_report.json beside the logs of a run.
+modules really chose, and which calls a version could not do, is in op_report.json in the folder of a run's logger.
 
 exit status: 0; 1 if something is required and not there; 2 for wrong arguments."""
 

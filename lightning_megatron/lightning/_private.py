@@ -6,13 +6,20 @@ Checked on Lightning 2.6.6. Everything else that the package uses of Lightning i
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 
-__all__ = ["MockOptimizer", "SubprocessScriptLauncher", "injects_samplers", "steps_between_saves", "training_data"]
+__all__ = [
+    "MockOptimizer",
+    "SubprocessScriptLauncher",
+    "injects_samplers",
+    "steps_between_saves",
+    "summary_options",
+    "training_data",
+]
 
 
 def injects_samplers(module: LightningModule | None) -> bool:
@@ -28,3 +35,8 @@ def steps_between_saves(callback: ModelCheckpoint) -> int:
 def training_data(trainer: Trainer) -> Any:
     """What ``fit`` was given to train on: loaders, or the module or data module that makes them."""
     return trainer.fit_loop._data_source.instance
+
+
+def summary_options(callback: ModelSummary) -> tuple[int, dict[str, Any]]:
+    """What a summary of the model was made with: its depth, and arguments of ``summarize``."""
+    return callback._max_depth, callback._summarize_kwargs

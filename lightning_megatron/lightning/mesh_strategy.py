@@ -16,8 +16,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities import rank_zero_only as pl_rank_zero_only
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron import device as devices
@@ -167,9 +167,7 @@ class MeshStrategy(ParallelStrategy):
             )
         if not dist.is_initialized():
             return ParallelMesh.single(self.root_device)
-        mesh = ParallelMesh.create(self._wished_layout, self.root_device, self._timeout)
-        rank_zero_info(f"{type(self).__name__}: {mesh.layout}")
-        return mesh
+        return ParallelMesh.create(self._wished_layout, self.root_device, self._timeout)
 
     def _agree_on_seed(self) -> None:
         """Ranks that build shards of one model must draw the same numbers, also if the user has not seeded anything."""

@@ -21,25 +21,25 @@ NAME = "op_report.json"
 def write_op_report(module: LightningModule, ops: Ops, mesh: ParallelMesh) -> None:
     """Write what the modules of one model have chosen, and what calls so far made of it; all ranks call this.
 
-    It goes into the Trainer's ``log_dir``, or where there is none its ``default_root_dir``; not for ``fast_dev_run``,
-    and not to remote storage.
+    It goes into the run's folder of the first logger that has one (TensorBoard's and CSV's do); not for
+    ``fast_dev_run``, and not to remote storage.
     """
     trainer = module.trainer
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
-    folder = str(trainer.log_dir or trainer.default_root_dir)  # all ranks are needed for this
     modules = choices_of(module)
     if mesh.pp.size > 1:  # the stages of one pipeline make up one model
         speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
         modules = {
             name: chosen for stage in gathered(mesh, modules if speaks else {}) for name, chosen in stage.items()
         }
-    if not trainer.is_global_zero or "://" in folder:
+    folders = [str(logger.log_dir) for logger in trainer.loggers if getattr(logger, "log_dir", None)]
+    if not trainer.is_global_zero or not folders or "://" in folders[0]:
         return
     wishes = ops.wishes if isinstance(ops.wishes, str | None) else dict(ops.wishes)
     content = {"device": ops.device, "wishes": wishes, "torch": torch.__version__, "modules": modules}
     try:
-        _write(Path(folder), json.dumps(content, indent=1) + "\n")
+        _write(Path(folders[0]), json.dumps(content, indent=1) + "\n")
     except OSError as error:
         rank_zero_warn(f"{NAME} was not written: {error}")
 

@@ -31,6 +31,7 @@ from lightning_megatron.lightning.placement import Placement, placement_of, sett
 from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.refusals import compile_problems, plugin_problems
 from lightning_megatron.lightning.watchers import watches_parameters
+from lightning_megatron.lightning.whole_model import introduce
 from lightning_megatron.ops.choice import Ops, parse_wishes
 from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.optim.reach import vouching_problems
@@ -237,8 +238,7 @@ class MegatronStrategy(BatchStrategy):
             ConfigError: with every fault found.
         """
         found = self._environment_problems()
-        wished = self._wished_layout
-        layout = wished if found else wished.resolve(self.num_nodes * self.num_processes)
+        layout = self._wished_layout if found else self._wished_layout.resolve(self.num_nodes * self.num_processes)
         if self._compile:
             found += compile_problems(objects, self.root_device)
         given = layout, self._split, self.recompute, self.ops, self.micro_batch_size, self.precision_plugin.mode.params
@@ -302,6 +302,7 @@ class MegatronStrategy(BatchStrategy):
             self._op_report_is_due = True
         self.setup_precision_plugin()
         self.engine.watch(self.lightning_module)
+        introduce(trainer, self.lightning_module, self.mesh)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers, then put flat main parameters into their groups."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -49,6 +50,10 @@ class GradReducer:
             for i, bucket in enumerate(buckets)
             for k, slot in enumerate(bucket.slots)
         ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hooks, which are of this process: a copy is to be looked at, and training makes new ones."""
+        return {**self.__dict__, "_handles": []}
 
     def _all_missing(self) -> dict[int, set[str]]:
         return {id(bucket): {slot.owned.name for slot in bucket.slots} for bucket in self._queue}

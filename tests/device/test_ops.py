@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.loggers import CSVLogger
 from tiny import tiny_llama
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -308,7 +309,7 @@ def trained(folder: Path, accelerator: str, epochs: int, path: Path | None = Non
         precision="bf16-mixed",
         max_epochs=epochs,
         default_root_dir=folder,
-        logger=recorder,
+        logger=[recorder, CSVLogger(folder, name="", version="")],
     )
     trainer.fit(module, loader, ckpt_path=path)
     trainer.save_checkpoint(folder / "last.ckpt")

@@ -43,6 +43,7 @@ def test_a_run_on_references_learns_the_same(tmp_path: Path) -> None:
     off = train(tmp_path, {"ops": dict.fromkeys(OPS, "off")})
     assert off == pytest.approx(train(tmp_path, {}), rel=1e-5)
     assert off[-1] < off[0]
+    assert not list(tmp_path.rglob("*.json")), "without a logger's folder nothing is written unasked"
 
 
 def test_the_report_lies_beside_the_logs(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_a_trial_run_writes_nothing(tmp_path: Path) -> None:
 
 
 def staged(folder: Path) -> None:
-    train(folder, {"pp": 2, "ops": {"rope": "off"}})
+    train(None, {"pp": 2, "ops": {"rope": "off"}}, logger=CSVLogger(folder, name="", version=""))
 
 
 def test_the_report_of_a_pipeline_has_the_layers_of_all_stages(ranks: Any, tmp_path: Path) -> None:

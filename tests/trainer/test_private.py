@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchmetrics import MeanMetric
@@ -20,6 +20,7 @@ from lightning_megatron.lightning._private import (
     SubprocessScriptLauncher,
     injects_samplers,
     steps_between_saves,
+    summary_options,
     training_data,
 )
 from lightning_megatron.mesh import ParallelMesh
@@ -42,6 +43,10 @@ def test_what_is_trained_on_can_be_asked_for() -> None:
 def test_how_often_is_saved_can_be_asked_for() -> None:
     assert steps_between_saves(ModelCheckpoint(every_n_train_steps=7)) == 7
     assert steps_between_saves(ModelCheckpoint()) == 0
+
+
+def test_what_a_summary_was_made_with_can_be_asked_for() -> None:
+    assert summary_options(RichModelSummary(3, header_style="bold")) == (3, {"header_style": "bold"})
 
 
 @pytest.mark.parametrize("injects", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,6 +70,22 @@ def test_nothing_is_left_of_a_run(ranks: Ranks, world_size: int, options: dict[s
 @pytest.mark.parametrize("async_save", [False, True])
 def test_nothing_is_left_of_a_run_that_was_saved(ranks: Ranks, tmp_path: Path, async_save: bool) -> None:
     assert ranks(2, trained_and_forgotten, {"tp": 2, "async_save": async_save}, tmp_path) == [[], []]
+
+
+def test_a_trainer_can_be_pickled_after_a_run_and_goes_on() -> None:
+    """One process: groups of several are no thing to pickle."""
+    tokens = torch.arange(8 * 9).reshape(8, 9) % 32
+    batches = DataLoader([{"tokens": t[:-1], "labels": t[1:]} for t in tokens], batch_size=4)  # type: ignore[arg-type]
+    trainer = quiet_trainer(MegatronStrategy(), max_epochs=1)
+    module = GPTModule("gpt-tiny", num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32)
+    trainer.fit(module, batches)
+    copied = pickle.loads(pickle.dumps(trainer))
+    for one in (trainer, copied):
+        one.fit_loop.max_epochs = 2
+        one.fit(one.lightning_module, batches)
+        assert one.global_step == 4
+    theirs = copied.lightning_module.parameters()
+    assert all(torch.equal(mine, other) for mine, other in zip(module.parameters(), theirs, strict=True))
 
 
 def groups_alive() -> int:

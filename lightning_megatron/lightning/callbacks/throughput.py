@@ -6,22 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_megatron.device import peak_flops, synchronize
 from lightning_megatron.lightning.strategy import MegatronStrategy
-
-
-@runtime_checkable
-class CountsFlops(Protocol):
-    """A model configuration that knows its work; ``TransformerConfig`` is one."""
-
-    def flops_per_token(self, seq_length: int) -> float:
-        """FLOPs of forward and backward for one token."""
-        ...
+from lightning_megatron.lightning.whole_model import CountsFlops
 
 
 @dataclass

@@ -1,0 +1,140 @@
+"""What the console says of a run: numbers of the whole model, whatever a rank holds of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, ThroughputMonitor
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
+from tiny import tiny_llama
+from torch.utils.data import DataLoader
+
+from lightning_megatron import GPTModule, MegatronStrategy, ParallelLayout
+from lightning_megatron.lightning.whole_model import WholeModel, layout_text
+from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+
+Ranks = Callable[..., list[Any]]
+CONFIG = tiny_llama(vocab_multiple=4)
+EXPERTS = tiny_llama(vocab_multiple=4, num_experts=4)
+
+
+class Heard(logging.Handler):
+    """Lines of Lightning's loggers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += record.getMessage().splitlines()
+
+
+def told(config: Any, options: dict[str, Any], callbacks: list[Any]) -> tuple[list[str], list[str], int]:
+    """Lines and warnings of a fit, and the parameters that this rank holds."""
+    rows = [{"tokens": row[:-1], "labels": row[1:]} for row in torch.arange(8 * 9).reshape(8, 9) % 40]
+    heard, logger = Heard(), logging.getLogger("lightning.pytorch")
+    logger.addHandler(heard)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            trainer = quiet_trainer(
+                MegatronStrategy(micro_batch_size=1, **options),
+                max_steps=2,
+                accumulate_grad_batches=2,
+                callbacks=callbacks,
+                logger=Recorder(),
+            )
+            module = GPTModule(config)
+            trainer.fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    finally:
+        logger.removeHandler(heard)
+        logger.setLevel(level)
+    return heard.lines, [str(warning.message) for warning in found], sum(p.numel() for p in module.parameters())
+
+
+LAYOUTS = {
+    "tp2": (CONFIG, {"tp": 2}, "tp 2 x dp 1, sequence parallel", "global batch 4 = 2 x 1 x 2 (batch, dp, accumulated)"),
+    "pp2": (CONFIG, {"pp": 2}, "pp 2 x dp 1", "global batch 4 = 2 x 1 x 2 (batch, dp, accumulated)"),
+    "dp2": (CONFIG, {}, "dp 2", "global batch 8 = 2 x 2 x 2 (batch, dp, accumulated)"),
+    "ep2": (EXPERTS, {"ep": 2}, "dp 2, ep 2", "global batch 8 = 2 x 2 x 2 (batch, dp, accumulated)"),
+    "tied": (
+        CONFIG.replace(tie_embeddings=True),
+        {"pp": 2},
+        "pp 2 x dp 1",
+        "global batch 4 = 2 x 1 x 2 (batch, dp, accumulated)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_begins_with_the_size_of_the_whole_model(ranks: Ranks, name: str) -> None:
+    config, options, layout, batch = LAYOUTS[name]
+    results = ranks(2, told, config, options, [ModelSummary(), ThroughputMonitor(batch_size_fn=len)])
+    lines, warned, _ = results[0]
+    total, held = config.num_parameters(), max(count for _, _, count in results)
+    shown = f"{total / 1e3:.1f} K"
+    upto = "up to " if "pp" in options else ""
+    line = f"MegatronStrategy: {layout}, {shown} parameters, {upto}{held / 1e3:.1f} K a rank, {batch}"
+    assert [x for x in lines if x.startswith("MegatronStrategy")] == [line]
+    text = "\n".join(lines)
+    assert re.search(rf"^{shown} +Total params$", text, re.M)
+    assert re.search(rf"^{shown} +Trainable params$", text, re.M)
+    assert re.search(rf"^0 \| model \| GPTModel \| {shown} +\| .* K +\| train", text, re.M)
+    length = config.max_position_embeddings
+    flops = config.flops_per_token(length) * length / 3
+    assert re.search(rf"^{get_human_readable_count(int(flops)).strip()} +Total FLOPs$", text, re.M | re.I)
+    cut = {"tp2": 2, "pp2": 2, "tied": 2}.get(name)
+    advice = f"ThroughputMonitor counts the samples of each rank, and {cut} ranks read the same"
+    assert any(advice in x for x in warned) == (cut is not None)
+    assert not any(x.startswith("MegatronStrategy") for x in results[1][0]), "one rank speaks"
+
+
+class Own(ModelSummary):
+    """A user's."""
+
+
+def kept() -> list[type]:
+    def types(callbacks: list[Any]) -> list[type]:
+        trainer = quiet_trainer(MegatronStrategy(), max_steps=1, callbacks=callbacks)
+        rows = [{"tokens": row[:-1], "labels": row[1:]} for row in torch.arange(18).reshape(2, 9)]
+        for steps in (1, 2):
+            trainer.fit_loop.epoch_loop.max_steps = steps
+            trainer.fit(GPTModule(CONFIG), DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+        return [type(callback) for callback in trainer.callbacks if isinstance(callback, ModelSummary)]
+
+    return [kind for callback in (Own(), RichModelSummary(max_depth=2)) for kind in types([callback])]
+
+
+def test_a_users_summary_stays_and_the_rich_one_is_rich(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [kind.__name__ for kind in kept()] == ["Own", "RichWholeModelSummary"]
+    assert "Total FLOPs" in capsys.readouterr().out
+
+
+def test_one_process_counts_what_the_formula_counts() -> None:
+    module = GPTModule(EXPERTS)
+    module.configure_model()
+    found = WholeModel.of(module, module.mesh)
+    assert found.total == found.trainable == found.below("model") == EXPERTS.num_parameters()
+    module.model.layers["0"].requires_grad_(False)  # type: ignore[union-attr]
+    assert WholeModel.of(module, module.mesh).trainable < found.total
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "text"),
+    [
+        (ParallelLayout(), 1, "dp 1"),
+        (ParallelLayout(tp=2, pp=2, cp=2, vpp=2), 16, "tp 2 x pp 2 x cp 2 x dp 2, vpp 2, sequence parallel"),
+        (ParallelLayout(tp=2, ep=2, etp=1, sequence_parallel=True), 8, "tp 2 x dp 4, ep 2, etp 1, sequence parallel"),
+        (ParallelLayout(tp=2, sequence_parallel=False), 2, "tp 2 x dp 1"),
+    ],
+)
+def test_a_layout_in_words(layout: ParallelLayout, world: int, text: str) -> None:
+    assert layout_text(layout.resolve(world)) == text
