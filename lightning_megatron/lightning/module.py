@@ -47,6 +47,7 @@ class GPTModule(MegatronModule):
     or -100 for no loss. Logged: ``train_loss``, ``val_loss``, ``test_loss``, ``grad_norm``, ``lr``.
 
     Attributes:
+        logged: what is logged beside losses; a subclass may leave ``"lr"`` or ``"grad_norm"`` out.
         hf_settings: what the Hugging Face directory that the weights came from says beside the model (special tokens,
             generation); checkpoints keep it, and exports write it again.
         extra_batch_keys: further keys of batches, which a subclass's own steps use. What holds something for each token
@@ -70,6 +71,7 @@ class GPTModule(MegatronModule):
 
     default_config = "gpt2"
     extra_batch_keys: Collection[str] = ()
+    logged: Collection[str] = ("lr", "grad_norm")
     splits_context = True
 
     def __init__(
@@ -313,7 +315,8 @@ class GPTModule(MegatronModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the learning rate that this step uses."""
-        self.log("lr", float(optimizer.param_groups[0]["lr"]))
+        if "lr" in self.logged:
+            self.log("lr", float(optimizer.param_groups[0]["lr"]))
 
     def configure_gradient_clipping(
         self,
@@ -324,7 +327,7 @@ class GPTModule(MegatronModule):
         """Clip as the Trainer says, and log the norm that the gradient had before."""
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
         strategy = self.megatron_strategy
-        if strategy is not None:
+        if strategy is not None and "grad_norm" in self.logged:
             self.log("grad_norm", strategy.grad_norm())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -225,5 +225,5 @@ def _forward_flops(trainer: Trainer, module: LightningModule) -> int:
     if not isinstance(config, CountsFlops):
         return 0
     of_data = data.batch_shape.seq_length if isinstance(data, HasBatchShape) else None
-    length: int = of_data or getattr(config, "max_position_embeddings", 0)
+    length = getattr(config, "max_position_embeddings", 0) if of_data is None else of_data
     return int(config.flops_per_token(length) * length / 3)

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from tiny import tiny_llama
 from torch.utils.data import DataLoader
 
-from lightning_megatron import GPTModule, MegatronStrategy, ParallelLayout
+from lightning_megatron import GPTModule, MegatronStrategy, ParallelLayout, Throughput
 from lightning_megatron.lightning.whole_model import WholeModel, layout_text
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
@@ -35,6 +35,12 @@ class Heard(logging.Handler):
         self.lines += record.getMessage().splitlines()
 
 
+class Quiet(GPTModule):
+    """Logs the losses alone."""
+
+    logged = ()
+
+
 def told(config: Any, options: dict[str, Any], callbacks: list[Any]) -> tuple[list[str], list[str], int]:
     """Lines and warnings of a fit, and the parameters that this rank holds."""
     rows = [{"tokens": row[:-1], "labels": row[1:]} for row in torch.arange(8 * 9).reshape(8, 9) % 40]
@@ -49,14 +55,16 @@ def told(config: Any, options: dict[str, Any], callbacks: list[Any]) -> tuple[li
                 MegatronStrategy(micro_batch_size=1, **options),
                 max_steps=2,
                 accumulate_grad_batches=2,
-                callbacks=callbacks,
+                callbacks=[*callbacks, Throughput(1)],
                 logger=Recorder(),
             )
-            module = GPTModule(config)
+            module = Quiet(config)
             trainer.fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
     finally:
         logger.removeHandler(heard)
         logger.setLevel(level)
+    assert not {"lr", "grad_norm"} & trainer.callback_metrics.keys()
+    assert "tokens_per_second" in trainer.progress_bar_metrics
     return heard.lines, [str(warning.message) for warning in found], sum(p.numel() for p in module.parameters())
 
 

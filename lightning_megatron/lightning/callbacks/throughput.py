@@ -39,7 +39,7 @@ class Throughput(Callback):
     Logged: ``tokens_per_second`` and ``samples_per_second`` of the whole job, ``tflops_per_device`` of the model (what
     recompute repeats is not counted) where the module has a ``config`` with ``flops_per_token``, ``mfu`` (its share of
     the maker's bf16 peak) where the device's peak is known, ``step_time_ms`` (median of the window) and
-    ``step_time_ms_slowest``.
+    ``step_time_ms_slowest``. Tokens a second, or samples where there are none, show in the progress bar too.
 
     A step lasts from the end of the one before, so waiting for data counts. Validation and checkpoints do not: a step
     after one of them is timed from the start of its batch. The device is waited for at the end of a window only.
@@ -89,7 +89,10 @@ class Throughput(Callback):
             self.total += self._step
             self._step = Work()
         if closes:
-            pl_module.log_dict(self._metrics(trainer), on_step=True, on_epoch=False)
+            metrics = self._metrics(trainer)
+            shown = "tokens_per_second" if "tokens_per_second" in metrics else "samples_per_second"
+            pl_module.log(shown, metrics.pop(shown), prog_bar=True, on_step=True, on_epoch=False)
+            pl_module.log_dict(metrics, on_step=True, on_epoch=False)
             self._window.clear()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
