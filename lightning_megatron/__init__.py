@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from lightning_megatron.lightning.accelerator import HPUAccelerator
     from lightning_megatron.lightning.base_module import MegatronModule
-    from lightning_megatron.lightning.callbacks import ExpertTelemetry, KillSwitch, Throughput, VerifyCheckpoint
+    from lightning_megatron.lightning.callbacks import (
+        ExpertTelemetry,
+        KillSwitch,
+        Throughput,
+        UploadCheckpoints,
+        VerifyCheckpoint,
+    )
     from lightning_megatron.lightning.datamodule import MegatronDataModule
     from lightning_megatron.lightning.module import GPTModule, LlamaModule, MixtralModule
     from lightning_megatron.lightning.precision import MegatronPrecision
@@ -25,7 +31,7 @@ _MODULES = {
     "layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
     "lightning.accelerator": ("HPUAccelerator",),
     "lightning.base_module": ("MegatronModule",),
-    "lightning.callbacks": ("ExpertTelemetry", "KillSwitch", "Throughput", "VerifyCheckpoint"),
+    "lightning.callbacks": ("ExpertTelemetry", "KillSwitch", "Throughput", "UploadCheckpoints", "VerifyCheckpoint"),
     "lightning.datamodule": ("MegatronDataModule",),
     "lightning.module": ("GPTModule", "LlamaModule", "MixtralModule"),
     "lightning.precision": ("MegatronPrecision",),
@@ -52,6 +58,7 @@ __all__ = [
     "RowParallelLinear",
     "Throughput",
     "TransformerConfig",
+    "UploadCheckpoints",
     "VerifyCheckpoint",
     "VocabParallelEmbedding",
 ]

@@ -14,6 +14,7 @@ from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.guard import SaveGuard
 from lightning_megatron.checkpoint.manifest import MANIFEST, FileRecord, Manifest, record
 from lightning_megatron.checkpoint.meta import META, refuse_objects, render_meta, write_meta
+from lightning_megatron.checkpoint.plain import plain
 from lightning_megatron.checkpoint.plan import PER_RANK
 from lightning_megatron.checkpoint.publish import discard, prepare, publish, saving_path, sweep, sync_file
 from lightning_megatron.checkpoint.state import State
@@ -65,7 +66,9 @@ class Draft:
             for key, value in whole.items():
                 if not isinstance(value, Fragment | WholeTensor):
                     refuse_objects(value, key, "Turn them into plain containers, numbers, strings or tensors.")
-            return render_meta(meta, allow_objects) if mesh.rank == 0 else b""
+            if mesh.rank:
+                return b""
+            return render_meta(meta if allow_objects else plain(meta), allow_objects)
 
         return cls(Path(path), whole, together(mesh, f"saving {path}", render), guard)
 

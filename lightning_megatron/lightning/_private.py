@@ -15,6 +15,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 __all__ = [
     "MockOptimizer",
     "SubprocessScriptLauncher",
+    "asks_for_upload",
     "injects_samplers",
     "steps_between_saves",
     "summary_options",
@@ -35,6 +36,11 @@ def steps_between_saves(callback: ModelCheckpoint) -> int:
 def training_data(trainer: Trainer) -> Any:
     """What ``fit`` was given to train on: loaders, or the module or data module that makes them."""
     return trainer.fit_loop._data_source.instance
+
+
+def asks_for_upload(logger: Any) -> bool:
+    """Whether a logger was made with ``log_model=True`` or ``"all"``; several of Lightning's keep it under one name."""
+    return getattr(logger, "_log_model", False) in (True, "all")
 
 
 def summary_options(callback: ModelSummary) -> tuple[int, dict[str, Any]]:

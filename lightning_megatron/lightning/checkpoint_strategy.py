@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import BackgroundWriter, CheckpointError, SaveGuard, remove_unlinked
 from lightning_megatron.checkpoint.collect import Collectors, HostMemory
+from lightning_megatron.config import raise_if_any
 from lightning_megatron.lightning.checkpoints import (
     continue_randomness,
     good_checkpoint,
@@ -28,6 +29,7 @@ from lightning_megatron.lightning.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.optimizer_file import export_optimizers, import_optimizers
 from lightning_megatron.lightning.optimizers import Holder, OptimizerSet
 from lightning_megatron.lightning.progress import follow_batch_size
+from lightning_megatron.lightning.saving_checks import address_problems
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 
@@ -116,6 +118,7 @@ class CheckpointStrategy(MeshStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes local directories and takes no storage_options")
         assert self.lightning_module is not None
+        raise_if_any(address_problems("filepath", filepath))
         self.finish_param_gather()
         is_fitting = self._is_fitting
         if not is_fitting:
@@ -158,6 +161,7 @@ class CheckpointStrategy(MeshStrategy):
         ``fit`` goes on from the newest good checkpoint of the folder where the last one is damaged.
         """
         assert self.lightning_module is not None
+        raise_if_any(address_problems("ckpt_path", checkpoint_path))
         self.finish_save()
         path, check = str(checkpoint_path), self._load_check
         if self.is_global_zero and self._is_last(path):
@@ -208,6 +212,12 @@ class CheckpointStrategy(MeshStrategy):
         self._saved_randomness = None
         if self.lightning_module is not None:
             warn_of_missed_saves(self.lightning_module.trainer)
+
+    def on_validation_end(self) -> None:
+        """A run that resumes with a validation goes on with the random numbers of the uninterrupted run, too."""
+        assert self.lightning_module is not None
+        if self._saved_randomness is not None and not self.lightning_module.trainer.sanity_checking:
+            continue_randomness(self._saved_randomness, self.mesh)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take over what a hook has put into ``state_dict``; :meth:`load_checkpoint` has filled the parameters."""

@@ -24,6 +24,7 @@ from lightning_megatron.lightning.grad_reduction import REDUCE_DTYPES
 from lightning_megatron.lightning.hugging_face import hf_problems
 from lightning_megatron.lightning.refusals import callback_problems, checkpoint_io_problem, module_problems
 from lightning_megatron.lightning.saved_shape import path_problems
+from lightning_megatron.lightning.saving_checks import saving_problems
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.moe.config import MoEConfig
@@ -82,6 +83,7 @@ def job_problems(
     batch = replace(batch, micro_batch_size=micro_batch_size)
     modules = [item for item in objects if isinstance(item, LightningModule)]
     found = [] if trainer is None else callback_problems(trainer.callbacks, layout, modules)  # type: ignore[attr-defined]
+    found += saving_problems(objects, trainer)
     for module in modules:
         found += module_problems(module, layout, trainer)
     # Whether layers can be shared out is the split's to say where the user wants it uneven.

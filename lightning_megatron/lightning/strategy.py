@@ -30,6 +30,7 @@ from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.placement import Placement, placement_of, settle
 from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.refusals import compile_problems, plugin_problems
+from lightning_megatron.lightning.stoppable_strategy import StoppableStrategy
 from lightning_megatron.lightning.watchers import watches_parameters
 from lightning_megatron.lightning.whole_model import introduce
 from lightning_megatron.ops.choice import Ops, parse_wishes
@@ -44,7 +45,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 CPCommType = Literal["p2p", "all_gather", "a2a"]
 
 
-class MegatronStrategy(BatchStrategy):
+class MegatronStrategy(StoppableStrategy, BatchStrategy):
     """Megatron's parallelism for ``Trainer(strategy=MegatronStrategy(tp=8))``.
 
     One batch of the DataLoader is what one data-parallel replica trains on in one step; it is cut into micro-batches of
@@ -92,6 +93,7 @@ class MegatronStrategy(BatchStrategy):
             ``"fast_softmax"``. ``lightning-megatron ops`` lists them.
         fp8: which linear layers ``ops={"linear_fp8": ...}`` is about, and how they are scaled.
         async_save: while ``fit`` is running, write checkpoints in the background, from a copy in host memory.
+        save_on_signal: end ``fit`` on SIGTERM, SIGUSR1 and Ctrl-C after a step, saved, as ``KillSwitch`` does.
         process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
         timeout: after which a collective that nobody answers fails.
         accelerator, parallel_devices, cluster_environment: as in Lightning's strategies.
@@ -145,6 +147,7 @@ class MegatronStrategy(BatchStrategy):
         ops: dict[str, str] | str | None = None,
         fp8: Fp8Recipe | None = None,
         async_save: bool = False,
+        save_on_signal: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         accelerator: Accelerator | None = None,
@@ -173,6 +176,7 @@ class MegatronStrategy(BatchStrategy):
         self._distributed_optimizer = distributed_optimizer
         self._elementwise = tuple(elementwise_optimizers or ())
         self._async_save = async_save
+        self._save_on_signal = save_on_signal
         self._overlap_grad_reduce = overlap_grad_reduce
         self._overlap_param_gather = overlap_param_gather
         self._grad_reduce_dtype = grad_reduce_dtype
@@ -269,14 +273,8 @@ class MegatronStrategy(BatchStrategy):
             self._before = placement_of(self.lightning_module)
             self._take_place(self._before)
             self._agree_on_seed()
-        self._engine = StepEngine(
-            self.mesh,
-            self.boundary,
-            self._schedule,
-            self.micro_batch_size,
-            self.root_device,
-            self.precision_plugin.mode.params,
-        )
+        size, dtype = self.micro_batch_size, self.precision_plugin.mode.params
+        self._engine = StepEngine(self.mesh, self.boundary, self._schedule, size, self.root_device, dtype)
 
     def _take_place(self, before: Placement | None) -> None:
         """Stand on new groups; or on those of the Trainer before, if what it left behind was built for this layout."""
@@ -438,8 +436,7 @@ class MegatronStrategy(BatchStrategy):
         """Let go of the environment. Parameters stay where they are: they are views of flat buffers."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self.finish_param_gather()
-        self._close_writer()
+        self._end_run()
         if self._layer_sync is not None and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         self.cluster_environment.teardown()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchmetrics import MeanMetric
@@ -18,6 +20,7 @@ from lightning_megatron.checkpoint import model_state, save
 from lightning_megatron.lightning._private import (
     MockOptimizer,
     SubprocessScriptLauncher,
+    asks_for_upload,
     injects_samplers,
     steps_between_saves,
     summary_options,
@@ -32,6 +35,14 @@ def test_the_launcher_is_made_and_called_as_we_do() -> None:
     called = inspect.signature(SubprocessScriptLauncher.launch).parameters
     assert list(called) == ["self", "function", "args", "trainer", "kwargs"]
     assert called["trainer"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_loggers_say_that_they_upload() -> None:
+    for logger in (MLFlowLogger, WandbLogger):
+        assert "self._log_model = log_model" in inspect.getsource(logger.__init__)
+    assert asks_for_upload(SimpleNamespace(_log_model="all"))
+    assert not asks_for_upload(SimpleNamespace(_log_model=False))
+    assert not asks_for_upload(CSVLogger("."))
 
 
 def test_what_is_trained_on_can_be_asked_for() -> None:

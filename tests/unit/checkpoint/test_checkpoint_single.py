@@ -117,8 +117,8 @@ def test_an_interrupted_save_is_told(path, tmp_path):
 
 
 def test_objects_are_refused_where_only_tensors_can_be_loaded(tmp_path):
-    with pytest.raises(CheckpointError, match=r"(?s)saving.*config: pathlib.*allow_objects"):
-        save(tmp_path / "a.ckpt", {}, {"config": Path("x")}, MESH)
+    with pytest.raises(CheckpointError, match=r"(?s)saving.*config: .*type.*allow_objects"):
+        save(tmp_path / "a.ckpt", {}, {"config": Path}, MESH)
     with pytest.raises(CheckpointError, match=r"(?s)model.extra must hold only"):
         save(tmp_path / "a.ckpt", {"model.extra": Path("x")}, {}, MESH)
     assert not (tmp_path / "a.ckpt").exists()

@@ -1,0 +1,143 @@
+"""Signals that ask a run to end: noted while there is something to save, obeyed at once before and after that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+SAME_PRESS = 1.0
+"""Seconds in which a second SIGINT is the first one once more: a launcher hands on what the terminal sent to all."""
+
+LATE = 1.0
+"""Seconds by which a signal may reach one rank later than another."""
+
+
+class StopSignals:
+    """Handlers that do nothing but note a signal, since they may run in the middle of a collective.
+
+    SIGTERM is always listened to, and a handler of the user's own runs after this one. Of other signals those are left
+    alone that have a handler which is neither Python's default nor Lightning's.
+
+    Args:
+        names: of the signals.
+
+    Attributes:
+        noted: numbers of the signals that came.
+        waits: whether a signal is noted; otherwise it ends this process, and those that it has launched, at once.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        known = [getattr(signal, name, None) for name in names]  # not every system has SIGUSR1
+        self._numbers: list[int] = [int(number) for number in known if number is not None]
+        self._before: dict[int, Handler] = {}
+        self._first: float | None = None
+        self._kill_children: Callable[[int], None] = _nothing_launched
+        self._users: Handler = None
+        self.noted: list[int] = []
+        self.waits = False
+
+    @property
+    def are_heard(self) -> bool:
+        """Whether the handlers are in place."""
+        return bool(self._before)
+
+    def add(self, number: int) -> None:
+        """Listen to one more signal from the next :meth:`listen` on."""
+        if number not in self._numbers:
+            self._numbers.append(number)
+
+    def look(self) -> None:
+        """See who handles SIGTERM, before Lightning wraps that."""
+        before = signal.getsignal(signal.SIGTERM)
+        self._users = None if _is_nobodys(before) else before
+
+    def listen(self, kill_children: Callable[[int], None] | None = None) -> None:
+        """Set the handlers. Only a main thread can; elsewhere, and where they are set already, nothing happens.
+
+        Args:
+            kill_children: sends a signal to the processes that this one has launched.
+        """
+        if self.are_heard or threading.current_thread() is not threading.main_thread():
+            return
+        self.noted, self.waits, self._first = [], False, None
+        self._kill_children = kill_children or _nothing_launched
+        for number in self._numbers:
+            before = signal.getsignal(number)
+            if number != signal.SIGTERM and not _is_nobodys(before):
+                rank_zero_info(f"{signal.Signals(number).name} is left to its present handler")
+                continue
+            self._before[number] = before
+            signal.signal(number, self._note)
+
+    def await_own(self, seconds: float = LATE) -> None:
+        """Wait until a signal comes that other ranks have had, since it would kill a process that is leaving."""
+        end = time.monotonic() + seconds
+        while self.are_heard and not self.noted and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def give_back(self) -> None:
+        """Put back the handlers that were there before."""
+        while self._before:
+            number, before = self._before.popitem()
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        self.waits = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        again = number == signal.SIGINT and self._first is not None and now - self._first > SAME_PRESS
+        if again or not self.waits:
+            self._kill_children(signal.SIGKILL if again else number)
+            end_at_once(number)
+        if number == signal.SIGINT and self._first is None:
+            self._first = now
+        self.noted.append(number)
+        if number == signal.SIGTERM and callable(self._users):
+            self._users(number, frame)
+
+
+def end_at_once(number: int) -> None:
+    """Die of a signal, so that whoever waits sees which; a session at a keyboard is interrupted, and lives on."""
+    if number == signal.SIGINT and hasattr(sys, "ps1"):
+        raise KeyboardInterrupt
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def handed_on(kill_children: Callable[[int], None]) -> AbstractContextManager[Any]:
+    """While a launcher is at work: SIGTERM ends its processes too, where no one else handles it.
+
+    Args:
+        kill_children: sends a signal to all of them.
+    """
+    stack = ExitStack()
+    before = signal.getsignal(signal.SIGTERM)
+    if before == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+
+        def hand_on(number: int, frame: FrameType | None) -> None:
+            kill_children(number)
+            end_at_once(number)
+
+        signal.signal(signal.SIGTERM, hand_on)
+        stack.callback(signal.signal, signal.SIGTERM, before)
+    return stack
+
+
+def _is_nobodys(handler: Handler) -> bool:
+    """Whether it is Python's, Lightning's or ours, all of which are replaced; ``None`` was not set from Python."""
+    if handler in (signal.SIG_DFL, signal.default_int_handler):
+        return True
+    return getattr(handler, "__module__", "").startswith(("lightning.", "lightning_megatron."))
+
+
+def _nothing_launched(number: int) -> None: ...
