@@ -169,7 +169,8 @@ class WholeModelSummary(ModelSummary):
         if not trainer.is_global_zero:
             return
         model, held = self._model, found.total_parameters
-        flops = found.total_flops if pl_module.example_input_array is not None else _forward_flops(trainer, pl_module)
+        of_example = pl_module.example_input_array is not None
+        flops = getattr(found, "total_flops", 0) if of_example else _forward_flops(trainer, pl_module)
         whole = [model.below(name) for name in found.layer_names]
         columns = [
             (" ", [str(number) for number in range(len(whole))]),
