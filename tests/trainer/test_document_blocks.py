@@ -137,6 +137,12 @@ trainer.fit({MODEL}, {DATA})
     ),
     Setting(
         "docs/checkpoints.md",
+        "load_from_checkpoint(",
+        small=True,
+        code=f"data = {DATA}\n{{block}}\nassert logits.shape == (1, 6, 300)",
+    ),
+    Setting(
+        "docs/checkpoints.md",
         "class MyData(",
         change={'"corpus"': '"data/corpus_text_document"'},
         code="""

@@ -11,7 +11,14 @@ from lightning.pytorch import LightningModule, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_megatron import ConfigError, LlamaModule, MegatronStrategy
+from lightning_megatron import (
+    ColumnParallelLinear,
+    ConfigError,
+    LlamaModule,
+    MegatronModule,
+    MegatronStrategy,
+    RowParallelLinear,
+)
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.lightning.restore import load_module, read_checkpoint
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
@@ -211,3 +218,44 @@ def test_saving_before_there_is_anything_to_save(tmp_path: Path) -> None:
     trainer.strategy.connect(Nameless(3))
     with pytest.raises(RuntimeError, match="there are no processes yet"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+
+class Pair(MegatronModule):
+    """Parallel layers of a user's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.width = width
+        self.up: ColumnParallelLinear | None = None
+
+    def configure_model(self) -> None:
+        if self.up is None:
+            self.up = ColumnParallelLinear(self.width, 8, self.mesh)
+            self.down = RowParallelLinear(8, 1, self.mesh)
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        assert self.up is not None
+        self.log("test_loss", self.down(self.up(batch).tanh()).square().mean())
+
+
+def tested(path: str, first: bool) -> float:
+    seed_everything(5, verbose=False)
+    trainer = quiet_trainer(MegatronStrategy(tp=2))
+    module = Pair(6) if first else Pair.load_from_checkpoint(path)
+    batches: Any = DataLoader(torch.linspace(-1, 1, 48).reshape(8, 6), batch_size=4)  # type: ignore[arg-type]
+    (found,) = trainer.test(module, batches, verbose=False)
+    if first:
+        trainer.save_checkpoint(path)
+    return found["test_loss"]
+
+
+def test_parallel_layers_of_a_users_own(ranks: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    expected, _ = ranks(2, tested, path, True)
+    seed_everything(6, verbose=False)
+    assert ranks(2, tested, path, False) == [expected, expected]
+    batches: Any = DataLoader(torch.linspace(-1, 1, 48).reshape(8, 6), batch_size=4)  # type: ignore[arg-type]
+    for module in (Pair.load_from_checkpoint(path), load_module(path, Pair)):
+        (found,) = quiet_trainer("auto").test(module, batches, verbose=False)
+        assert found["test_loss"] == pytest.approx(expected, rel=1e-6)
