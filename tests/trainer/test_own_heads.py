@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 Ranks = Callable[..., list[Any]]
 STEPS, BATCH, LENGTH, VOCABULARY, SEED, WIDTH = 10, 8, 12, 61, 5, 32
 BOUND = 1e-5
+OWN = {"value.weight", "value.bias", "slope"}
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": WIDTH, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 SIZES |= {"vocab_multiple": 4, "init_std": 0.1, "max_position_embeddings": 16, "lr": 1e-3, "weight_decay": 0.1}
 EXPERTS: dict[str, Any] = {"ffn_hidden_size": 32, "num_query_groups": 2, "head_dim": 8, "num_experts": 4}
@@ -81,7 +84,11 @@ class Run:
 
     @property
     def dp(self) -> int:
-        return 2 if not {"tp", "pp", "cp"} & dict(self.layout).keys() and self.layout else 1
+        return int(dict(self.layout).get("dp", 1))
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * prod(size for axis, size in self.layout if axis in ("tp", "pp", "cp"))
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ def found(run: Run) -> Found:
     layout = {name: value for name, value in run.layout if name != "dp"}
     strategy = MegatronStrategy(micro_batch_size=1, bucket_size=5000, **layout)
     trainer = quiet_trainer(strategy, max_epochs=1, gradient_clip_val=1.0, logger=recorder)
-    trainer.fit(module, DataLoader(samples(), batch_size=BATCH // run.dp))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(samples(), batch_size=BATCH // run.dp, shuffle=True))  # type: ignore[arg-type]
     strategy.finish_param_gather()
     whole = {n: p.detach().clone() for n, p, spec in named_specs(module) if not spec.cuts(strategy.mesh.shard_ranks)}
     return Found(Curve(recorder.series("train_loss"), recorder.series("grad_norm")), whole)
@@ -131,16 +138,18 @@ def expected(ranks: Ranks) -> dict[str, Found]:
 
 def check(ranks: Ranks, runs: Sequence[Run]) -> None:
     right = expected(ranks)
-    by_rank = ranks(2, train, runs)
+    (size,) = {one.world_size for one in runs}
+    by_rank = ranks(size, train, runs)
     for i, one in enumerate(runs):
-        first, second = (of_rank[i] for of_rank in by_rank)
-        for rank in (first, second):
+        found = [of_rank[i] for of_rank in by_rank]
+        for rank in found:
             assert rank.curve.deviation(right[one.module].curve) <= BOUND, (one, rank.curve, right[one.module].curve)
-        both = first.whole.keys() & second.whole.keys()
-        assert {"value.weight", "value.bias", "slope"} <= both, one
-        assert not [name for name in both if not torch.equal(first.whole[name], second.whole[name])], one
-        for name in ("value.weight", "value.bias", "slope"):
-            torch.testing.assert_close(first.whole[name], right[one.module].whole[name], rtol=1e-4, atol=1e-6)
+            for name in OWN:
+                torch.testing.assert_close(rank.whole[name], right[one.module].whole[name], rtol=1e-4, atol=1e-6)
+        for first, second in combinations(found, 2):
+            both = first.whole.keys() & second.whole.keys()
+            assert both >= OWN, one
+            assert not [name for name in both if not torch.equal(first.whole[name], second.whole[name])], one
 
 
 def test_a_head_on_llama_with_sequence_parallelism_and_in_a_pipeline(ranks: Ranks) -> None:
@@ -161,7 +170,21 @@ DENSE: list[dict[str, Any]] = [
     {"cp": 2},
     {"dp": 2},
 ]
-SPARSE: list[dict[str, Any]] = [{"tp": 2, "etp": 1}, {"pp": 2}, {"cp": 2}, {"ep": 2}]
+SPARSE: list[dict[str, Any]] = [
+    {"tp": 2, "etp": 1},
+    {"tp": 2, "etp": 1, "ep": 2},
+    {"pp": 2},
+    {"cp": 2},
+    {"dp": 2, "ep": 2},
+]
+FOUR: list[dict[str, Any]] = [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"pp": 2, "dp": 2}]
+
+
+@pytest.mark.exhaustive
+def test_own_head_loss_and_parameter_where_two_kinds_of_parallelism_meet(ranks: Ranks) -> None:
+    check(ranks, [run(name, **layout) for name in ("OwnGPT", "OwnLlama") for layout in FOUR])
+    grids: list[dict[str, Any]] = [{"tp": 2, "etp": 1, "pp": 2}, {"pp": 2, "dp": 2, "ep": 2}]
+    check(ranks, [run("OwnMixtral", **grid) for grid in grids])
 
 
 # As the page says
