@@ -80,8 +80,16 @@ class CheckpointStrategy(MeshStrategy):
         if self._optimizer_set is not None:
             self._optimizer_set.finish_param_gather()
 
+    def _settle_params(self) -> None:
+        self.finish_param_gather()
+        for optimizer in self.sharded_optimizers:
+            optimizer.take_written_values()
+
     def refresh_main_params(self) -> None:
-        """Tell the optimizers that parameters have new values, which are not of their making."""
+        """Make all main values those of the parameters, at once.
+
+        Weights written between steps are noticed without it, at the next step or save.
+        """
         for optimizer in self.sharded_optimizers:
             optimizer.refresh_main()
 
@@ -119,7 +127,7 @@ class CheckpointStrategy(MeshStrategy):
             raise TypeError(f"{type(self).__name__} writes local directories and takes no storage_options")
         assert self.lightning_module is not None
         raise_if_any(address_problems("filepath", filepath))
-        self.finish_param_gather()
+        self._settle_params()
         is_fitting = self._is_fitting
         if not is_fitting:
             self.finish_save()
@@ -248,7 +256,7 @@ class CheckpointStrategy(MeshStrategy):
             What it took of this rank's host memory.
         """
         through = self._collectors(memory_level, ranks_per_node)
-        self.finish_param_gather()
+        self._settle_params()
         return export_optimizers(path, self.sharded_optimizers, through, sharded=self._distributed_optimizer)
 
     def load_optimizer_state(

@@ -139,7 +139,7 @@ def load_trainer_checkpoint(
     for key, version in versions.items():
         state |= version_state(key, version, module, mesh)
     for index, optimizer in enumerate(optimizers):
-        optimizer.init_state()
+        optimizer.init_state(apart=True)
         state |= optimizer_part(index, optimizer, mesh, sharded)
     loaded = load(path, state, mesh, strict=module.strict_loading, weights_only=weights_only)
     for name in (*loaded.missing, *loaded.unexpected):

@@ -45,6 +45,8 @@ def import_optimizers(
     """Fill optimizers from such a file, and parameters from their main values; all ranks call this."""
     for optimizer in optimizers:
         optimizer.finish_param_gather()
+    for optimizer in optimizers:
+        optimizer.init_state(apart=True)
     state, experts = _state(optimizers, through.mesh, sharded)
     memory = import_state(path, state, experts, through)
     for index, optimizer in enumerate(optimizers):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
@@ -10,14 +10,18 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.config import Problem, raise_if_any
 from lightning_megatron.lightning._private import MockOptimizer
 from lightning_megatron.lightning.precision import PrecisionMode
 from lightning_megatron.lightning.token_mean import TokenWindow
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.buffer import Slot
 from lightning_megatron.optim.norms import norms_by_name
 from lightning_megatron.optim.reach import Vouched
 from lightning_megatron.optim.replicas import ReplicaCheck
@@ -87,6 +91,7 @@ class OptimizerSet:
         self._mesh = mesh
         specs = list(named_specs(module))
         self._names: list[str] | None = None
+        raise_if_any(_shared_problems(optimizers, {id(param): name for name, param, _ in specs}))
         self._tied = _tied_names([spec.tied_with for _, _, spec in specs if spec.tied_with], mesh)
         self._shared = self._held_by_several(specs)
         specs = [
@@ -109,6 +114,7 @@ class OptimizerSet:
                 bucket_size=bucket_size,
                 elementwise=elementwise,
                 hold=own.intersection(self._tied | set(self._shared.names)),
+                leave_grads=not module.automatic_optimization,
             )
             for optimizer in optimizers
             if not isinstance(optimizer, MockOptimizer)
@@ -116,9 +122,11 @@ class OptimizerSet:
         for sharded in self.sharded:
             sharded.install_gather_hooks(module)
         self._replica_checks = {sharded: ReplicaCheck(sharded, mesh) for sharded in self.sharded}
-        self._open: set[ShardedOptimizer] = set()
         self._see_steps = [m for m in module.modules() if isinstance(m, SeesSteps)]
         self._tokens = TokenWindow(mesh.dp)
+        self._is_automatic = module.automatic_optimization
+        self._clears_itself = is_overridden("optimizer_zero_grad", module)
+        self._probe: _Probe | None = None
 
     def _held_by_several(self, specs: Sequence[tuple[str, nn.Parameter, ParamSpec]]) -> SharedParameters:
         """Parameters beside the model, which every stage has built."""
@@ -127,19 +135,80 @@ class OptimizerSet:
         trained = {name: tuple(param.shape) for name, param, _ in specs if param.requires_grad}
         return SharedParameters(held_by_stages(trained, self._mesh), self._tied, self._mesh.pp)
 
-    def open_windows(self) -> None:
-        """Zero gradients where a window of accumulation begins.
+    def begin_batch(self, first: bool, backward_is_ours: bool) -> None:
+        """Before the ``training_step`` of a batch.
 
-        Lightning's own ``zero_grad``, which comes between ``training_step`` and ``backward``, reaches only the main
-        parameters, whose gradients are not there yet.
+        Lightning clears gradients between ``training_step`` and ``backward``, at the first batch of those that it
+        accumulates. Where there is one backward, outside of ``training_step``, it does so itself. Where
+        ``training_step`` has run the backwards of all micro-batches by then, we clear before, and what it clears is
+        hidden from it.
+
+        Args:
+            first: whether Lightning will clear.
+            backward_is_ours: whether ``training_step`` runs backwards.
         """
-        if not self._open:
-            self._tokens.restart()
         for sharded in self.sharded:
             sharded.finish_uncalled_gather()
-            if sharded not in self._open:
+        if not self._is_automatic:
+            return
+        self._probe = None
+        for sharded in self.sharded:
+            sharded.take_in_newcomers()
+        if not first:
+            if backward_is_ours:
+                self._reopen()
+            return
+        self._tokens.restart()
+        for sharded in self.sharded:
+            sharded.grad_factor = None
+            if backward_is_ours or not sharded.shows_grads:
+                if self._clears_itself and not all(slot.is_empty for slot in sharded.slots):
+                    self._probe = _Probe(sharded.slots[0])
                 sharded.zero_grads()
-                self._open.add(sharded)
+
+    def end_batch(self, output: Any, batches: int, backward_was_ours: bool) -> Any:
+        """After it: what Lightning clears now is gone already, and what has come since is not to be seen.
+
+        Args:
+            output: of the step, on this replica's whole batch.
+            batches: what Lightning divides the loss of each accumulated batch by.
+            backward_was_ours: whether ``training_step`` has run backwards.
+
+        Returns:
+            The output; with the mean loss where it said how many tokens its loss is the sum of.
+        """
+        if output is None or not self._is_automatic:
+            return output
+        if backward_was_ours:
+            for slot in (slot for sharded in self.sharded for slot in sharded.slots):
+                slot.hide()
+        if self._probe is not None:
+            self._probe.plant()
+        return self.mean_over_tokens(output, batches)
+
+    def begin_backward(self) -> None:
+        """Before Lightning's own backward of a batch: gradients that nobody has cleared are added to."""
+        self._check_probe()
+        self._reopen()
+
+    def show_grads(self) -> None:
+        """Where the backwards are over, before the hooks of :meth:`Strategy.backward`."""
+        self._check_probe()
+        for slot in (slot for sharded in self.sharded for slot in sharded.slots):
+            slot.unhide()
+
+    def _reopen(self) -> None:
+        for sharded in self.sharded:
+            sharded.reopen()
+
+    def _check_probe(self) -> None:
+        probe, self._probe = self._probe, None
+        if probe is not None and not probe.was_cleared():
+            raise MisconfigurationException(
+                "optimizer_zero_grad is overridden and has left the gradients of the batch before, but they are "
+                "cleared before the backwards of micro-batches: leave micro_batch_size out, or accumulate with "
+                "Trainer(accumulate_grad_batches=...)"
+            )
 
     def mean_over_tokens(self, output: Any, batches: int) -> Any:
         """Count a batch whose ``training_step`` said how many tokens its loss is the sum of; others pass.
@@ -160,9 +229,15 @@ class OptimizerSet:
         """Compare gradients that tensor-parallel ranks should have alike; in the first steps only."""
         self._replica_checks[sharded]()
 
-    def close_window(self, optimizer: Optimizer) -> None:
-        """A step has been taken: the next gradient begins a new window."""
-        self._open -= {sharded for sharded in self.sharded if sharded.optimizer is optimizer}
+    def step_is_over(self, optimizer: Optimizer, is_last: bool) -> None:
+        """A step has been taken.
+
+        Args:
+            optimizer: the user's.
+            is_last: whether the epoch is over, whose hooks may look at parameters.
+        """
+        if is_last:
+            self.finish_param_gather()
         if self.sharded and optimizer is self.sharded[0].optimizer:
             for module in self._see_steps:
                 module.after_optimizer_step()
@@ -216,6 +291,33 @@ def _names_on_all_stages(own: list[str], mesh: ParallelMesh) -> list[str]:
     told: list[list[str]] = [[] for _ in range(mesh.world.size)]
     dist.all_gather_object(told, own, group=mesh.host_group)
     return list(dict.fromkeys(name for names in told for name in names))
+
+
+class _Probe:
+    """A gradient of zeros in the place of one that is gone, to see whether an ``optimizer_zero_grad`` clears it."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._param, self._like = slot.owned.param, slot.grad if slot.aliased else slot.data
+        self._planted: Tensor | None = None
+
+    def plant(self) -> None:
+        self._param.grad = self._planted = torch.zeros_like(self._like)
+
+    def was_cleared(self) -> bool:
+        left, self._param.grad = self._param.grad, None
+        return left is None or left is not self._planted or left._version > 0
+
+
+def _shared_problems(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[Problem]:
+    """Parameters that two optimizers hold: each lies in one buffer."""
+    found, holder = [], dict[int, int]()
+    for index, optimizer in enumerate(optimizers):
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if holder.setdefault(id(param), index) != index:
+                reason = f"optimizer {index} holds a parameter that optimizer {holder[id(param)]} holds too"
+                advice = "; give each parameter one optimizer, whose settings you change from step to step"
+                found.append(Problem("configure_optimizers", names.get(id(param), "a parameter"), reason + advice))
+    return found
 
 
 def _tied_names(own: Sequence[str], mesh: ParallelMesh) -> frozenset[str]:

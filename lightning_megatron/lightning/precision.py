@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -78,6 +79,8 @@ class MegatronPrecision(Precision):
         self._managed: dict[Optimizer, ShardedOptimizer] = {}
         self._check: Callable[[ShardedOptimizer], None] | None = None
         self._overflow: dict[ShardedOptimizer, bool] = {}
+        self._compares = False
+        self._compared_in: dict[ShardedOptimizer, int] = {}
         self.last_grad_norm: Tensor | None = None
 
     @classmethod
@@ -115,16 +118,22 @@ class MegatronPrecision(Precision):
         return []
 
     def manage(
-        self, optimizers: Sequence[ShardedOptimizer], check: Callable[[ShardedOptimizer], None] | None = None
+        self,
+        optimizers: Sequence[ShardedOptimizer],
+        check: Callable[[ShardedOptimizer], None] | None = None,
+        compare_values: bool = False,
     ) -> None:
         """Take charge of the steps of these optimizers.
 
         Args:
-            optimizers: the module's.
+            optimizers: of the module that is fitted.
             check: called with one whose gradients are complete, before anything uses them.
+            compare_values: whether somebody may write to parameters between any two steps, in ways that only comparing
+                them with their main values shows. The first step of an epoch compares anyway.
         """
         self._check = check
         self._managed = {sharded.optimizer: sharded for sharded in optimizers}
+        self._compares, self._compared_in = compare_values, {}
 
     # Building and feeding the model
 
@@ -183,6 +192,8 @@ class MegatronPrecision(Precision):
         sharded = self._managed[optimizer]
         result = closure()
         self._complete(sharded)
+        sharded.compare_values = self._compares or self._compared_in.get(sharded) != model.trainer.current_epoch
+        self._compared_in[sharded] = model.trainer.current_epoch
         skip = False
         if self.loss_scale is not None:
             skip = self._overflow.pop(sharded, False)
@@ -190,10 +201,26 @@ class MegatronPrecision(Precision):
             if skip:
                 rank_zero_warn(f"gradient overflow: step skipped, loss scale now {self.loss_scale.scale:g}")
         self._after_closure(model, optimizer)
-        if not skip:
-            optimizer.step(**kwargs)
-            sharded.start_param_gather()
-        return result
+        return result if skip else self._step(sharded, model, result, kwargs)
+
+    def _step(self, sharded: ShardedOptimizer, model: LightningModule, result: Any, kwargs: dict[str, Any]) -> Any:
+        """Step with a closure that gives what has been computed: optimizers may ask for it, as in Lightning."""
+        asked = []
+
+        def closure() -> Any:
+            asked.append(True)
+            return result
+
+        try:
+            output = sharded.optimizer.step(closure=closure, **kwargs)
+        finally:
+            sharded.recover()
+        if model.automatic_optimization and not asked:
+            raise MisconfigurationException(
+                f"{type(sharded.optimizer).__name__}.step did not call the closure that it was given, which runs "
+                "training_step and backward under Lightning's other strategies: let it call closure() once"
+            )
+        return output
 
     def _complete(self, sharded: ShardedOptimizer) -> None:
         """Make the gradients of the step final, once: under manual optimization clipping comes before the step."""

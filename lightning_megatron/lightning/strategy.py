@@ -308,6 +308,7 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         assert self.lightning_module is not None
         mode, kind = self.precision_plugin.mode, devices.kind_of(self.root_device)
         summands = micro_batches_of_step(trainer, self.micro_batch_size), self.data_parallel_size
+        watched = watches_parameters(trainer)
         self._optimizer_set = OptimizerSet(
             self.lightning_module,
             self.optimizers,
@@ -316,11 +317,11 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
             shard=self._distributed_optimizer,
             reduce_dtype=reduce_dtype(self._grad_reduce_dtype, kind, mode.params, *summands),
             overlap_grad_reduce=self._overlap_grad_reduce,
-            overlap_param_gather=self._overlap_param_gather and not watches_parameters(trainer),
+            overlap_param_gather=self._overlap_param_gather and not watched,
             bucket_size=self._bucket_size,
             elementwise=self._elementwise,
         )
-        self.precision_plugin.manage(self.sharded_optimizers, self._optimizer_set.check_replicas)
+        self.precision_plugin.manage(self.sharded_optimizers, self._optimizer_set.check_replicas, watched)
 
     # Steps
 
@@ -338,10 +339,10 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         module, optimizers = self.lightning_module, self._optimizer_set
         assert module is not None
         assert optimizers is not None
-        optimizers.open_windows()
         batch, *rest = [*args, *kwargs.values()]
-        micro_batches = self.engine.split(batch) if module.automatic_optimization else None
         batches = module.trainer.accumulate_grad_batches
+        micro_batches = self.engine.split(batch) if module.automatic_optimization else None
+        optimizers.begin_batch(module.trainer.fit_loop.batch_idx % batches == 0, micro_batches is not None)
         with self.precision_plugin.train_step_context(), self.watching_batches():
             scale = self.precision_plugin.scale_of_loss() / (batches if module.automatic_optimization else 1)
             if micro_batches is None:
@@ -354,7 +355,7 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         if self._op_report_is_due:
             self._op_report_is_due = False
             write_op_report(module, self.ops, self.mesh)
-        return optimizers.mean_over_tokens(output, batches) if module.automatic_optimization else output
+        return optimizers.end_batch(output, batches, self._backward_is_done)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Differentiate, unless the schedule has done so; the hooks fire either way."""
@@ -362,9 +363,10 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         assert self._optimizer_set is not None
         if self._backward_is_done:
             self._backward_is_done = False
+            self._optimizer_set.show_grads()
             self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
             return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        self._optimizer_set.open_windows()
+        self._optimizer_set.begin_backward()
         # Under manual optimization nobody says which backward is the last one: then all is sent at the step.
         last = self.lightning_module.automatic_optimization and not self._accumulating
         with self._optimizer_set.last_backward(last):
@@ -388,11 +390,12 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """One step of the user's optimizer; ends the window of accumulation."""
+        """One step of the user's optimizer."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         devices.mark_step(self.root_device)
         assert self._optimizer_set is not None
-        self._optimizer_set.close_window(optimizer)
+        assert self.lightning_module is not None
+        self._optimizer_set.step_is_over(optimizer, self.lightning_module.trainer.is_last_batch)
         return result
 
     def grad_norm(self) -> Tensor:

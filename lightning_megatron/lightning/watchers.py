@@ -1,21 +1,25 @@
-"""Who looks at parameters between steps, while a gather may still be filling them."""
+"""Who looks at parameters or writes to them between steps, while a gather may still be filling them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 _BETWEEN_STEPS = ("on_train_batch_end", "on_before_zero_grad", "on_train_batch_start")
+_AROUND_STEPS = (*_BETWEEN_STEPS, "optimizer_step")
 
 
 def watches_parameters(trainer: Trainer) -> bool:
-    """Whether a callback or the module may read parameters after a step and before the next forward.
+    """Whether a callback or the module may read or write parameters after a step and before the next forward.
 
     Lightning's own callbacks do not, save weight averaging; of anybody else's that uses such a hook we cannot know, and
     a stale parameter is worse than a lost overlap.
     """
-    return any(_hooks_in(callback) for callback in trainer.callbacks) or _overrides(  # type: ignore[attr-defined]
-        trainer.lightning_module, LightningModule
-    )
+    module = trainer.lightning_module
+    if not module.automatic_optimization or _overrides(module, LightningModule, _AROUND_STEPS):
+        return True
+    return any(_hooks_in(callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def _hooks_in(callback: Callback) -> bool:
@@ -25,11 +29,11 @@ def _hooks_in(callback: Callback) -> bool:
         return True
     if type(callback).__module__.startswith(("lightning.", "lightning_megatron.")):
         return False
-    return _overrides(callback, Callback)
+    return _overrides(callback, Callback, _BETWEEN_STEPS)
 
 
-def _overrides(instance: object, base: type) -> bool:
-    for name in _BETWEEN_STEPS:
+def _overrides(instance: object, base: type, hooks: Sequence[str]) -> bool:
+    for name in hooks:
         defined = getattr(type(instance), name, None)
         if defined is not getattr(base, name, None) and not getattr(defined, "__module__", "").startswith(
             "lightning_megatron."

@@ -36,6 +36,7 @@ class Bucket:
         own_params: ``[n / ranks]`` (``[n]`` unsharded), a view of ``params``.
         own_grads: the same of ``grads``; the mean over the axis once a reduction is finished.
         reduce_started: whether gradients were sent this step, so that none may be added any more.
+        is_mean: whether gradients are what a reduction has left: none may be added before :meth:`take_back`.
 
     Args:
         key: the key of the buffer.
@@ -73,7 +74,7 @@ class Bucket:
         self.own_start = start + offset
         self.own_params = params[offset : offset + length]
         self.own_grads = grads[offset : offset + length]
-        self.reduce_started = False
+        self.reduce_started = self.is_mean = False
         self._reducing: tuple[dist.Work, Tensor] | None = None
         self._gathering: dist.Work | None = None
 
@@ -104,7 +105,18 @@ class Bucket:
                 self.own_grads.copy_(own)
         if self.reduce_started and self._mean_over > 1:
             self.own_grads.div_(self._mean_over)
+            self.is_mean = True
         self.reduce_started = False
+
+    def take_back(self) -> None:
+        """Make of the mean that a reduction has left what gives it again when it is reduced once more."""
+        if self.is_mean:
+            self.own_grads.mul_(self._mean_over if self.sharded else self._mean_over / self.axis.size)
+            if self.sharded:
+                end = self.own_start - self.start
+                self.grads[:end].zero_()
+                self.grads[end + self.own_grads.numel() :].zero_()
+        self.is_mean = False
 
     def start_gather(self) -> None:
         """Begin to put the shares of all ranks together in ``params``."""

@@ -54,7 +54,10 @@ class OwnedParam:
 
 
 class Slot:
-    """The place of one parameter in its buffer.
+    """The place of one parameter in its buffer, and the plain meaning of its ``.grad``.
+
+    To a user ``param.grad`` is what it is in plain torch: ``None`` until a backward reaches the parameter, added to by
+    each, gone when somebody sets it to ``None``, and whatever somebody puts in its place.
 
     Attributes:
         owned: the parameter.
@@ -62,36 +65,49 @@ class Slot:
         data: the parameter's elements in the flat parameter tensor, in its shape.
         grad: its accumulated gradient in the flat gradient tensor, in its shape.
         aliased: whether ``param.grad`` *is* ``grad``, so that autograd accumulates right into the buffer. Otherwise
-            each gradient is added to it by a hook and freed.
+            each gradient is added to it by a hook and freed, so that ``param.grad`` is ``None`` between backwards.
+        left_alone: for what is not aliased: whether gradients stay in ``param.grad`` until the step. They add up in
+            the parameter's dtype then, and whoever clears or replaces them is heard (manual optimization).
+        filled: whether the parameter has a gradient in this step.
+        lent: whether that is only because other data-parallel ranks have one.
+        arrived: whether a backward has reached the parameter since its gradient was last sent or cleared.
+        version: of the parameter's values when they were last known to be the optimizer's.
     """
 
-    def __init__(self, owned: OwnedParam, start: int, data: Tensor, grad: Tensor, aliased: bool) -> None:
+    def __init__(
+        self, owned: OwnedParam, start: int, data: Tensor, grad: Tensor, aliased: bool, left_alone: bool
+    ) -> None:
         self.owned = owned
         self.start = start
         self.data = data
         self.grad = grad
         self.aliased = aliased
+        self.left_alone = left_alone and not aliased
+        self.filled = self.lent = self.arrived = False
+        self._is_hidden = False
+        self._address = data.data_ptr()
+        self.version = owned.param._version
+        self._seen: Tensor | None = grad if aliased else None
 
     @property
     def end(self) -> int:
         """One past the last element in the buffer."""
         return self.start + self.grad.numel()
 
+    # Gradients
+
     def begin(self) -> None:
         """Nothing is accumulated yet.
 
         The first gradient of a window is then copied into the buffer instead of added to zeros, which spares a pass
-        over all gradients; one that never comes is made zero when the buffer is needed (:meth:`attach`).
+        over all gradients; one that never comes is made zero when the buffer is needed (:meth:`settle`).
         """
-        if self.aliased:
-            self.owned.param.grad = None
-        else:
-            self.grad.zero_()
-
-    def alias(self) -> None:
-        """Let ``param.grad`` be the buffer again."""
-        if self.aliased:
-            self.owned.param.grad = self.grad
+        self.owned.param.grad = None
+        self.filled = self.lent = self.arrived = self._is_hidden = False
+        if not self.aliased:
+            self._seen = None
+            if not self.left_alone:
+                self.grad.zero_()
 
     def collect(self) -> None:
         """Bring what autograd left in ``param.grad`` into the buffer, if it is not there by itself.
@@ -101,25 +117,94 @@ class Slot:
         """
         param = self.owned.param
         grad = param.grad
-        if grad is self.grad or grad is None:
-            return
+        self.arrived = True
+        if self.left_alone:
+            self._seen = grad
+        elif grad is not self.grad and grad is not None:
+            with torch.no_grad():
+                if self.aliased:
+                    self.grad.copy_(grad)
+                    param.grad = self.grad
+                else:
+                    self.grad.add_(grad)
+                    param.grad = None
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether ``param.grad`` is a tensor that somebody has put there since the last backward."""
+        grad = self.owned.param.grad
+        return grad is not None and grad is not self._seen
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether a gradient was there and is ``None`` now."""
+        own = self.filled and not self.lent
+        return own and (self.aliased or self.left_alone) and self.owned.param.grad is None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of earlier backwards is in the buffer that counts."""
+        return self.owned.param.grad is None and (self.aliased or self.left_alone or not (self.arrived or self.filled))
+
+    def settle(self, sent: bool = False) -> None:
+        """Make the buffer say what ``param.grad`` says, before it is sent or stepped on; ``None`` there is zero here.
+
+        Args:
+            sent: whether the buffer is on its way already.
+        """
+        grad = self.owned.param.grad
+        self.lent = False
+        self.filled = not self.is_empty
+        if grad is None:
+            if not (self.filled or sent):
+                self.grad.zero_()
+        elif grad is not self.grad:
+            self.take(grad)
+
+    def take(self, grad: Tensor) -> None:
+        """Make a gradient that somebody has assigned the accumulated one."""
         with torch.no_grad():
-            if self.aliased:
-                self.grad.copy_(grad)
-                param.grad = self.grad
-            else:
-                self.grad.add_(grad)
-                param.grad = None
+            self.grad.copy_(grad)
+        self.filled = True
+        if self.aliased:
+            self.owned.param.grad = self.grad
+        elif self.left_alone:
+            self._seen = grad
+        else:
+            self.owned.param.grad = None
+
+    def adopt(self, grad: Tensor) -> None:
+        """Go on with what autograd had accumulated before the parameter had a place."""
+        if self.left_alone:
+            self.owned.param.grad = grad
+        self.take(grad)
+        self.arrived = True
 
     def attach(self) -> None:
-        """Make ``param.grad`` the buffer again; a ``None`` there means zero, as in plain torch."""
-        if not self.aliased or self.owned.param.grad is self.grad:
-            return
-        if self.owned.param.grad is None:
-            self.grad.zero_()
+        """Have a gradient, zero if there was none, for somebody who adds to it in the buffer."""
+        self.settle()
+        self.filled = True
+        if self.aliased:
             self.owned.param.grad = self.grad
         else:
-            self.collect()
+            self.arrived = True
+
+    def hide(self) -> None:
+        """Show ``param.grad`` as ``None`` while somebody clears what has been replaced by it already."""
+        if self.aliased and self.owned.param.grad is self.grad:
+            self._is_hidden, self.owned.param.grad = True, None
+
+    def unhide(self) -> None:
+        """Undo :meth:`hide`."""
+        if self._is_hidden:
+            self._is_hidden, self.owned.param.grad = False, self.grad
+
+    # Values
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether somebody has given the parameter other storage (``param.data = x``)."""
+        return self.owned.param.data_ptr() != self._address
 
     def release(self) -> None:
         """Give the parameter storage of its own and no gradient."""
@@ -150,6 +235,7 @@ class FlatBuffer:
         bucket_size: elements after which a bucket is closed.
         shard: whether each rank of ``axis`` owns one share of every bucket, or the whole.
         alias_grads: whether ``param.grad`` can be a view of ``grads``; ``None`` finds out.
+        leave_grads: see :attr:`Slot.left_alone`.
     """
 
     def __init__(
@@ -163,6 +249,7 @@ class FlatBuffer:
         shard: bool,
         mean_over: int | None = None,
         alias_grads: bool | None = None,
+        leave_grads: bool = False,
     ) -> None:
         self.key = key
         backward_order = list(reversed(owned))
@@ -176,7 +263,7 @@ class FlatBuffer:
         self.buckets: list[Bucket] = []
         for plan in plans:
             here = backward_order[plan.first : plan.first + len(plan.starts)]
-            slots = [self._slot(o, start, alias_grads) for o, start in zip(here, plan.starts, strict=True)]
+            slots = [self._slot(o, start, alias_grads, leave_grads) for o, start in zip(here, plan.starts, strict=True)]
             self.buckets.append(
                 Bucket(
                     key, slots, plan.start, self.params[plan.start : plan.end], self.grads[plan.start : plan.end],
@@ -184,17 +271,18 @@ class FlatBuffer:
                 )
             )  # fmt: skip
 
-    def _slot(self, owned: OwnedParam, start: int, aliased: bool) -> Slot:
+    def _slot(self, owned: OwnedParam, start: int, aliased: bool, left_alone: bool) -> Slot:
         param = owned.param
         data = self.params[start : start + param.numel()].view(param.shape)
         grad = self.grads[start : start + param.numel()].view(param.shape)
         data.copy_(param.detach())
-        param.grad = None
+        given, param.grad = param.grad, None
         param.data = data
         if aliased and grad.dtype != param.dtype:
             _set_grad_dtype(param, grad.dtype)
-        slot = Slot(owned, start, data, grad, aliased)
-        slot.alias()
+        slot = Slot(owned, start, data, grad, aliased, left_alone)
+        if given is not None:
+            slot.adopt(given)
         return slot
 
 

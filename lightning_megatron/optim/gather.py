@@ -20,15 +20,18 @@ class ParamGather:
     of the whole model's own, an embedding that only the output layer reads) is waited for where a step begins.
 
     Args:
-        buckets: all buckets, in the order in which forward needs them.
         overlap: whether to return before the parameters are there.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, overlap: bool) -> None:
-        self._buckets = list(buckets)
+    def __init__(self, *, overlap: bool) -> None:
+        self._buckets: list[Bucket] = []
         self._overlap = overlap
         self._handles: list[RemovableHandle] = []
         self._uncalled: list[Bucket] = []
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Take charge of buckets, in the order in which forward needs them; before :meth:`install`."""
+        self._buckets += buckets
 
     def start(self) -> None:
         """Begin all gathers; they are over on return unless overlap is on and :meth:`install` has been called."""
@@ -48,7 +51,8 @@ class ParamGather:
             bucket.finish_gather()
 
     def install(self, model: nn.Module) -> None:
-        """Hook the modules of ``model`` that own parameters of the buckets."""
+        """Hook the modules of ``model`` that own parameters of the buckets; once more after buckets were added."""
+        self._remove()
         where = {id(slot.owned.param): bucket for bucket in self._buckets for slot in bucket.slots}
         own = {id(where[id(p)]) for p in model.parameters(recurse=False) if id(p) in where}
         self._uncalled = [b for b in self._buckets if b.sharded and (b.key.tied_copy or id(b) in own)]
@@ -61,6 +65,9 @@ class ParamGather:
     def close(self) -> None:
         """Wait, and remove the hooks."""
         self.finish()
+        self._remove()
+
+    def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -69,13 +69,21 @@ def _cuts(mesh: ParallelMesh, shard: bool, specs: Sequence[ParamSpec], reach: Re
 
 
 def optimizer_problems(
-    optimizer: Optimizer, named_params: Sequence[tuple[str, nn.Parameter, ParamSpec]]
+    optimizer: Optimizer, named_params: Sequence[tuple[str, nn.Parameter, ParamSpec]], is_running: bool = False
 ) -> list[Problem]:
-    """What keeps the groups of ``optimizer`` from being those of a new optimizer of the model's parameters."""
+    """What keeps the groups of ``optimizer`` from being those of a new optimizer of the model's parameters.
+
+    Args:
+        optimizer: the user's.
+        named_params: name, parameter and spec of everything in the model.
+        is_running: whether it has been working on some of them already.
+    """
     kind = type(optimizer).__name__
     found: list[Problem] = []
-    has_stepped = any(group.get("step", 0) for group in optimizer.param_groups)
-    if has_stepped or any(state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+    has_stepped = any(group.get("step", 0) for group in optimizer.param_groups) or any(
+        state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()
+    )
+    if has_stepped and not is_running:
         reason = (
             "it has already taken steps, and its state belongs to whole parameters: pass a new one, load state later"
         )
@@ -106,6 +114,7 @@ def assign(
     shard: bool = True,
     main_dtype: torch.dtype | None = None,
     elementwise: Sequence[Vouched] = (),
+    known_already: Collection[int] = (),
 ) -> dict[BufferKey, list[OwnedParam]]:
     """Sort the parameters that ``optimizer`` trains into buffers, in order of definition.
 
@@ -117,6 +126,7 @@ def assign(
         shard: whether each of the ranks that share a parameter's gradient updates one share of it.
         main_dtype: of what is updated; ``None`` for that of the parameters.
         elementwise: optimizers that the user calls element-wise.
+        known_already: identities of the parameters that lie in a buffer.
 
     Raises:
         ConfigError: with everything that :func:`reach_problems` and :func:`optimizer_problems` find, or a name in
@@ -124,14 +134,14 @@ def assign(
     """
     known = list(named_params)
     found = reach_problems(optimizer, known, mesh, shard=shard, main_dtype=main_dtype, elementwise=elementwise)
-    raise_if_any(found + optimizer_problems(optimizer, known))
+    raise_if_any(found + optimizer_problems(optimizer, known, is_running=bool(known_already)))
     unknown = set(hold) - {name for name, _, _ in known}
     if unknown:
         raise ConfigError([Problem("hold", sorted(unknown), "no parameter of the model has this name")])
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     buffers: dict[BufferKey, list[OwnedParam]] = {}
     for order, (name, param, spec) in enumerate(known):
-        if id(param) not in group_of or not param.requires_grad:
+        if id(param) not in group_of or id(param) in known_already or not param.requires_grad:
             continue
         shared = mesh.tp.size > 1 and spec.tp_dim is None and not spec.is_expert
         key = BufferKey(

@@ -24,30 +24,37 @@ class GradReducer:
 
     Attributes:
         sync: whether the backward that runs now is the last of the step for the parameters it reaches.
-        reached: whether any gradient has arrived in this step.
+        complete: whether :meth:`finish` has run since gradients were last cleared or added to.
 
     Args:
-        buckets: all buckets, in the order in which backward completes them.
         tp: the ranks that gradients of ``grad_sum_over_tp`` buckets are summed over.
         dtype: on the wire; ``None`` means that of the gradients.
         overlap: whether to start during backward, or only when it is over.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], tp: Axis, *, dtype: torch.dtype | None, overlap: bool) -> None:
+    def __init__(self, tp: Axis, *, dtype: torch.dtype | None, overlap: bool) -> None:
         self.sync = False
-        self.reached = False
+        self.complete = False
         self._tp = tp
         self._dtype = dtype
         self._overlap = overlap
+        self._buckets: list[Bucket] = []
         # What is changed after backward (summed over tp, or over tied copies) can only be sent after that.
-        self._late = [b for b in buckets if b.key.grad_sum_over_tp or b.key.held]
-        self._queue = [b for b in buckets if b not in self._late]
+        self._late: list[Bucket] = []
+        self._queue: list[Bucket] = []
         self._next = 0
-        self._missing = self._all_missing()
-        self._buckets = tuple(buckets)
-        self._handles: list[RemovableHandle] = [
+        self._missing: dict[int, set[str]] | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Take charge of buckets, in the order in which backward completes them; not during a backward."""
+        first = len(self._buckets)
+        self._buckets += buckets
+        self._late += [b for b in buckets if b.key.grad_sum_over_tp or b.key.held]
+        self._queue += [b for b in buckets if b not in self._late]
+        self._handles += [
             slot.owned.param.register_post_accumulate_grad_hook(_noting(WeakMethod(self._arrived), i, k))
-            for i, bucket in enumerate(buckets)
+            for i, bucket in enumerate(buckets, first)
             for k, slot in enumerate(bucket.slots)
         ]
 
@@ -56,25 +63,39 @@ class GradReducer:
         return {**self.__dict__, "_handles": []}
 
     def _all_missing(self) -> dict[int, set[str]]:
-        return {id(bucket): {slot.owned.name for slot in bucket.slots} for bucket in self._queue}
+        def awaited(bucket: Bucket) -> set[str]:
+            return {slot.owned.name for slot in bucket.slots if slot.owned.param.requires_grad}
+
+        return {id(bucket): awaited(bucket) for bucket in self._queue}
 
     def _arrived(self, bucket_index: int, slot_index: int) -> None:
         bucket = self._buckets[bucket_index]
         slot = bucket.slots[slot_index]
-        if bucket.reduce_started:
+        if bucket.reduce_started and bucket.axis.size > 1:
             raise RuntimeError(
                 f"a gradient of {slot.owned.name!r} arrived after its bucket had been sent to the other data-parallel "
                 "ranks: a second backward ran although the one before was declared the last of the step. Declare only "
                 "the last one (sync=True), or switch overlap_grad_reduce off."
             )
+        if self.complete:
+            if bucket.is_mean and slot.owned.param.grad is slot.grad:
+                raise RuntimeError(
+                    f"a gradient of {slot.owned.name!r} was added to one that has been averaged over ranks: call "
+                    "self.manual_backward(loss) instead of loss.backward(), or zero_grad() before it"
+                )
+            self.reopen()
         slot.collect()
-        self.reached = True
         if self.sync and self._overlap and not (bucket.key.grad_sum_over_tp or bucket.key.held):
+            if self._missing is None:
+                self._missing = self._all_missing()
             self._missing[id(bucket)].discard(slot.owned.name)
-            self._start_ready()
+            self._start_ready(self._missing)
 
-    def _start_ready(self) -> None:
-        while self._next < len(self._queue) and not self._missing[id(self._queue[self._next])]:
+    def _start_ready(self, missing: dict[int, set[str]]) -> None:
+        while self._next < len(self._queue) and not missing[id(self._queue[self._next])]:
+            for slot in self._queue[self._next].slots:
+                if not slot.arrived:  # frozen: nothing comes, and what lies in the buffer is of another step
+                    slot.settle()
             self._start(self._queue[self._next])
             self._next += 1
 
@@ -83,10 +104,6 @@ class GradReducer:
 
     def finish(self) -> None:
         """Send what has not been sent, wait for all of it; gradients of own shares are means afterwards."""
-        rest = self._queue[self._next :] + self._late
-        for bucket in rest:
-            for slot in bucket.slots:
-                slot.attach()
         for bucket in self._queue[self._next :]:
             self._start(bucket)
         self._sum_over_tp()
@@ -96,20 +113,45 @@ class GradReducer:
 
     def _sum_over_tp(self) -> None:
         if self._tp.size > 1:
-            summed = [bucket.grads for bucket in self._late if bucket.key.grad_sum_over_tp]
-            for work in [dist.all_reduce(grads, group=self._tp.group, async_op=True) for grads in summed]:
+            summed = [bucket for bucket in self._late if bucket.key.grad_sum_over_tp]
+            for work in [dist.all_reduce(b.grads, group=self._tp.group, async_op=True) for b in summed]:
                 work.wait()
+            for bucket in summed:
+                bucket.is_mean = True
 
     def _end(self) -> None:
         for bucket in self._queue + self._late:
             bucket.finish_reduce()
-        self.sync = self.reached = False
+        self.sync = False
         self._next = 0
-        self._missing = self._all_missing()
+        self._missing = None
 
     def reset(self) -> None:
         """Forget a step that was broken off; waits for what is on the wire."""
         self._end()
+        self.complete = False
+        for bucket in self._buckets:
+            bucket.is_mean = False
+
+    def reopen(self) -> None:
+        """Let gradients be added to those of a step that is over, or that was never taken, where nobody cleared them.
+
+        In plain torch a gradient outlives the step. Here it has been averaged, and other ranks' shares are stale; so
+        what is left is made such that the next reduction finds it once.
+        """
+        over = self.complete or self._next > 0
+        if over:
+            self._end()
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                if slot.is_empty:
+                    slot.arrived = False
+            if over and bucket.is_mean and not all(slot.is_empty for slot in bucket.slots):
+                if self.complete and bucket.key.grad_sum_over_tp and self._tp.size > 1:
+                    bucket.own_grads.div_(self._tp.size)
+                bucket.take_back()
+            bucket.is_mean = False
+        self.complete = False
 
     def close(self) -> None:
         """Remove the hooks."""

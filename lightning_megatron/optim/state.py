@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatron.optim.main import MainParam
+from lightning_megatron.optim.main import MainParam, MainValues, is_per_element
 from lightning_megatron.params import FlatPiece
 
 STEP = "step"
@@ -40,29 +40,24 @@ class PieceState(NamedTuple):
     scalars: dict[str, Any]
 
 
-def is_per_element(value: object, main: Tensor) -> bool:
-    """Whether a state value has one element per element of the main parameter."""
-    return isinstance(value, Tensor) and value.shape == main.shape
-
-
-def pieces_of(main: MainParam, state: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[PieceState]:
-    """The parameters, or ranges of them, that a main parameter holds, in buffer order.
+def pieces_of(
+    main: MainValues, part: MainParam, state: Mapping[str, Any], group: Mapping[str, Any]
+) -> Iterator[PieceState]:
+    """The pieces that this rank owns of the parameters of ``part``, in buffer order.
 
     Args:
-        main: the main parameter.
-        state: the optimizer's, of it.
+        main: main values of a bucket.
+        part: a stretch of them.
+        state: the optimizer's, of that stretch.
         group: the optimizer's group that it is in.
     """
     if state and STEP in group:
         state = {**state, STEP: float(group[STEP])}
-    values = main.param.detach()
-    for slot in main.bucket.slots:
-        start, end = max(slot.start, main.start), min(slot.end, main.end)
-        if start >= end:
-            continue
-        owned = slot.owned
-        piece = FlatPiece(owned.name, owned.spec, tuple(owned.param.shape), start - slot.start, end - slot.start)
-        here = slice(start - main.start, end - main.start)
+    for slot in part.slots:
+        own, owned, first = main.stretch(slot), slot.owned, main.bucket.own_start - slot.start
+        piece = FlatPiece(owned.name, owned.spec, tuple(owned.param.shape), own.start + first, own.stop + first)
+        here = slice(own.start - part.start, own.stop - part.start)
+        values = part.param.detach()
         yield PieceState(
             piece,
             values.view(-1)[here],

@@ -7,32 +7,34 @@ gathered. The optimizer object, its hyper-parameters and whatever schedules them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.buffer import FlatBuffer, Slot
 from lightning_megatron.optim.clip import any_nonfinite, counts_here, global_norm
+from lightning_megatron.optim.edits import refuse_replaced, take_edited_grads, take_written_values
 from lightning_megatron.optim.gather import ParamGather
 from lightning_megatron.optim.groups import assign
-from lightning_megatron.optim.main import MainParam, main_params_of
+from lightning_megatron.optim.held import HeldState
+from lightning_megatron.optim.main import MainValues
 from lightning_megatron.optim.plan import default_bucket_size
-from lightning_megatron.optim.reach import Reach, Vouched, reach_of
+from lightning_megatron.optim.reach import Reach, Vouched, has_modes, reach_of
+from lightning_megatron.optim.reached import OtherRanks
 from lightning_megatron.optim.reduce import GradReducer
-from lightning_megatron.optim.state import STEP, PieceState, allocate_state, load_piece, pieces_of, state_like
-from lightning_megatron.params import FlatPiece, ParamSpec
-
-_KERNELS = frozenset({"foreach", "fused", "capturable"})
-"""Settings of torch's optimizers that say how, and not what, is computed."""
+from lightning_megatron.optim.state import pieces_of
+from lightning_megatron.optim.swap import SteppingGroups
+from lightning_megatron.params import ParamSpec
 
 
-class ShardedOptimizer:
-    """Puts flat main parameters into a torch optimizer's groups and keeps them and the model's parameters together.
+class ShardedOptimizer(HeldState):
+    """Lets a torch optimizer step on flat main parameters and keeps them and the model's parameters together.
 
     A training step, by whoever owns the loop::
 
@@ -42,20 +44,23 @@ class ShardedOptimizer:
             loss.backward()
         zero.finish_grad_sync()               # mean gradients are now `.grad` of the main parameters
         zero.clip_by_norm(1.0)
-        optimizer.step()
-        zero.start_param_gather()             # waited for by the modules of the next forward
+        optimizer.step()                      # parameters begin to be gathered; modules of the next forward wait
 
-    A parameter that no backward of the step reached has a zero gradient, not ``None``: it is decayed and its moments
-    fade, where plain torch would leave it alone. It must be so: another rank may have reached it. Only where there is
-    no other rank and no backward has run at all (a user skipped the batch), gradients stay ``None``.
+    Between steps the optimizer's groups hold the user's parameters, and ``param.grad`` means what it does in plain
+    torch: a parameter whose gradient is ``None`` (no backward reached it, it is frozen, or somebody cleared it) is left
+    alone by the step. With several data-parallel ranks it is left alone if no rank has a gradient for it, see
+    :class:`~lightning_megatron.optim.reached.OtherRanks`.
+
+    Parameters that begin to need a gradient, and groups that are added, join at the next step.
 
     Attributes:
-        optimizer: the user's. ``param_groups[i]["params"]`` are main parameters; all else in the groups is untouched.
+        optimizer: the user's.
         buffers: flat parameters and gradients by kind.
         is_flat: whether main parameters are flat shares of buckets; else each has the shape of its parameter.
-        grads_are_complete: whether :meth:`finish_grad_sync` has run in this window of accumulation.
         grad_factor: what :meth:`finish_grad_sync` multiplies gradients with, for a loss whose denominator is known only
             after the last forward (a number of tokens); ``None`` for nothing. Forgotten where a window begins.
+        compare_values: whether a step looks for values that somebody wrote through ``param.data``, which costs some
+            passes over them; other writes are seen at no cost.
 
     Args:
         optimizer: a torch optimizer without state, over parameters of the model: any where each rank updates whole
@@ -75,6 +80,8 @@ class ShardedOptimizer:
         hold: names of parameters whose gradients are changed between backward and :meth:`finish_grad_sync` (tied over
             pipeline stages): they are not sent before.
         alias_grads: whether ``param.grad`` is a view of the flat gradient; ``None`` asks torch what it can.
+        leave_grads: where it is not: leave gradients in ``param.grad``, added up in the parameter's dtype, until the
+            step, so that the user can clear and replace them.
         elementwise: optimizers, beside those that are known, whose update of an element looks at that element alone.
 
     Raises:
@@ -97,67 +104,65 @@ class ShardedOptimizer:
         bucket_size: int | None = None,
         hold: Collection[str] = (),
         alias_grads: bool | None = None,
+        leave_grads: bool = False,
         elementwise: Sequence[Vouched] = (),
     ) -> None:
-        self.optimizer = optimizer
+        # One that swaps values in train() and eval() finds its state at the parameters themselves.
+        super().__init__(optimizer, reach_of(optimizer, elementwise) is Reach.ELEMENT and not has_modes(optimizer))
         self._mesh = mesh
         self._device = mesh.rng.device
-        self.grads_are_complete = False
         self.grad_factor: Tensor | None = None
-        self._user_params: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
-        owned = assign(optimizer, named_params, mesh, hold, shard=shard, main_dtype=main_dtype, elementwise=elementwise)
-        self.is_flat = reach_of(optimizer, elementwise) is Reach.ELEMENT
-        self.buffers = [
-            FlatBuffer(
-                key,
-                params,
-                mesh.edp if key.expert else mesh.dp_cp,
-                grad_dtype=grad_dtype,
-                bucket_size=bucket_size or default_bucket_size((mesh.edp if key.expert else mesh.dp_cp).size),
-                shard=shard,
-                mean_over=mesh.dp_cp.size,
-                alias_grads=alias_grads,
-            )
-            for key, params in owned.items()
-        ]
-        buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
+        self.compare_values = False
+        self._named = list(named_params)
+        self._assign = partial(
+            assign, mesh=mesh, hold=frozenset(hold), shard=shard, main_dtype=main_dtype, elementwise=elementwise
+        )
+        self._main_dtype = main_dtype
+        self._make_buffer = partial(
+            FlatBuffer,
+            grad_dtype=grad_dtype,
+            shard=shard,
+            mean_over=mesh.dp_cp.size,
+            alias_grads=alias_grads,
+            leave_grads=leave_grads,
+        )
+        self._bucket_size = bucket_size
+        self._known: set[int] = set()
+        self._model: nn.Module | None = None
+        self.buffers: list[FlatBuffer] = []
+        self._reducer = GradReducer(mesh.tp, dtype=reduce_dtype, overlap=overlap_grad_reduce)
+        self._gather = ParamGather(overlap=overlap_param_gather)
+        self._others = OtherRanks()
+        self._take_in()
+        self._groups = SteppingGroups(optimizer, self._mains_by_group, self._before_step, self.start_param_gather)
+
+    def take_in_newcomers(self) -> None:
+        """Let parameters join that began to need a gradient, or came with a group that was added, in mid-run."""
+        groups = self.optimizer.param_groups
+        if any(p.requires_grad and id(p) not in self._known for group in groups for p in group["params"]):
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Lay out the parameters that need a gradient and are in no buffer yet."""
+        owned = self._assign(self.optimizer, self._named, known_already=self._known)
+        axes = {key: self._mesh.edp if key.expert else self._mesh.dp_cp for key in owned}
+        sizes = {key: self._bucket_size or default_bucket_size(axis.size) for key, axis in axes.items()}
+        buffers = [self._make_buffer(key, params, axes[key], bucket_size=sizes[key]) for key, params in owned.items()]
+        buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
         # Backward completes a bucket when it reaches the earliest parameter in it; forward needs it from there on.
         buckets.sort(key=lambda bucket: -min(slot.owned.order for slot in bucket.slots))
-        self._buckets = buckets
-        self._mains = [main for bucket in buckets for main in main_params_of(bucket, main_dtype, flat=self.is_flat)]
-        self._swap_groups()
-        self._reducer = GradReducer(buckets, mesh.tp, dtype=reduce_dtype, overlap=overlap_grad_reduce)
-        self._gather = ParamGather(buckets[::-1], overlap=overlap_param_gather)
+        self.buffers += buffers
+        mains = {bucket: MainValues(bucket, self._main_dtype, whole=not self.is_flat) for bucket in buckets}
+        self._mains |= mains
+        self._known |= {id(slot.owned.param) for bucket in buckets for slot in bucket.slots}
+        self._move_state(mains)
+        self._reducer.add(buckets)
+        self._gather.add(buckets[::-1])
+        if self._model is not None:
+            self._gather.install(self._model)
 
-    def _swap_groups(self) -> None:
-        state = dict(self.optimizer.state)
-        self.optimizer.state.clear()
-        for group, mains, params in zip(
-            self.optimizer.param_groups, self._mains_by_group(), self._user_params, strict=True
-        ):
-            group["params"] = [main.param for main in mains]
-            # Some optimizers allocate when they are made (Adagrad): the same start, in the new shape.
-            begun = next((p for p in params if state.get(p)), None)
-            for main in mains:
-                if main.owned is not None and state.get(main.owned.param):
-                    self.optimizer.state[main.param] = state[main.owned.param]
-                elif main.owned is None and begun is not None:
-                    self.optimizer.state[main.param] = state_like(main.param, state[begun], begun)
-
-    def _mains_by_group(self) -> list[list[MainParam]]:
-        """The main parameters of each group; those of whole parameters in the user's order."""
-        groups: list[list[MainParam]] = [[] for _ in self._user_params]
-        for main in self._mains:
-            groups[main.bucket.key.group].append(main)
-        for mains, params in zip(groups, self._user_params, strict=True):
-            place = {id(param): number for number, param in enumerate(params)}
-            mains.sort(key=lambda main: 0 if main.owned is None else place[id(main.owned.param)])
-        return groups
-
-    @property
-    def _slots(self) -> Iterator[Slot]:
-        """All parameters, in the order in which backward completes them."""
-        return (slot for bucket in self._buckets for slot in bucket.slots)
+    def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
+        return ((bucket, slot) for bucket in self._mains for slot in bucket.slots)
 
     # Gradients
 
@@ -179,37 +184,66 @@ class ShardedOptimizer:
         finally:
             self.sync = False
 
+    @property
+    def grads_are_complete(self) -> bool:
+        """Whether :meth:`finish_grad_sync` has run since gradients were last cleared or added to."""
+        return self._reducer.complete
+
     def zero_grads(self) -> None:
         """Begin a window of accumulation: all gradients are zero, which ``param.grad`` says as ``None``."""
         self._reducer.reset()
-        self.grads_are_complete = False
         self.grad_factor = None
-        for main in self._mains:
-            main.param.grad = None
-        for slot in self._slots:
+        for main in self._mains.values():
+            for part in main.parts:
+                part.param.grad = None
+        for _, slot in self._slots():
             slot.begin()
+
+    def reopen(self) -> None:
+        """Before a backward whose gradients are to be added to what has not been cleared; once a batch at most."""
+        self._reducer.reopen()
+
+    @property
+    def shows_grads(self) -> bool:
+        """Whether ``param.grad`` is the accumulated gradient; otherwise it is ``None`` between backwards."""
+        return all(slot.aliased or slot.left_alone for _, slot in self._slots())
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The places of all parameters."""
+        return [slot for _, slot in self._slots()]
 
     def main_grad(self, name: str) -> Tensor:
         """The accumulated gradient of a parameter, in its shape: complete before, own share only after the sync."""
-        slot = next(slot for slot in self._slots if slot.owned.name == name)
+        slot = next(slot for _, slot in self._slots() if slot.owned.name == name)
         slot.attach()
         return slot.grad
 
     def finish_grad_sync(self) -> None:
-        """Complete the reduction; the mean gradient of each main parameter becomes its ``.grad``."""
-        self.grads_are_complete = True
-        if not self._reducer.reached and all(bucket.axis.size == 1 for bucket in self._buckets):
-            return
-        self._reducer.finish()
-        for main in self._mains:
-            main.take_grad()
+        """Complete the reduction; the mean gradient of each main parameter becomes its ``.grad``.
+
+        Raises:
+            RuntimeError: for a gradient that was replaced where it has to be averaged first.
+        """
+        self.take_in_newcomers()
+        for bucket, slot in self._slots():
+            shared = bucket.axis.size > 1
+            if shared and slot.is_replaced:
+                refuse_replaced(slot)
+            slot.settle(sent=shared and bucket.reduce_started)
+        self._reducer.complete = True
+        if any(slot.filled or bucket.axis.size > 1 for bucket, slot in self._slots()):
+            self._reducer.finish()
+            self._others.ask(self._mains.values())
+        for main in self._mains.values():
+            main.take_grads(self.optimizer, lambda slot: slot.filled)
         if self.grad_factor is not None:
             self.scale_grads(self.grad_factor)
 
-    @property
-    def main_params(self) -> list[nn.Parameter]:
-        """This rank's main parameters: one ``[n]`` for each bucket, or one for each parameter in its shape."""
-        return [main.param for main in self._mains]
+    def _take_edited_grads(self) -> None:
+        """Heed gradients that a hook has replaced or set to ``None`` since they were complete."""
+        for main in self._mains.values():
+            take_edited_grads(main, self.optimizer)
 
     def gradients_of(self, wanted: Callable[[ParamSpec], bool]) -> list[tuple[str, Tensor]]:
         """Mean gradients ``[n]`` of ranges that this rank holds, with names; zeros where no backward has run.
@@ -218,9 +252,9 @@ class ShardedOptimizer:
             wanted: whether a parameter of a spec is.
         """
         found: list[tuple[str, Tensor]] = []
-        for main in self._mains:
-            grad = torch.zeros_like(main.param) if main.param.grad is None else main.param.grad
-            pieces = pieces_of(main, {"grad": grad}, {})
+        for main, part in ((main, part) for main in self._mains.values() for part in main.parts):
+            grad = torch.zeros_like(part.param) if part.param.grad is None else part.param.grad
+            pieces = pieces_of(main, part, {"grad": grad}, {})
             found += [(piece.piece.name, piece.state["grad"]) for piece in pieces if wanted(piece.piece.spec)]
         return found
 
@@ -229,10 +263,10 @@ class ShardedOptimizer:
 
     def grad_norm(self) -> Tensor:
         """L2 norm of the whole model's gradient, each element counted once: fp32 scalar, equal on all ranks."""
-        counted = [main.param.grad for main in self._mains if counts_here(main.bucket, self._mesh)]
-        return global_norm(
-            [grad for grad in counted if grad is not None], self._mesh.world, self._device, self.norm_dtype
-        )
+        self._take_edited_grads()
+        mains = (main for bucket, main in self._mains.items() if counts_here(bucket, self._mesh))
+        counted = [part.param.grad for main in mains for part in main.parts if part.param.grad is not None]
+        return global_norm(counted, self._mesh.world, self._device, self.norm_dtype)
 
     @property
     def norm_dtype(self) -> torch.dtype:
@@ -242,8 +276,8 @@ class ShardedOptimizer:
 
     def counted_grads(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank counts of gradients in a sum over all ranks, parameter by parameter with their names."""
-        for main in self._mains:
-            if counts_here(main.bucket, self._mesh):
+        for bucket, main in self._mains.items():
+            if counts_here(bucket, self._mesh):
                 yield from main.grad_pieces()
 
     def clip_by_norm(self, max_norm: float) -> Tensor:
@@ -258,6 +292,7 @@ class ShardedOptimizer:
 
     def clip_by_value(self, limit: float) -> None:
         """Clamp every element of the gradient to ``[-limit, limit]``."""
+        self._take_edited_grads()
         for grad in self._grads():
             grad.clamp_(-limit, limit)
 
@@ -274,11 +309,23 @@ class ShardedOptimizer:
 
     def install_gather_hooks(self, model: nn.Module) -> None:
         """Let the modules of ``model`` wait for their parameters; without it :meth:`start_param_gather` waits."""
+        self._model = model
         self._gather.install(model)
+
+    def _before_step(self) -> None:
+        if self.grads_are_complete:
+            self._take_edited_grads()
+        else:
+            self.finish_grad_sync()
+        self.take_written_values()
+
+    def recover(self) -> None:
+        """Put the user's parameters back into the groups after a step that raised an exception."""
+        self._groups.recover()
 
     def start_param_gather(self) -> None:
         """After a step: main values into the parameters, and everybody's shares to everybody."""
-        for main in self._mains:
+        for main in self._mains.values():
             main.to_params()
         self._gather.start()
 
@@ -290,118 +337,38 @@ class ShardedOptimizer:
         """Wait until all parameters have their new values (before they are saved, compared or used otherwise)."""
         self._gather.finish()
 
+    def take_written_values(self) -> None:
+        """Heed values that somebody has written into parameters since the last step: before they are used or saved."""
+        for main in self._mains.values():
+            take_written_values(main, everywhere=self.compare_values)
+
     def refresh_params(self) -> None:
         """Parameters from main values, on all ranks: after optimizer state was loaded."""
+        for main in self._mains.values():
+            main.unite(self.optimizer)
         self.start_param_gather()
         self.finish_param_gather()
 
     def refresh_main(self) -> None:
         """Main values from parameters: after weights were loaded."""
         self.finish_param_gather()
-        for main in self._mains:
+        for main in self._mains.values():
             main.from_params()
-
-    # State
-
-    def init_state(self) -> None:
-        """Allocate an element-wise optimizer's state where it has none, so that a checkpoint can be loaded into it."""
-        if self.is_flat:
-            allocate_state(self.optimizer, [[main.param for main in group] for group in self._mains_by_group()])
-
-    def pieces(self) -> list[PieceState]:
-        """What this rank holds, parameter by parameter; views, so that copying into them loads a checkpoint.
-
-        A parameter that is not sharded, or that is replicated over tp, appears on every rank that holds it.
-        """
-        return [piece for main in self._mains for piece in self._pieces_of(main)]
-
-    def _pieces_of(self, main: MainParam) -> Iterator[PieceState]:
-        state = self.optimizer.state.get(main.param, {}) if self.is_flat else {}
-        return pieces_of(main, state, self.optimizer.param_groups[main.bucket.key.group])
-
-    def load_piece_state(
-        self,
-        piece: FlatPiece,
-        main: Tensor | None = None,
-        state: Mapping[str, Tensor] | None = None,
-        scalars: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Fill one of :meth:`pieces` in place; call :meth:`init_state` before the first, :meth:`refresh_params` after.
-
-        Raises:
-            KeyError: if this rank does not hold the piece, or its optimizer does not keep a state of that name.
-        """
-        holding = (m for m in self._mains if any(slot.owned.name == piece.name for slot in m.bucket.slots))
-        for owner in holding:
-            for target in self._pieces_of(owner):
-                if (target.piece.name, target.piece.start, target.piece.end) == (piece.name, piece.start, piece.end):
-                    group = self.optimizer.param_groups[owner.bucket.key.group]
-                    load_piece(target, self.optimizer.state[owner.param], group, main, state or {}, scalars or {})
-                    return
-        raise KeyError(f"no piece {piece.name}[{piece.start}:{piece.end}] on this rank")
-
-    def whole_state(self) -> dict[str, dict[str, Any]]:
-        """What an optimizer that is not element-wise keeps, by name of the parameter; it may have any form."""
-        if self.is_flat:
-            return {}
-        state = self.optimizer.state_dict()["state"]
-        return {name: dict(state.get(index, {})) for index, name in enumerate(self._names_in_groups())}
-
-    def load_whole_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on with what :meth:`whole_state` gave; call :meth:`load_group_settings` before."""
-        if self.is_flat:
-            return
-        saved = self.optimizer.state_dict()
-        saved["state"] = {i: state[name] for i, name in enumerate(self._names_in_groups()) if state.get(name)}
-        self.optimizer.load_state_dict(saved)
-
-    def _names_in_groups(self) -> list[str]:
-        return [main.owned.name for group in self._mains_by_group() for main in group if main.owned is not None]
-
-    def group_names(self) -> list[list[str]]:
-        """Global names of the parameters in each of the user's groups, in order of definition."""
-        names: list[list[tuple[int, str]]] = [[] for _ in self._user_params]
-        for bucket in self._buckets:
-            names[bucket.key.group] += [(slot.owned.order, slot.owned.name) for slot in bucket.slots]
-        return [[name for _, name in sorted(group)] for group in names]
-
-    def group_settings(self) -> list[dict[str, Any]]:
-        """What each of the user's groups says besides its parameters: the learning rate and so on.
-
-        Element-wise state has the step of a group with each parameter.
-        """
-        return [
-            {name: value for name, value in group.items() if name != "params" and not (name == STEP and self.is_flat)}
-            for group in self.optimizer.param_groups
-        ]
-
-    def load_group_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Set what :meth:`group_settings` gave, but for the choice of a kernel, which is today's."""
-        for group, saved in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update({name: value for name, value in saved.items() if name not in _KERNELS})
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes on this rank of optimizer state and of main values that are not the parameters themselves."""
-        total = 0
-        for main in self._mains:
-            if not main.is_view:
-                total += main.param.nbytes
-            total += sum(v.nbytes for v in self.optimizer.state.get(main.param, {}).values() if isinstance(v, Tensor))
-        return total
 
     def close(self) -> None:
         """Take everything apart: hooks removed, parameters in storage of their own and back in the groups.
 
         The optimizer's state, which belonged to the shards, is gone.
         """
+        self._groups.close()
         self._reducer.close()
         self._gather.close()
-        for slot in self._slots:
+        self.take_written_values()
+        for _, slot in self._slots():
             slot.release()
         self.optimizer.state.clear()
-        for group, params in zip(self.optimizer.param_groups, self._user_params, strict=True):
-            group["params"] = params
         self._mains.clear()
-        self._buckets.clear()
         self.buffers.clear()
+        self._named.clear()
+        self._known.clear()
+        self._model = None

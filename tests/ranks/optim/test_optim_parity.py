@@ -74,8 +74,7 @@ def plain(kind: str, clip: str | None) -> tuple[list[Tensor], list[float]]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     norms = []
     for x, y in batches():
-        for p in model.parameters():  # a parameter nobody reaches has a zero gradient, see ShardedOptimizer
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        optimizer.zero_grad()
         loss_of(model, x, y).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3 if clip == "norm" else 1e9)))
         if clip == "value":

@@ -159,7 +159,8 @@ def test_whole_parameters_train_as_in_plain_torch(ranks: Callable[..., list[Any]
 def bf16(make: Make) -> tuple[list[Tensor], list[Tensor]]:
     job = Job(make, dtype=torch.bfloat16)
     params = job.train(range(STEPS))
-    return params, [p.detach() for p in job.optimizer.param_groups[0]["params"]]
+    mains = {piece.name: values.view(piece.local_shape) for piece, values, *_ in job.zero.pieces()}
+    return params, [mains[name] for name, _ in job.model.named_parameters()]
 
 
 def test_main_values_of_bf16_parameters_are_fp32_in_the_parameters_shape(ranks: Callable[..., list[Any]]) -> None:

@@ -71,10 +71,9 @@ def test_gradients_are_views_and_survive_what_users_do_to_them() -> None:
         backward(both, 2)
         both[2].bias.grad = None
     zero.finish_grad_sync()
-    assert all(
-        p.grad is not None and p.grad.untyped_storage().data_ptr() == buffer.data_ptr() for p in model.parameters()
-    )
-    assert zero.main_grad("2.bias").abs().sum() == 0
+    assert [name for name, p in model.named_parameters() if p.grad is None] == ["2.bias"]
+    held = [p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None]
+    assert held == [buffer.data_ptr()] * 3
     for (name, _), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
         if reference.grad is not None:
             torch.testing.assert_close(zero.main_grad(name), reference.grad)
