@@ -178,15 +178,22 @@ def test_subclasses_of_element_wise_optimizers_are_welcome() -> None:
     assert wrap(model, MyAdam(model.parameters())).main_params
 
 
+class Fills(RowWise):
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        params = self.param_groups[0]["params"]
+        self.seen = [(tuple(p.shape), p.dtype) for p in params]
+        params[1].fill_(0.5)
+
+
 def test_an_optimizer_of_whole_parameters_sees_their_shapes_on_one_rank() -> None:
     model = net(BF16)
-    optimizer = RowWise([model[2].bias, model[0].weight])
+    optimizer = Fills([model[2].bias, model[0].weight])
     zero = wrap(model, optimizer)
-    assert [tuple(p.shape) for p in optimizer.param_groups[0]["params"]] == [(2,), (9, 6)]
     assert zero.group_names() == [["0.weight", "2.bias"]]
-    with torch.no_grad():
-        optimizer.param_groups[0]["params"][1].fill_(0.5)
-    zero.refresh_params()
+    optimizer.step()
+    assert optimizer.seen == [((2,), torch.float32), ((9, 6), torch.float32)]
+    assert optimizer.param_groups[0]["params"] == [model[2].bias, model[0].weight]
     assert (model[0].weight == 0.5).all()
 
 
