@@ -383,13 +383,7 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         finally:
             self._accumulating = False
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """One step of the user's optimizer."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         devices.mark_step(self.root_device)

@@ -252,7 +252,8 @@ class ShardedOptimizer(HeldState):
             wanted: whether a parameter of a spec is.
         """
         found: list[tuple[str, Tensor]] = []
-        for main, part in ((main, part) for main in self._mains.values() for part in main.parts):
+        parts = ((main, part) for main in self._mains.values() for part in main.parts)
+        for main, part in parts:
             grad = torch.zeros_like(part.param) if part.param.grad is None else part.param.grad
             pieces = pieces_of(main, part, {"grad": grad}, {})
             found += [(piece.piece.name, piece.state["grad"]) for piece in pieces if wanted(piece.piece.spec)]
