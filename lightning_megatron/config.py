@@ -7,7 +7,7 @@ the first fault: it returns every :class:`Problem` it finds, and one :class:`Con
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol, runtime_checkable
@@ -58,6 +58,15 @@ def raise_if_any(problems: Iterable[Problem]) -> None:
     found = list(problems)
     if found:
         raise ConfigError(found)
+
+
+def problems_of(function: Callable[..., object], *args: object) -> list[Problem]:
+    """What a call complains about."""
+    try:
+        function(*args)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def nearest_to(value: int, candidates: Iterable[int], count: int = 3) -> tuple[int, ...]:
@@ -266,6 +275,9 @@ class ParallelLayout:
             for name, size in sizes.items()
             if size is not None and not is_whole(size, at_least=1)
         ]
+        if not isinstance(self.sequence_parallel, bool | None):
+            reason, near = "must be True or False or None", (None, True, False)
+            found.append(Problem("sequence_parallel", self.sequence_parallel, reason, near))
         if self.cp_comm_type not in CP_COMM_TYPES:
             near = nearest_names(str(self.cp_comm_type), CP_COMM_TYPES)
             found.append(Problem("cp_comm_type", self.cp_comm_type, "unknown", near))

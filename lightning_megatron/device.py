@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,13 @@ def best_available() -> DeviceKind:
     if hpu_available():
         return HPU
     return CUDA if torch.cuda.is_available() else CPU
+
+
+def collective_backends(device: torch.device) -> tuple[str, ...]:
+    """Backends of torch.distributed that are here and take tensors of a device; its own comes first."""
+    own = kind_of(device).backend
+    able = (name for name, types in dist.Backend.backend_capability.items() if device.type in types)
+    return own, *(name for name in able if name != own and dist.is_backend_available(name))
 
 
 def take_card(device: torch.device, *, world_size: int, rank: int, local_rank: int) -> None:

@@ -112,7 +112,7 @@ def recompute_problems(
 
 
 def _field_problems(granularity: Granularity, method: str, num_layers: int, shard_saved: bool) -> list[Problem]:
-    found = _granularity_problems(granularity)
+    found = granularity_problems(granularity)
     if method not in METHODS:
         found.append(Problem("recompute_method", method, "unknown", nearest_names(str(method), METHODS)))
     if not is_whole(num_layers, at_least=1):
@@ -140,7 +140,8 @@ def _sharding_problems(shard_saved: bool, layout: ParallelLayout) -> list[Proble
     return []
 
 
-def _granularity_problems(granularity: Granularity) -> list[Problem]:
+def granularity_problems(granularity: Granularity) -> list[Problem]:
+    """Words that name nothing that can be computed again."""
     words = ("selective", "full")
     if granularity is None:
         return []

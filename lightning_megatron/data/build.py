@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_megatron.config import ConfigError, Problem, raise_if_any
+from lightning_megatron.config import ConfigError, Problem, problems_of, raise_if_any
 from lightning_megatron.data.blend import BlendedDataset, normalized
 from lightning_megatron.data.cache import default_cache_dir
+from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.gpt_dataset import GPTDataset
 from lightning_megatron.data.indexed import IndexedDataset
 
@@ -27,6 +28,22 @@ SampleDataset = GPTDataset | BlendedDataset
 DataPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | float]
 
 _log = logging.getLogger(__name__)
+
+
+def file_problems(data_path: DataPath, argument: str) -> list[Problem]:
+    """Pairs of files that are missing or faulty.
+
+    Args:
+        data_path: as for :func:`build_gpt_datasets`; one that cannot be read is faulty itself.
+        argument: that gave it.
+    """
+    found = problems_of(parse_data_path, data_path, argument)
+    for prefix in () if found else dict.fromkeys(parse_data_path(data_path, argument).prefixes):
+        try:
+            IndexedDataset(prefix)
+        except (DataError, OSError) as error:
+            found.append(Problem(argument, prefix, str(error).removeprefix(f"{prefix}: ")))
+    return found
 
 
 @dataclass(frozen=True)
@@ -118,8 +135,8 @@ def build_gpt_datasets(
         data_path: prefix of a ``.bin`` / ``.idx`` pair, a list of them (each read once, mixed by length), or
             ``[weight, prefix, ...]``. Cut into the three by ``split``.
         seq_length: tokens of a sample.
-        num_samples: least number of samples for training, validation and test; ``None`` means what one epoch gives,
-            ``0`` means no such data set.
+        num_samples: least number of samples for training, validation and test; ``None`` means what one epoch gives (of
+            a weighted blend: until its first member is used up), ``0`` means no such data set.
         split: shares of the sequences, see :func:`parse_split`.
         seed: of all orders.
         cache_dir: where index arrays are kept, for data in read-only places; default ``cache/GPTDataset_indices``
@@ -201,10 +218,15 @@ def _build_split(
         names, members = [p for p, _ in found], [d for _, d in found]
         size = None if wanted is None else min(wanted, sum(map(len, members)))
         return BlendedDataset(members, None, size, names=names, **common)
+    given = dict(zip(prefixes, blend.weights, strict=True))
     if wanted is None:
-        reason = f"a weighted blend needs a number of {options['split_name']} samples"
-        raise ConfigError([Problem("num_samples", None, reason)])
-    weights = normalized(blend.weights)
+        # As many as there are without reading one twice.
+        lengths = {p: len(d) for p in given if (d := member(p, None)) is not None}
+        given = {p: w for p, w in given.items() if lengths.get(p)}
+        if not given:
+            return None
+        wanted = int(min(lengths[p] / w for p, w in zip(given, normalized([*given.values()]), strict=True)))
+    prefixes, weights = tuple(given), normalized([*given.values()])
     targets = [math.ceil(wanted * w) for w in weights]
     built = [member(p, math.ceil(t * (1 + surplus))) for p, t in zip(prefixes, targets, strict=True)]
     return BlendedDataset([d for d in built if d is not None], weights, sum(targets), names=prefixes, **common)

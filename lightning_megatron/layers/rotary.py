@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
+
+from lightning_megatron.arguments import above, field_problems
+from lightning_megatron.config import Problem
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,14 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+    def problems(self) -> list[Problem]:
+        """Every fault of the fields."""
+        found = field_problems(self, dict.fromkeys((field.name for field in fields(self)), above(0)))
+        if not found and self.high_freq_factor <= self.low_freq_factor:
+            reason = f"must be above low_freq_factor={self.low_freq_factor}"
+            found.append(Problem("high_freq_factor", self.high_freq_factor, reason, (4 * self.low_freq_factor,)))
+        return [replace(problem, argument=f"rope_scaling.{problem.argument}") for problem in found]
 
     def apply(self, frequencies: Tensor) -> Tensor:
         """Scaled frequencies, ``[D/2]``."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
+from typing import Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import CheckpointIO
 
+from lightning_megatron import device as devices
+from lightning_megatron.arguments import Check, Rules, above, at_least
 from lightning_megatron.checkpoint.hf.directory import is_hf_directory
 from lightning_megatron.checkpoint.locate import is_checkpoint
 from lightning_megatron.config import (
@@ -18,39 +21,72 @@ from lightning_megatron.config import (
     HasModelShape,
     ParallelLayout,
     Problem,
-    nearest_names,
+    problems_of,
 )
-from lightning_megatron.lightning.grad_reduction import REDUCE_DTYPES
 from lightning_megatron.lightning.hugging_face import hf_problems
-from lightning_megatron.lightning.refusals import callback_problems, checkpoint_io_problem, module_problems
+from lightning_megatron.lightning.refusals import (
+    callback_problems,
+    checkpoint_io_problem,
+    module_problems,
+    trainer_problems,
+)
 from lightning_megatron.lightning.saved_shape import path_problems
 from lightning_megatron.lightning.saving_checks import saving_problems
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.moe.config import MoEConfig
-from lightning_megatron.ops.choice import Ops
-from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.recompute import RecomputePlan
+from lightning_megatron.ops.choice import Ops, parse_wishes
+from lightning_megatron.optim.reach import vouching_problems
+from lightning_megatron.pipeline.partition import LayerSplit, parse_layout
+from lightning_megatron.recompute import RecomputePlan, granularity_problems
+
+RULES: Rules = {
+    "recompute": Check(granularity_problems),
+    "ops": Check(lambda asked: parse_wishes(asked)[1]),
+    "fp8": Check(lambda recipe: [] if recipe is None else recipe.problems()),
+    "checkpoint_io": Check(lambda plugin: [] if plugin is None else [checkpoint_io_problem("checkpoint_io", plugin)]),
+    "elementwise_optimizers": Check(lambda vouched: vouching_problems(vouched or ())),
+    "pipeline_layout": Check(lambda text: [] if text is None else problems_of(parse_layout, text)),
+    **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "vpp", "recompute_num_layers"), at_least(1)),
+    **dict.fromkeys(("micro_batch_size", "bucket_size"), at_least(1)),
+    **dict.fromkeys(("first_stage_layers", "last_stage_layers"), at_least(0)),
+    "timeout": above(timedelta(0), timedelta(minutes=10)),
+}
+"""What single arguments of the strategy must be, besides of their types."""
+
+ELSEWHERE = {
+    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size", "tp_size"), "tp"),
+    **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"), "pp"),
+    **dict.fromkeys(("context_parallel_size", "cp_size"), "cp"),
+    **dict.fromkeys(("expert_parallel_size", "expert_model_parallel_size", "ep_size"), "ep"),
+    "expert_tensor_parallel_size": "etp",
+    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "virtual_pipeline_parallel_size"), "vpp"),
+    **dict.fromkeys(("dp", "dp_size", "data_parallel_size"), "it is what tp, pp and cp leave of devices x num_nodes"),
+    "global_batch_size": "it is batch_size (of the data) x dp x accumulate_grad_batches (of the Trainer)",
+    **dict.fromkeys(("use_distributed_optimizer", "use_dist_optimizer"), "distributed_optimizer"),
+    **dict.fromkeys(("recompute_granularity", "activation_checkpointing"), "recompute"),
+    **dict.fromkeys(("cp_communication_type", "context_parallel_comm_type"), "cp_comm_type"),
+    **dict.fromkeys(("backend", "distributed_backend"), "process_group_backend"),
+}
+"""Our arguments, or what to do instead, by the names of Megatron, NeMo and DeepSpeed."""
 
 
-def argument_problems(
-    micro_batch_size: int | None,
-    bucket_size: int | None,
-    grad_reduce_dtype: str | None,
-    checkpoint_io: CheckpointIO | None,
-) -> list[Problem]:
-    """Faults of the strategy's own arguments."""
-    found: list[Problem] = []
-    if micro_batch_size is not None and micro_batch_size < 1:
-        found.append(Problem("micro_batch_size", micro_batch_size, "holds at least one sample", (1, None)))
-    if bucket_size is not None and bucket_size < 1:
-        found.append(Problem("bucket_size", bucket_size, "holds at least one element", (1, None)))
-    if grad_reduce_dtype not in (None, *REDUCE_DTYPES):
-        near = nearest_names(str(grad_reduce_dtype), list(REDUCE_DTYPES))
-        found.append(Problem("grad_reduce_dtype", grad_reduce_dtype, "unknown", near))
-    if checkpoint_io is not None:
-        found.append(checkpoint_io_problem("checkpoint_io", checkpoint_io))
-    return found
+@runtime_checkable
+class ChecksData(Protocol):
+    """Something handed to the Trainer that can look at its files before a process is started: a data module."""
+
+    def data_problems(self) -> list[Problem]:
+        """Every fault of the files that its arguments name."""
+        ...
+
+
+def backend_problems(backend: str | None, device: torch.device) -> list[Problem]:
+    """A backend of collectives that there is not, or not for the devices of this job."""
+    known = devices.collective_backends(device)
+    if backend is None or backend in known:
+        return []
+    reason = f"no backend that is here for tensors on {device.type}"
+    return [Problem("process_group_backend", backend, reason, (*known, None))]
 
 
 def job_problems(
@@ -82,10 +118,14 @@ def job_problems(
         batch = BatchShape(next((size for size in sizes if isinstance(size, int)), None))
     batch = replace(batch, micro_batch_size=micro_batch_size)
     modules = [item for item in objects if isinstance(item, LightningModule)]
-    found = [] if trainer is None else callback_problems(trainer.callbacks, layout, modules)  # type: ignore[attr-defined]
+    found = []
+    if trainer is not None:
+        found += callback_problems(trainer.callbacks, layout, modules) + trainer_problems(trainer)  # type: ignore[attr-defined]
     found += saving_problems(objects, trainer)
     for module in modules:
         found += module_problems(module, layout, trainer)
+    for data in (item for item in objects if isinstance(item, ChecksData)):
+        found += data.data_problems()
     # Whether layers can be shared out is the split's to say where the user wants it uneven.
     shared_out = ("pp", "vpp", "pp x vpp")
     found += [p for p in layout.problems(model=model, batch=batch) if split.is_even or p.argument not in shared_out]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_megatron.config import BatchShape, ConfigError, Problem, raise_if_any
+from lightning_megatron.arguments import OneOf, at_least, checked
+from lightning_megatron.config import BatchShape, ConfigError, Problem, problems_of, raise_if_any
 from lightning_megatron.data import build_gpt_datasets, build_tokenizer
-from lightning_megatron.data.build import SampleDataset
+from lightning_megatron.data.build import DataPath, SampleDataset, file_problems, parse_data_path, parse_split
 from lightning_megatron.data.fingerprint import (
     Fingerprint,
     data_fingerprint,
@@ -21,8 +22,17 @@ from lightning_megatron.data.fingerprint import (
 )
 from lightning_megatron.data.resumable_loader import ResumableDataLoader
 from lightning_megatron.data.sampler import MegatronSampler
-from lightning_megatron.data.tokenizers import Tokenizer
+from lightning_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer
 from lightning_megatron.lightning.strategy import MegatronStrategy
+
+ELSEWHERE = {
+    "micro_batch_size": "it is an argument of the strategy",
+    "global_batch_size": "it is batch_size x dp x accumulate_grad_batches (of the Trainer)",
+    "valid_data_path": "val_data_path",
+    "data_cache_path": "cache_dir",
+    "data_prefix": "data_path",
+}
+"""Our arguments, or what to do instead, by the names of Megatron and NeMo."""
 
 
 class MegatronDataModule(LightningDataModule):
@@ -33,13 +43,15 @@ class MegatronDataModule(LightningDataModule):
     in mid-epoch resumes at the next sample. It holds what was trained on, and ``fit`` refuses to go on with other data.
 
     Args:
-        data_path: prefix of a pair of files, a list of prefixes, or ``[weight, prefix, ...]``.
+        data_path: prefix of a pair of files, a list of prefixes, or ``[weight, prefix, ...]``; of training alone where
+            ``val_data_path`` or ``test_data_path`` is given.
         seq_length: tokens of a sample.
         batch_size: samples of one batch of one data-parallel replica.
-        split: shares of the documents for training, validation and test.
+        split: shares of the documents for training, validation and test, where ``data_path`` is for all three.
         train_samples: samples to draw for training, over as many epochs of the data as that takes; ``None`` means what
             ``Trainer(max_steps=...)`` consumes, or one epoch of the data where it is not given.
-        val_samples: the same for validation; ``None`` means one epoch of its share.
+        val_samples: the same for validation; ``None`` means one epoch of its share, in a weighted blend until the first
+            of its members is used up.
         test_samples: the same for test.
         seed: of the order of samples.
         num_workers: processes that load samples.
@@ -51,14 +63,28 @@ class MegatronDataModule(LightningDataModule):
             attention still crosses the end of a document.
         allow_other_data: let ``fit`` resume a checkpoint that was trained on other data, other shares or weights of it,
             another order, or with another tokenizer; it goes on after as many samples as were consumed.
+        vocab_file: vocabulary of GPT-2's or BERT's tokenizer, in place of ``tokenizer_model``.
+        merge_file: merges of GPT-2's tokenizer.
+        val_data_path: data of validation, read whole.
+        test_data_path: data of tests, read whole.
 
     Raises:
         ConfigError: for arguments that cannot work.
     """
 
+    @checked(
+        ELSEWHERE,
+        seq_length=at_least(1),
+        batch_size=at_least(1),
+        train_samples=at_least(0),
+        val_samples=at_least(0),
+        test_samples=at_least(0),
+        num_workers=at_least(0),
+        tokenizer_type=OneOf(TOKENIZER_TYPES),
+    )
     def __init__(
         self,
-        data_path: str | Sequence[str | float],
+        data_path: DataPath,
         seq_length: int,
         batch_size: int = 1,
         split: str = "969,30,1",
@@ -67,24 +93,31 @@ class MegatronDataModule(LightningDataModule):
         test_samples: int | None = None,
         seed: int = 1234,
         num_workers: int = 0,
-        cache_dir: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         tokenizer_type: str | None = None,
-        tokenizer_model: str | None = None,
+        tokenizer_model: str | os.PathLike[str] | None = None,
         eod_mask_loss: bool = False,
         reset_position_ids: bool = False,
         allow_other_data: bool = False,
+        vocab_file: str | os.PathLike[str] | None = None,
+        merge_file: str | os.PathLike[str] | None = None,
+        val_data_path: DataPath | None = None,
+        test_data_path: DataPath | None = None,
     ) -> None:
         super().__init__()
-        self.data_path = data_path if isinstance(data_path, str | Path) else list(data_path)
+        self.data_path, self.val_data_path, self.test_data_path = data_path, val_data_path, test_data_path
         self.seq_length, self.batch_size, self.split, self.seed = seq_length, batch_size, split, seed
         self.samples = (train_samples, val_samples, test_samples)
-        self.num_workers, self.cache_dir = num_workers, cache_dir
+        self.num_workers, self.cache_dir = num_workers, _path(cache_dir)
         self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
         self.allow_other_data = allow_other_data
         self.tokenizer: Tokenizer | None = None
-        self._tokenizer_model = tokenizer_model
+        self._tokenizer_model = tokenizer_model or vocab_file
         if tokenizer_type is not None:
-            self.tokenizer = build_tokenizer(tokenizer_type, tokenizer_model)
+            vocab, merges = _path(vocab_file), _path(merge_file)
+            self.tokenizer = build_tokenizer(
+                tokenizer_type, _path(tokenizer_model), vocab_file=vocab, merge_file=merges
+            )
         self._datasets: tuple[SampleDataset | None, ...] = (None, None, None)
         self._train_loader: ResumableDataLoader | None = None
         self._saved_place: dict[str, Any] | None = None
@@ -92,15 +125,28 @@ class MegatronDataModule(LightningDataModule):
         raise_if_any(self._problems())
 
     def _problems(self) -> list[Problem]:
-        found = []
-        for name in ("seq_length", "batch_size"):
-            if getattr(self, name) < 1:
-                found.append(Problem(name, getattr(self, name), "must be at least 1", (1,)))
+        found = problems_of(parse_split, self.split)
+        for argument, path in self._paths.items():
+            found += problems_of(parse_data_path, path, argument)
         for name in ("eod_mask_loss", "reset_position_ids"):
             if getattr(self, name) and self.tokenizer is None:
                 reason = "needs to know the end-of-document token: give tokenizer_type and tokenizer_model"
                 found.append(Problem(name, True, reason, (False,)))
         return found
+
+    @property
+    def _paths(self) -> dict[str, DataPath]:
+        """Data by the argument that names it."""
+        paths = {
+            "data_path": self.data_path,
+            "val_data_path": self.val_data_path,
+            "test_data_path": self.test_data_path,
+        }
+        return {argument: path for argument, path in paths.items() if path is not None}
+
+    def data_problems(self) -> list[Problem]:
+        """Files that are missing or faulty; the strategy asks before it starts processes."""
+        return [problem for argument, path in self._paths.items() for problem in file_problems(path, argument)]
 
     @property
     def batch_shape(self) -> BatchShape:
@@ -125,8 +171,12 @@ class MegatronDataModule(LightningDataModule):
         train, val, test = self.samples
         if train is None and self.trainer is not None and self.trainer.max_steps > 0:
             train = self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.global_batch_size
+        whole = self.val_data_path is not None or self.test_data_path is not None
         return build_gpt_datasets(
-            self.data_path,
+            None if whole else self.data_path,
+            train_data_path=self.data_path if whole else None,
+            valid_data_path=self.val_data_path,
+            test_data_path=self.test_data_path,
             seq_length=self.seq_length,
             num_samples=(train, val, test),
             split=self.split,
@@ -175,7 +225,7 @@ class MegatronDataModule(LightningDataModule):
         if self._fingerprint is None:
             tokenizer = self.tokenizer and tokenizer_fingerprint(self.tokenizer, self._tokenizer_model)
             self._fingerprint = {
-                "data_path": data_fingerprint(self.data_path, split=self.split),
+                "data_path": data_fingerprint(self.data_path, split=self.split if len(self._paths) == 1 else "1"),
                 "seq_length": self.seq_length,
                 "seed": self.seed,
                 "tokenizer": tokenizer,
@@ -242,3 +292,7 @@ class MegatronDataModule(LightningDataModule):
     def predict_dataloader(self) -> Any:
         """The test share."""
         return self.test_dataloader()
+
+
+def _path(given: str | os.PathLike[str] | None) -> str | None:
+    return None if given is None else os.fspath(given)

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megatron.arguments import Rule, at_least, checked
 from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.checkpoint.hf.settings import read_settings
 from lightning_megatron.config import ConfigError, ModelShape, Problem, raise_if_any
@@ -33,10 +34,11 @@ from lightning_megatron.models.presets import configuration
 from lightning_megatron.ops.adamw import beyond_fused_adamw
 from lightning_megatron.ops.choice import Ops
 from lightning_megatron.ops.version import Choice
-from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR
+from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR, schedule_problems
 
 ConfigLike = str | TransformerConfig | Mapping[str, Any]
 GPTModuleT = TypeVar("GPTModuleT", bound="GPTModule")
+TWO_BETAS = Rule("of two, of at least 0 and less than 1", lambda b: len(b) == 2 and all(0 <= x < 1 for x in b))
 
 
 class GPTModule(MegatronModule):
@@ -74,6 +76,15 @@ class GPTModule(MegatronModule):
     logged: Collection[str] = ("lr", "grad_norm")
     splits_context = True
 
+    @checked(
+        lr=at_least(0.0),
+        min_lr=at_least(0.0),
+        warmup_steps=at_least(0),
+        decay_steps=at_least(1),
+        weight_decay=at_least(0.0),
+        betas=TWO_BETAS,
+        eps=at_least(0.0),
+    )
     def __init__(
         self,
         config: ConfigLike | None = None,
@@ -89,6 +100,7 @@ class GPTModule(MegatronModule):
     ) -> None:
         super().__init__()
         self.config = configuration(self.default_config if config is None else config, **overrides)
+        raise_if_any(schedule_problems(lr, min_lr, warmup_steps, decay_steps, lr_schedule))
         self.lr, self.min_lr = lr, lr / 10 if min_lr is None else min_lr
         self.warmup_steps, self.decay_steps, self.lr_schedule = warmup_steps, decay_steps, lr_schedule
         self.weight_decay, self.betas, self.eps = weight_decay, (betas[0], betas[1]), eps

@@ -17,6 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.arguments import checked
 from lightning_megatron.config import ConfigError, ParallelLayout, Problem, nearest_names
 from lightning_megatron.device import DeviceKind
 from lightning_megatron.optim.scaler import DynamicLossScale
@@ -65,6 +66,7 @@ class MegatronPrecision(Precision):
         ConfigError: for another precision.
     """
 
+    @checked()
     def __init__(self, precision: str = "32-true", loss_scale: DynamicLossScale | None = None) -> None:
         super().__init__()
         if precision not in MODES:

@@ -13,7 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_megatron import device as devices
-from lightning_megatron.config import ParallelLayout, Problem
+from lightning_megatron.arguments import Rules, argument_problems, at_least
+from lightning_megatron.config import ParallelLayout, Problem, nearest_names
 
 # By name of a class anywhere in the callback's ancestry: not every supported Lightning has all of them.
 _CALLBACKS: Mapping[str, str] = {
@@ -47,6 +48,16 @@ def callback_problems(
     return found
 
 
+_TRAINER_RULES: Rules = {"accumulate_grad_batches": at_least(1), "gradient_clip_val": at_least(0.0)}
+
+
+def trainer_problems(trainer: Trainer) -> list[Problem]:
+    """Arguments of the Trainer that Lightning does not look at, and that would divide by zero or do nothing."""
+    values = {name: getattr(trainer, name) for name in _TRAINER_RULES}
+    hints = {"accumulate_grad_batches": int, "gradient_clip_val": float | None}
+    return argument_problems(values, hints, _TRAINER_RULES, {"accumulate_grad_batches": 1, "gradient_clip_val": None})
+
+
 def _averaging_problems(name: str, layout: ParallelLayout, modules: Sequence[LightningModule]) -> list[Problem]:
     if not is_data_parallel_alone(layout):
         return [Problem("callbacks", name, f"it averages whole models, and here ranks hold parts: {_ALONE}")]
@@ -76,13 +87,23 @@ def plugin_problems(
     return found
 
 
-def compile_problems(objects: Iterable[object], device: torch.device) -> list[Problem]:
-    """Modules that do not say which of their parts are to be compiled, and devices that compile in their own way."""
+def compile_problems(objects: Iterable[object], device: torch.device, backend: str | None) -> list[Problem]:
+    """Modules that do not say which of their parts are to be compiled, unknown backends, and devices of their own way.
+
+    Args:
+        objects: what the user hands to the Trainer.
+        device: of this process.
+        backend: of ``torch.compile``.
+    """
     if devices.is_lazy(device):
         return [Problem("compile", True, "PT_HPU_LAZY_MODE=1 is set, and lazy mode compiles by itself", (False,))]
     reason = "the module has no method compile_blocks(backend): give it one, or compile in its configure_model"
     modules = (item for item in objects if isinstance(item, LightningModule))
-    return [Problem("compile", True, reason, (False,)) for m in modules if not hasattr(m, "compile_blocks")]
+    found = [Problem("compile", True, reason, (False,)) for m in modules if not hasattr(m, "compile_blocks")]
+    known = [*torch.compiler.list_backends(exclude_tags=()), devices.compile_backend(device)]
+    if backend is not None and backend not in known:
+        found.append(Problem("compile", backend, "no backend of torch.compile", nearest_names(backend, known)))
+    return found
 
 
 def checkpoint_io_problem(argument: str, checkpoint_io: CheckpointIO) -> Problem:

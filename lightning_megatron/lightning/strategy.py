@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
+from lightning_megatron.arguments import checked
 from lightning_megatron.config import ParallelLayout, Problem, raise_if_any
 from lightning_megatron.lightning.accelerator import be_taken_with, migrate_words, missed_accelerator
 from lightning_megatron.lightning.batch_strategy import BatchStrategy
-from lightning_megatron.lightning.checks import argument_problems, job_problems
+from lightning_megatron.lightning.checks import ELSEWHERE, RULES, backend_problems, job_problems
 from lightning_megatron.lightning.engine import StepEngine
 from lightning_megatron.lightning.grad_reduction import GradReduceDtype, micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.launcher import CheckedLauncher
@@ -33,9 +34,8 @@ from lightning_megatron.lightning.refusals import compile_problems, plugin_probl
 from lightning_megatron.lightning.stoppable_strategy import StoppableStrategy
 from lightning_megatron.lightning.watchers import watches_parameters
 from lightning_megatron.lightning.whole_model import introduce
-from lightning_megatron.ops.choice import Ops, parse_wishes
+from lightning_megatron.ops.choice import Ops
 from lightning_megatron.ops.fp8 import Fp8Recipe
-from lightning_megatron.optim.reach import vouching_problems
 from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.partition import LayerSplit, StageLayers
 from lightning_megatron.pipeline.schedule import schedule_problems
@@ -114,6 +114,7 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
 
     strategy_name = "megatron"
 
+    @checked(ELSEWHERE, **RULES)
     def __init__(
         self,
         tp: int = 1,
@@ -187,13 +188,9 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         self._before: Placement | None = None
         self._accumulating = False
         self._backward_is_done = False
-        found = schedule_problems(pipeline_schedule, pp, vpp, 1)
-        found += argument_problems(micro_batch_size, bucket_size, grad_reduce_dtype, checkpoint_io)
         wish = recompute, recompute_method, recompute_num_layers, recompute_shard_saved
-        found += vouching_problems(self._elementwise)
         self.op_wishes, self._fp8 = ops, fp8 or Fp8Recipe()
-        found += parse_wishes(ops)[1] + self._fp8.problems()
-        raise_if_any(found + recompute_problems(*wish, layout))
+        raise_if_any(schedule_problems(pipeline_schedule, pp, vpp, 1) + recompute_problems(*wish, layout))
         self.recompute = RecomputePlan(*wish)
         self._op_report_is_due = False
 
@@ -228,7 +225,7 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         found = self._wished_layout.problems(world_size=self.num_nodes * self.num_processes)
         device = self.parallel_devices[0]
         found += plugin_problems(self.checkpoint_io, self._layer_sync, self._wished_layout, device)
-        found += self.ops.problems() + missed_accelerator(device)
+        found += self.ops.problems() + backend_problems(self._backend, device) + missed_accelerator(device)
         return found + self.precision_plugin.problems(devices.kind_of(device), self._wished_layout)
 
     def check(self, *objects: object, trainer: Trainer | None = None) -> None:
@@ -244,7 +241,7 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         found = self._environment_problems()
         layout = self._wished_layout if found else self._wished_layout.resolve(self.num_nodes * self.num_processes)
         if self._compile:
-            found += compile_problems(objects, self.root_device)
+            found += compile_problems(objects, self.root_device, self.compile_backend)
         given = layout, self._split, self.recompute, self.ops, self.micro_batch_size, self.precision_plugin.mode.params
         raise_if_any(found + job_problems(objects, trainer, *given))
 

@@ -2,16 +2,75 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from lightning_megatron.config import Problem, divisors, is_whole, nearest_names, nearest_to, raise_if_any
+from lightning_megatron.arguments import OneOf, Rules, above, at_least, field_problems, unknown_name, within
+from lightning_megatron.config import Problem, divisors, nearest_names, nearest_to, raise_if_any
 from lightning_megatron.layers.norm import NORMS
 from lightning_megatron.layers.rotary import RopeScaling
-from lightning_megatron.moe.config import MoEConfig
+from lightning_megatron.moe.config import MOE_RULES, MoEConfig
 from lightning_megatron.ops.activation import ACTIVATIONS, GATED
 
 POSITION_EMBEDDINGS = ("learned", "rope", "none")
+
+RULES: Rules = {
+    "num_layers": at_least(1),
+    "hidden_size": at_least(1),
+    "num_attention_heads": at_least(1),
+    "vocab_size": at_least(1),
+    "max_position_embeddings": at_least(1),
+    "ffn_hidden_size": at_least(0),
+    "num_query_groups": at_least(0),
+    "head_dim": at_least(0),
+    "norm": OneOf(NORMS),
+    "norm_epsilon": at_least(0.0),
+    "activation": OneOf(ACTIVATIONS),
+    "position_embedding": OneOf(POSITION_EMBEDDINGS),
+    "rope_theta": above(0.0, 10000.0),
+    "init_std": at_least(0.0),
+    "hidden_dropout": within(0.0, 1.0),
+    "attention_dropout": within(0.0, 1.0),
+    "label_smoothing": within(0.0, 1.0),
+    "vocab_multiple": at_least(1),
+}
+"""What single fields must be, besides of their types."""
+
+ELSEWHERE = {
+    "num_hidden_layers": "num_layers",
+    "n_layer": "num_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "intermediate_size": "ffn_hidden_size",
+    "num_key_value_heads": "num_query_groups",
+    "kv_channels": "head_dim",
+    "seq_length": "max_position_embeddings",
+    "n_positions": "max_position_embeddings",
+    "rms_norm_eps": "norm_epsilon",
+    "layernorm_epsilon": "norm_epsilon",
+    "normalization": "norm",
+    "hidden_act": "activation",
+    "rotary_base": "rope_theta",
+    "tie_word_embeddings": "tie_embeddings",
+    "initializer_range": "init_std",
+    "init_method_std": "init_std",
+    "num_local_experts": "num_experts",
+    "num_moe_experts": "num_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "make_vocab_size_divisible_by": "vocab_multiple",
+}
+"""Our fields by their names in Hugging Face's and Megatron's configurations."""
+
+
+def unknown_fields(given: Mapping[str, object]) -> list[Problem]:
+    """Names that are no fields of :class:`TransformerConfig`."""
+    known = [field.name for field in fields(TransformerConfig)]
+    return [
+        unknown_name(str(name), value, "field of TransformerConfig", known, ELSEWHERE)
+        for name, value in given.items()
+        if name not in known
+    ]
 
 
 @dataclass(frozen=True)
@@ -68,15 +127,19 @@ class TransformerConfig(MoEConfig):
     def __post_init__(self) -> None:
         # Open fields are derived once, here, so that everybody else reads numbers.
         found = self._value_problems()
-        if isinstance(self.rope_scaling, dict):
+        if isinstance(self.rope_scaling, Mapping):
             known = [f.name for f in fields(RopeScaling)]
             unknown = [name for name in self.rope_scaling if name not in known]
             found += [
-                Problem(f"rope_scaling[{name!r}]", self.rope_scaling[name], "no such field", nearest_names(name, known))
+                Problem(
+                    f"rope_scaling[{name!r}]", self.rope_scaling[name], "no such field", nearest_names(str(name), known)
+                )
                 for name in unknown
             ]
             if not unknown:
                 object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        if isinstance(self.rope_scaling, RopeScaling):
+            found += self.rope_scaling.problems()
         raise_if_any(found)
         object.__setattr__(self, "moe_layers", tuple(self.moe_layers))
         object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
@@ -87,21 +150,10 @@ class TransformerConfig(MoEConfig):
 
     def _value_problems(self) -> list[Problem]:
         """Faults of single fields."""
-        required = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
-        derived = ("ffn_hidden_size", "num_query_groups", "head_dim")
-        found = []
-        for name in (*required, *derived, "vocab_multiple"):
-            value, least = getattr(self, name), 0 if name in derived else 1
-            if not is_whole(value, at_least=least):
-                found.append(Problem(name, value, f"must be a whole number of at least {least}", (least,)))
-        choices = {"norm": NORMS, "activation": ACTIVATIONS, "position_embedding": POSITION_EMBEDDINGS}
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                found.append(Problem(name, value, "unknown", nearest_names(str(value), list(known))))
-        for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                found.append(Problem(name, getattr(self, name), "must be at least 0 and less than 1"))
+        found = field_problems(self, {**RULES, **MOE_RULES}, leave=("rope_scaling",))
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling | Mapping):
+            reason = "must be a RopeScaling, a mapping of its fields, or None"
+            found.append(Problem("rope_scaling", self.rope_scaling, reason, (None,)))
         return found
 
     def _shape_problems(self) -> list[Problem]:
@@ -126,6 +178,20 @@ class TransformerConfig(MoEConfig):
             found.append(Problem("num_query_groups", groups, reason, nearest_to(groups, divisors(heads))))
         return found
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> TransformerConfig:
+        """The configuration with these fields.
+
+        Raises:
+            ConfigError: for names that are no fields and fields that are missing, or for their values.
+        """
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+        raise_if_any(
+            unknown_fields(given)
+            + [Problem(name, None, f"{cls.__name__} needs it") for name in missing if name not in given]
+        )
+        return cls(**given)
+
     @property
     def expert_ffn_hidden_size(self) -> int:
         """Features inside one expert."""
@@ -142,12 +208,7 @@ class TransformerConfig(MoEConfig):
         Raises:
             ConfigError: for a name that is no field.
         """
-        known = [f.name for f in fields(self)]
-        raise_if_any(
-            Problem(name, value, "no such field of TransformerConfig", nearest_names(name, known))
-            for name, value in overrides.items()
-            if name not in known
-        )
+        raise_if_any(unknown_fields(overrides))
         if "hidden_size" in overrides:
             if self.ffn_hidden_size == 4 * self.hidden_size:
                 overrides.setdefault("ffn_hidden_size", 0)

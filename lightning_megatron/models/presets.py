@@ -93,5 +93,5 @@ def configuration(given: str | TransformerConfig | Mapping[str, Any], **changes:
     if isinstance(given, str):
         given = preset(given)
     elif not isinstance(given, TransformerConfig):
-        given = TransformerConfig(**given)
+        given = TransformerConfig.of(given)
     return given.replace(**changes)

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_megatron.config import Problem, is_whole, nearest_names, nearest_to
+from lightning_megatron.arguments import OneOf, Rules, above, at_least, within
+from lightning_megatron.config import Problem, nearest_to
 
 SCORES = ("softmax", "sigmoid")
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 DISPATCHERS = ("alltoall", "allgather")
 DROP_POLICIES = ("probs", "position")
+
+MOE_RULES: Rules = {
+    "num_experts": at_least(0),
+    "moe_ffn_hidden_size": at_least(0),
+    "moe_router_topk": at_least(1),
+    "moe_router_score": OneOf(SCORES),
+    "moe_load_balancing": OneOf(BALANCING),
+    "moe_aux_loss_coeff": at_least(0.0),
+    "moe_z_loss_coeff": at_least(0.0),
+    "moe_input_jitter_eps": within(0.0, 1.0),
+    "moe_expert_bias_update_rate": at_least(0.0),
+    "moe_shared_expert_ffn_hidden_size": at_least(0),
+    "moe_token_dispatcher": OneOf(DISPATCHERS),
+    "moe_capacity_factor": at_least(0.0),
+    "moe_token_drop_policy": OneOf(DROP_POLICIES),
+    "moe_capacity_bins": at_least(0),
+    "moe_capacity_bins_base": above(0.0, 1.5),
+    "moe_capacity_bins_alignment": at_least(1),
+    "moe_capacity_bins_interval": at_least(0),
+    "moe_capacity_bins_max_overhead": at_least(0.0),
+}
+"""What single fields must be, besides of their types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +99,9 @@ class MoEConfig:
         return self.num_experts > 0 and (not self.moe_layers or layer in self.moe_layers)
 
     def moe_problems(self) -> list[Problem]:
-        """Faults of these fields."""
-        found = self._moe_value_problems()
-        if found or not self.num_experts:
+        """Faults of fields that must fit together."""
+        found: list[Problem] = []
+        if not self.num_experts:
             return found
         k, experts = self.moe_router_topk, self.num_experts
         if k > experts:
@@ -90,41 +113,6 @@ class MoEConfig:
             reason = "the bias is added to scores that do not depend on each other"
             found.append(Problem("moe_router_score", self.moe_router_score, reason, ("sigmoid",)))
         return found + self._capacity_problems()
-
-    def _moe_value_problems(self) -> list[Problem]:
-        least = {
-            "num_experts": 0,
-            "moe_ffn_hidden_size": 0,
-            "moe_router_topk": 1,
-            "moe_shared_expert_ffn_hidden_size": 0,
-            "moe_capacity_bins": 0,
-            "moe_capacity_bins_alignment": 1,
-            "moe_capacity_bins_interval": 0,
-        }
-        found = [
-            Problem(name, getattr(self, name), f"must be a whole number of at least {low}", (low,))
-            for name, low in least.items()
-            if not is_whole(getattr(self, name), at_least=low)
-        ]
-        choices = {
-            "moe_router_score": SCORES,
-            "moe_load_balancing": BALANCING,
-            "moe_token_dispatcher": DISPATCHERS,
-            "moe_token_drop_policy": DROP_POLICIES,
-        }
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                found.append(Problem(name, value, "unknown", nearest_names(str(value), list(known))))
-        for name in ("aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate", "capacity_factor"):
-            value = getattr(self, f"moe_{name}")
-            if value < 0:
-                found.append(Problem(f"moe_{name}", value, "must not be negative", (0.0,)))
-        if not 0.0 <= self.moe_input_jitter_eps < 1.0:
-            found.append(Problem("moe_input_jitter_eps", self.moe_input_jitter_eps, "must be at least 0 and below 1"))
-        if self.moe_capacity_bins_base <= 0:
-            found.append(Problem("moe_capacity_bins_base", self.moe_capacity_bins_base, "must be positive", (1.5,)))
-        return found
 
     def _capacity_problems(self) -> list[Problem]:
         """Mixtures of ways to bound the load that exclude each other."""

@@ -8,13 +8,14 @@ both scales. Scales are powers of two: multiplying by them rounds nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.config import Problem, is_whole, nearest_names
+from lightning_megatron.arguments import OneOf, at_least, field_problems
+from lightning_megatron.config import Problem, nearest_names
 from lightning_megatron.ops.bridge import lacks
 from lightning_megatron.ops.version import Op, Version
 
@@ -103,20 +104,17 @@ class Fp8Recipe:
 
     def problems(self) -> list[Problem]:
         """Every fault of the fields."""
-        found = [
-            Problem("fp8.linears", name, "no linear layer of a block", nearest_names(str(name), LINEARS))
-            for name in self.linears
-            if name not in LINEARS
-        ]
-        ways = ("max", "most_recent")
-        if self.amax_compute not in ways:
-            found.append(Problem("fp8.amax_compute", self.amax_compute, "unknown", ways))
-        least = {"amax_history_len": 1, "margin": 0, "first_layers": 0, "last_layers": 0}
-        for name, at_least in least.items():
-            if not is_whole(getattr(self, name), at_least):
-                reason = f"must be a whole number of at least {at_least}"
-                found.append(Problem(f"fp8.{name}", getattr(self, name), reason, (at_least,)))
-        return found
+        least = {"amax_history_len": at_least(1)} | dict.fromkeys(
+            ("margin", "first_layers", "last_layers"), at_least(0)
+        )
+        found = field_problems(self, {**least, "amax_compute": OneOf(("max", "most_recent"))})
+        if not any(problem.argument == "linears" for problem in found):
+            found += [
+                Problem("linears", name, "no linear layer of a block", nearest_names(name, LINEARS))
+                for name in self.linears
+                if name not in LINEARS
+            ]
+        return [replace(problem, argument=f"fp8.{problem.argument}") for problem in found]
 
     def excuse(self, linear: str, layer: int, num_layers: int) -> str | None:
         """Why a linear layer is not done in fp8, if it is not."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.config import ConfigError, Problem, raise_if_any
 
 LRStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"]
 TailStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -109,6 +109,32 @@ class LRSchedule:
             step_size: units of this schedule in one optimizer step (the global batch size, if it counts samples).
         """
         return lambda step: self.learning_rate(step * step_size) / self.max_lr
+
+
+def schedule_problems(
+    lr: float, min_lr: float | None, warmup_steps: int, decay_steps: int | None, lr_schedule: LRStyle
+) -> list[Problem]:
+    """Faults of a schedule without a tail that is not made yet, under the names that modules give its arguments.
+
+    Args:
+        lr: its ``max_lr``.
+        min_lr: where decay ends; ``None`` for a tenth of ``lr``.
+        warmup_steps: its ``warmup``.
+        decay_steps: its ``decay``; ``None`` where training ends.
+        lr_schedule: its ``style``.
+    """
+    if lr_schedule == "constant" and not warmup_steps:
+        return []
+    if lr_schedule == "wsd":
+        reason = "needs the length of its tail: return LRSchedule(style='wsd', tail=...) from configure_optimizers"
+        return [Problem("lr_schedule", lr_schedule, reason, ("cosine", "linear"))]
+    names = {"max_lr": "lr", "warmup": "warmup_steps", "decay": "decay_steps", "style": "lr_schedule"}
+    decay = warmup_steps + 1 if decay_steps is None else decay_steps
+    try:
+        LRSchedule(lr, lr / 10 if min_lr is None else min_lr, warmup=warmup_steps, decay=decay, style=lr_schedule)
+    except ConfigError as error:
+        return [replace(found, argument=names.get(found.argument, found.argument)) for found in error.problems]
+    return []
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_megatron.arguments import Rule, Rules, above, at_least, field_problems
 from lightning_megatron.config import Problem, raise_if_any
 
 _BF16_REDUCE_LIMIT = 256
+_RULES: Rules = {
+    "scale": above(0.0),
+    "minimum": above(0.0),
+    "growth_interval": at_least(1),
+    "growth_factor": above(1.0),
+    "backoff_factor": Rule("above 0 and below 1", lambda value: 0 < value < 1),
+    "hysteresis": at_least(1),
+}
 
 
 @dataclass
@@ -35,15 +44,10 @@ class DynamicLossScale:
     hysteresis: int = 2
 
     def __post_init__(self) -> None:
-        rules = (
-            ("minimum", self.minimum > 0, "must be positive"),
-            ("scale", self.scale >= self.minimum, f"must be at least the minimum, {self.minimum}"),
-            ("growth_interval", self.growth_interval >= 1, "must be at least one step"),
-            ("growth_factor", self.growth_factor > 1, "must be above 1"),
-            ("backoff_factor", 0 < self.backoff_factor < 1, "must be between 0 and 1"),
-            ("hysteresis", self.hysteresis >= 1, "must be at least 1"),
-        )
-        raise_if_any(Problem(name, getattr(self, name), reason) for name, holds, reason in rules if not holds)
+        found = field_problems(self, _RULES)
+        if not {"scale", "minimum"} & {problem.argument for problem in found} and self.scale < self.minimum:
+            found.append(Problem("scale", self.scale, f"must be at least the minimum, {self.minimum}", (self.minimum,)))
+        raise_if_any(found)
         self._good_steps = 0
         self._tolerated = self.hysteresis
 

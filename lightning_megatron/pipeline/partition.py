@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 
-from lightning_megatron.config import ConfigError, Problem, nearest_to, raise_if_any
+from lightning_megatron.config import ConfigError, Problem, nearest_to, problems_of, raise_if_any
 from lightning_megatron.pipeline.action import chunk_of, rank_of
+
+_LONGEST = 10_000
+"""Letters of a layout string that is written out."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,7 @@ class LayerSplit:
 
     def problems(self, num_layers: int, pp: int, vpp: int) -> list[Problem]:
         """Every fault of the wish for a model and a pipeline."""
-        try:
-            self.stages(num_layers, pp, vpp)
-        except ConfigError as error:
-            return list(error.problems)
-        return []
+        return problems_of(self.stages, num_layers, pp, vpp)
 
 
 def partition(
@@ -130,7 +129,7 @@ def parse_layout(layout: str) -> list[str]:
     tokens = re.findall(r"\*\s*\d+|\S", layout.replace(",", " "))
     letters, rest = _expand(layout, tokens)
     if rest:
-        raise ConfigError([Problem("layout", layout, "a closing parenthesis has no opening one")])
+        raise ConfigError([Problem("pipeline_layout", layout, "a closing parenthesis has no opening one")])
     return letters.split("|")
 
 
@@ -147,18 +146,21 @@ def _expand(layout: str, tokens: list[str], inside: bool = False) -> tuple[str, 
         elif token.startswith("*"):
             if len(token) == 1 or not parts:
                 reason = "a * stands between what it repeats and how often, as in t*3 or (tt|)*4"
-                raise ConfigError([Problem("layout", layout, reason)])
-            parts[-1] *= int(token[1:])
+                raise ConfigError([Problem("pipeline_layout", layout, reason)])
+            times = int(token[1:])
+            if len(parts[-1]) * times > _LONGEST:
+                raise ConfigError([Problem("pipeline_layout", layout, f"{token} makes more than {_LONGEST} letters")])
+            parts[-1] *= times
         elif token == "m":
             reason = "m asks for a multi-token prediction layer, which no model here has: leave it out"
-            raise ConfigError([Problem("layout", layout, reason)])
+            raise ConfigError([Problem("pipeline_layout", layout, reason)])
         elif token in "EtL|":
             parts.append(token)
         else:
             reason = f"{token!r} means nothing here: E embedding, t layer, L loss, | next stage, *n, ( and )"
-            raise ConfigError([Problem("layout", layout, reason)])
+            raise ConfigError([Problem("pipeline_layout", layout, reason)])
     if inside:
-        raise ConfigError([Problem("layout", layout, "an opening parenthesis has no closing one")])
+        raise ConfigError([Problem("pipeline_layout", layout, "an opening parenthesis has no closing one")])
     return "".join(parts), tokens
 
 
@@ -168,7 +170,7 @@ def _layout_sizes(layout: str, num_layers: int, pp: int, vpp: int) -> list[int]:
     problems = []
     if len(stages) % pp:
         reason = f"{len(stages)} stages do not split over pp={pp} ranks"
-        problems.append(Problem("layout", layout, reason))
+        problems.append(Problem("pipeline_layout", layout, reason))
     elif len(stages) != pp * vpp:
         reason = f"the layout has {len(stages)} stages, which are {len(stages) // pp} chunks on each of pp={pp} ranks"
         problems.append(Problem("vpp", vpp, reason, (len(stages) // pp,)))
@@ -176,9 +178,9 @@ def _layout_sizes(layout: str, num_layers: int, pp: int, vpp: int) -> list[int]:
         reason = f"the layout has {letters.count('t')} layers"
         problems.append(Problem("num_layers", num_layers, reason, (letters.count("t"),)))
     if letters.count("E") != 1 or not letters.startswith("E") or not stages[0]:
-        problems.append(Problem("layout", layout, "one E, and it comes first in the first stage"))
+        problems.append(Problem("pipeline_layout", layout, "one E, and it comes first in the first stage"))
     if letters.count("L") != 1 or not stages[-1].endswith("L"):
-        problems.append(Problem("layout", layout, "one L, and it comes last in the last stage"))
+        problems.append(Problem("pipeline_layout", layout, "one L, and it comes last in the last stage"))
     raise_if_any(problems)
     return [stage.count("t") for stage in stages]
 

@@ -58,7 +58,7 @@ BROKEN: dict[str, tuple[LightningModule, dict[str, Any], str]] = {
     "unknown schedule": (
         gpt(),
         {"pp": 2, "pipeline_schedule": "1f1bb"},
-        "pipeline_schedule='1f1bb': no such schedule; nearest valid: 1f1b",
+        "pipeline_schedule='1f1bb': unknown; nearest valid: 1f1b",
     ),
     "first stage too large": (
         gpt(),

@@ -214,16 +214,16 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     "dropout out of range": (
         tiny(hidden_dropout=1.0, attention_dropout=-0.1, label_smoothing=float("nan")),
         [
-            "hidden_dropout=1.0: must be at least 0 and less than 1",
-            "attention_dropout=-0.1: must be at least 0 and less than 1",
-            "label_smoothing=nan: must be at least 0 and less than 1",
+            "hidden_dropout=1.0: must be a finite number of at least 0.0 and less than 1.0; nearest valid: 0.0",
+            "attention_dropout=-0.1: must be a finite number of at least 0.0 and less than 1.0; nearest valid: 0.0",
+            "label_smoothing=nan: must be a finite number of at least 0.0 and less than 1.0; nearest valid: 0.0",
         ],
     ),
     "sizes and names of a model at once": (
         tiny(num_layers=0, hidden_size=64.0, activation="gelu_tan"),
         [
             "num_layers=0: must be a whole number of at least 1; nearest valid: 1",
-            "hidden_size=64.0: must be a whole number of at least 1; nearest valid: 1",
+            "hidden_size=64.0: must be a whole number of at least 1; nearest valid: 64, 1",
             "activation='gelu_tan': unknown; nearest valid: gelu_tanh, gelu, relu",
         ],
     ),

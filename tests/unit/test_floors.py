@@ -22,7 +22,7 @@ NAMES = [str(path.relative_to(HOUSE)) for path in FILES]
 
 FLOORS = {
     "config": 0, "params": 0, "deferred": 0, "backward_scale": 0, "_compat": 0,
-    "device": 1, "machine": 1,
+    "arguments": 1, "device": 1, "machine": 1,
     "rng": 2,
     "mesh": 3,
     "comm": 4, "ops": 4,

@@ -209,7 +209,7 @@ FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown word": ({"recompute": "selectiv"}, ["recompute='selectiv': unknown; nearest valid: selective"]),
     "no word": (
         {"recompute": True},
-        ["recompute=True: unknown; nearest valid: selective, full, core_attn, attention, mlp, moe"],
+        ["recompute=True: must be text or a list or None; nearest valid: None"],
     ),
     "unknown part": (
         {"recompute": ["mlp", "core_atn"]},
@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "several, and others": (
         {"recompute": "ful", "recompute_method": "unifrom", "recompute_num_layers": -1, "bucket_size": 0},
         [
-            "bucket_size=0: holds at least one element; nearest valid: 1, None",
+            "bucket_size=0: must be a whole number of at least 1 or None; nearest valid: 1, None",
             "recompute='ful': unknown; nearest valid: full",
             "recompute_method='unifrom': unknown; nearest valid: uniform",
             "recompute_num_layers=-1: must be a whole number of at least 1; nearest valid: 1",

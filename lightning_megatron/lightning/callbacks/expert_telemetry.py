@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
 from lightning_megatron.lightning.strategy import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
@@ -40,6 +41,7 @@ class ExpertTelemetry(Callback):
         counts: tokens of each expert in the last window, by number of the layer.
     """
 
+    @checked(every_n_steps=at_least(1))
     def __init__(self, every_n_steps: int = 50, table: bool = True, directory: str | Path | None = None) -> None:
         self._every, self._table = every_n_steps, table
         self._directory = None if directory is None else Path(directory)

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.checkpoint.together import gathered
 from lightning_megatron.lightning.agreement import Agreement
 from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
@@ -71,6 +72,7 @@ class KillSwitch(Callback):
         reason: why the run was stopped; ``None`` while it was not.
     """
 
+    @checked(check_every=at_least(0))
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,

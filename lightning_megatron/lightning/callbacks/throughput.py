@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.device import peak_flops, synchronize
 from lightning_megatron.lightning.strategy import MegatronStrategy
 from lightning_megatron.lightning.whole_model import CountsFlops
@@ -51,6 +52,7 @@ class Throughput(Callback):
         total: everything since training began.
     """
 
+    @checked(window=at_least(1))
     def __init__(self, window: int | None = None) -> None:
         self._every = window
         self._begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_megatron.arguments import checked
 from lightning_megatron.checkpoint import SaveGuard
 from lightning_megatron.config import ConfigError, Problem
 from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
@@ -24,6 +25,7 @@ class VerifyCheckpoint(Callback):
         files: read again what was written.
     """
 
+    @checked()
     def __init__(self, replicas: bool = True, files: bool = True) -> None:
         self.guard = SaveGuard(replicas, files)
 

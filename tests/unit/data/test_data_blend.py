@@ -1,4 +1,5 @@
 import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -128,12 +129,25 @@ def test_build_faults(write_corpus: WriteCorpus) -> None:
         build_gpt_datasets(a, train_data_path=b, seq_length=4)
     with pytest.raises(ConfigError, match=r"2 problems(.|\n)*seq_length=0(.|\n)*takes three numbers"):
         build_gpt_datasets(a, seq_length=0, num_samples=(1, 2))
-    with pytest.raises(ConfigError, match="num_samples=None: a weighted blend needs a number of train samples"):
-        build_gpt_datasets([0.5, a, 0.5, b], seq_length=4)
     with pytest.raises(DataError, match=r"a: the valid part has no tokens \(0 of 9 sequences\); give it a larger"):
         build_gpt_datasets(a, seq_length=4, num_samples=(1, 1, 1))
     with pytest.raises(DataError, match=r"nowhere\.idx and .*nowhere\.bin not found"):
         build_gpt_datasets(a.parent / "nowhere", seq_length=4)
+
+
+def test_a_weighted_blend_without_a_number_lasts_until_a_member_is_used_up(write_corpus: WriteCorpus) -> None:
+    a, b, empty = write_corpus([50] * 9, "a"), write_corpus([70], "b"), write_corpus([0], "empty")
+    whole = {"seq_length": 4, "split": "1"}
+    (long, short), weights = [build_gpt_datasets(p, **whole)[0] for p in (a, b)], {"a": 3, "b": 2}  # type: ignore[arg-type]
+    assert long is not None
+    assert short is not None
+    blend, *_ = build_gpt_datasets([weights["a"], a, weights["b"], b, 1, empty], **whole)  # type: ignore[arg-type]
+    assert isinstance(blend, BlendedDataset)
+    drawn = Counter(blend.locate(i) for i in range(len(blend)))
+    assert max(drawn.values()) == 1
+    by_member = Counter(number for number, _ in drawn)
+    assert len(short) - 1 <= by_member[1] <= len(short) < len(long)
+    assert by_member[0] / by_member[1] == pytest.approx(1.5, rel=0.1)
 
 
 def test_members_without_samples_are_left_out_of_unweighted_blends(write_corpus: WriteCorpus) -> None:

@@ -1,0 +1,272 @@
+"""Arguments held against their annotations and against rules that are data, before anything is made of them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import wraps
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, ParamSpec, Union, get_args, get_origin, get_type_hints
+
+from lightning_megatron.config import Problem, nearest_names, raise_if_any
+
+P = ParamSpec("P")
+
+
+class Rule(NamedTuple):
+    """What a value must be besides being of its type; for numbers, times and lists.
+
+    Attributes:
+        text: in words, to stand behind "a whole number".
+        holds: whether a value of the type is so.
+        nearest: values that are so.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+    nearest: tuple[object, ...] = ()
+
+
+class OneOf(NamedTuple):
+    """Words that a text must be among."""
+
+    known: Collection[str]
+
+
+class Check(NamedTuple):
+    """What has more to say than a rule: a function from a value of the right type to its faults."""
+
+    problems: Callable[[Any], list[Problem]]
+
+
+AnyRule = Rule | OneOf | Check
+Rules = Mapping[str, AnyRule]
+
+
+def at_least(least: float) -> Rule:
+    """``least`` and above."""
+    return Rule(f"of at least {least}", lambda value: value >= least, (least,))
+
+
+def above(low: Any, *nearest: object) -> Rule:
+    """All above ``low``."""
+    return Rule(f"above {low}", lambda value: value > low, nearest)
+
+
+def within(least: float, end: float) -> Rule:
+    """``least`` and above, below ``end``."""
+    return Rule(f"of at least {least} and less than {end}", lambda value: least <= value < end)
+
+
+def argument_problems(
+    values: Mapping[str, object], hints: Mapping[str, Any], rules: Rules, defaults: Mapping[str, object]
+) -> list[Problem]:
+    """Faults of single values.
+
+    Args:
+        values: by name.
+        hints: types by name; what has none may be anything.
+        rules: what else must hold, by name.
+        defaults: what is taken where nothing is given, by name.
+    """
+    found = []
+    for name, value in values.items():
+        hint, rule = hints.get(name, Any), rules.get(name)
+        if _fits(value, hint) and isinstance(rule, Check):
+            found += rule.problems(value)
+        if _fits(value, hint) and _keeps(value, rule):
+            continue
+        words = rule.known if isinstance(rule, OneOf) else [word for word in _literals(hint) if isinstance(word, str)]
+        if isinstance(value, str) and words:
+            found.append(Problem(name, value, "unknown", nearest_names(value, list(words))))
+            continue
+        near = dict.fromkeys((type(near), near) for near in _near(value, hint, rule, defaults.get(name, MISSING)))
+        found.append(Problem(name, value, f"must be {_wanted(hint, rule)}", tuple(near for _, near in near)))
+    return found
+
+
+def field_problems(instance: Any, rules: Rules, leave: Collection[str] = ()) -> list[Problem]:
+    """Faults of single fields of a dataclass.
+
+    Args:
+        instance: the dataclass.
+        rules: what else must hold, by name of the field.
+        leave: fields that are checked elsewhere.
+    """
+    known = [field for field in fields(instance) if field.init and field.name not in leave]
+    values = {field.name: getattr(instance, field.name) for field in known}
+    defaults = {field.name: field.default for field in known}
+    return argument_problems(values, get_type_hints(type(instance)), rules, defaults)
+
+
+def checked(
+    elsewhere: Mapping[str, str] | None = None, **rules: AnyRule
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorate an ``__init__``: its arguments are checked before it runs, all at once.
+
+    Args:
+        elsewhere: our names of arguments by the names that other programs give them.
+        **rules: what must hold of a value besides its annotation, by argument.
+
+    Returns:
+        A decorator. The new ``__init__`` raises a ``ConfigError`` with every argument that is unknown, missing, of
+        another type than its annotation, or against its rule.
+    """
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        signature = inspect.signature(init)
+
+        @wraps(init)
+        def checking(*args: P.args, **kwargs: P.kwargs) -> None:
+            hints = get_type_hints(init)
+            defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty}
+            owner = init.__qualname__.split(".")[0]
+            unknown = list(_unknown(signature, kwargs, owner, elsewhere or {}))
+            known = {n: v for n, v in kwargs.items() if n not in {p.argument for p in unknown}}
+            bound = signature.bind_partial(*args, **known)
+            missing = [n for n, p in signature.parameters.items() if p.default is p.empty and n not in bound.arguments]
+            missing = [n for n in missing if signature.parameters[n].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+            unknown += [Problem(name, None, f"{owner} needs it") for name in missing]
+            raise_if_any(unknown + argument_problems(_single(bound), hints, rules, defaults))
+            init(*args, **kwargs)
+
+        return checking
+
+    return decorate
+
+
+def _unknown(
+    signature: inspect.Signature, given: Mapping[str, object], owner: str, elsewhere: Mapping[str, str]
+) -> Iterator[Problem]:
+    takes = signature.parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values()):
+        return
+    names = list(takes)[1:]
+    for name, value in given.items():
+        if name not in takes:
+            yield unknown_name(name, value, f"argument of {owner}", names, elsewhere)
+
+
+def unknown_name(
+    name: str, value: object, what: str, known: Sequence[str], elsewhere: Mapping[str, str] | None = None
+) -> Problem:
+    """The fault of a name that nothing has.
+
+    Args:
+        name: as given.
+        value: given under that name.
+        what: would have that name: "argument of MegatronStrategy".
+        known: names that there are.
+        elsewhere: known names, or what to do instead, by the names of other programs.
+    """
+    ours = (elsewhere or {}).get(name)
+    if ours is not None and ours not in known:
+        return Problem(name, value, f"no such {what}: {ours}")
+    return Problem(name, value, f"no such {what}", nearest_names(name, known) if ours is None else (ours,))
+
+
+def _single(bound: inspect.BoundArguments) -> dict[str, object]:
+    """Arguments that have a name of their own; neither ``self`` nor what ``*`` and ``**`` take."""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    taken = list(bound.arguments.items())[1:]
+    return {name: value for name, value in taken if bound.signature.parameters[name].kind not in several}
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """The types that a value may have."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _literals(hint: Any) -> list[Any]:
+    return [word for part in _parts(hint) if get_origin(part) is Literal for word in get_args(part)]
+
+
+def _fits(value: object, hint: Any) -> bool:
+    return any(_fits_one(value, part) for part in _parts(hint))
+
+
+def _fits_one(value: object, hint: Any) -> bool:
+    """Whether a value has a type that is no union; a type that cannot be looked into fits all."""
+    if hint is None or hint is NoneType:
+        return value is None
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return any(type(value) is type(word) and value == word for word in inner)
+    if origin is not None and isinstance(origin, type):
+        if issubclass(origin, Mapping):
+            return isinstance(value, Mapping)  # whose entries have checks of their own
+        if issubclass(origin, Sequence):  # a list will do for a tuple: YAML has no other
+            return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
+    kind = origin or hint
+    return isinstance(value, kind) if isinstance(kind, type) and not _is_protocol(kind) else True
+
+
+def _is_protocol(kind: type) -> bool:
+    return bool(getattr(kind, "_is_protocol", False))
+
+
+def _keeps(value: object, rule: AnyRule | None) -> bool:
+    if isinstance(rule, OneOf):
+        return not isinstance(value, str) or value in rule.known
+    return not isinstance(rule, Rule) or isinstance(value, str | bool | None) or rule.holds(value)
+
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "True or False",
+    str: "text",
+    NoneType: "None",
+    None: "None",
+}
+_NO_RULE = (str, bool, None, NoneType)
+"""Types whose values no :class:`Rule` is about."""
+
+
+def _wanted(hint: Any, rule: AnyRule | None) -> str:
+    """The types of a value in words, with what its rule adds."""
+    words = []
+    for part in _parts(hint):
+        if get_origin(part) is Literal:
+            words += [repr(word) for word in get_args(part)]
+        else:
+            named = _WORDS.get(part) or _kind(get_origin(part) or part)
+            words.append(f"{named} {rule.text}" if isinstance(rule, Rule) and part not in _NO_RULE else named)
+    return " or ".join(dict.fromkeys(words))
+
+
+def _kind(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return "a mapping"
+    if isinstance(kind, type) and issubclass(kind, Sequence):
+        return "a list"
+    return f"a {getattr(kind, '__name__', kind)}"
+
+
+def _near(value: object, hint: Any, rule: AnyRule | None, default: object) -> Iterator[object]:
+    """Values that would do: those that come from the given one, those of the rule, the default."""
+    ruled = list(rule.nearest) if isinstance(rule, Rule) else []
+    defaults = [] if default is MISSING else [default]
+    for candidate in [*_numbers(value), *(ruled + defaults if _fits(value, hint) else defaults + ruled)]:
+        if _fits(candidate, hint) and _keeps(candidate, rule):
+            yield candidate
+
+
+def _numbers(value: object) -> Iterable[object]:
+    """Numbers that somebody may have meant."""
+    if isinstance(value, bool) or not isinstance(value, str | float):
+        return ()
+    try:
+        number = float(value)
+    except ValueError:
+        return ()
+    if not math.isfinite(number):
+        return ()
+    whole = (int(number),) if number.is_integer() else (math.floor(number), math.ceil(number))
+    return whole if number.is_integer() else (*whole, number)
