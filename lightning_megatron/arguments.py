@@ -253,12 +253,12 @@ def _near(value: object, hint: Any, rule: AnyRule | None, default: object) -> It
     """Values that would do: those that come from the given one, those of the rule, the default."""
     ruled = list(rule.nearest) if isinstance(rule, Rule) else []
     defaults = [] if default is MISSING else [default]
-    for candidate in [*_numbers(value), *(ruled + defaults if _fits(value, hint) else defaults + ruled)]:
+    for candidate in [*_numbers(value, hint), *(ruled + defaults if _fits(value, hint) else defaults + ruled)]:
         if _fits(candidate, hint) and _keeps(candidate, rule):
             yield candidate
 
 
-def _numbers(value: object) -> Iterable[object]:
+def _numbers(value: object, hint: Any) -> Iterable[object]:
     """Numbers that somebody may have meant."""
     if isinstance(value, bool) or not isinstance(value, str | float):
         return ()
@@ -268,5 +268,4 @@ def _numbers(value: object) -> Iterable[object]:
         return ()
     if not math.isfinite(number):
         return ()
-    whole = (int(number),) if number.is_integer() else (math.floor(number), math.ceil(number))
-    return whole if number.is_integer() else (*whole, number)
+    return dict.fromkeys((math.floor(number), math.ceil(number))) if int in _parts(hint) else (number,)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_megatron.arguments import OneOf, at_least, checked
+from lightning_megatron.arguments import Check, OneOf, at_least, checked
 from lightning_megatron.config import BatchShape, ConfigError, Problem, problems_of, raise_if_any
 from lightning_megatron.data import build_gpt_datasets, build_tokenizer
 from lightning_megatron.data.build import DataPath, SampleDataset, file_problems, parse_data_path, parse_split
@@ -33,6 +34,11 @@ ELSEWHERE = {
     "data_prefix": "data_path",
 }
 """Our arguments, or what to do instead, by the names of Megatron and NeMo."""
+
+
+def readable(argument: str) -> Check:
+    """What paths of data must be before anybody looks for them."""
+    return Check(lambda path: [] if path is None else problems_of(parse_data_path, path, argument))
 
 
 class MegatronDataModule(LightningDataModule):
@@ -74,6 +80,10 @@ class MegatronDataModule(LightningDataModule):
 
     @checked(
         ELSEWHERE,
+        data_path=readable("data_path"),
+        val_data_path=readable("val_data_path"),
+        test_data_path=readable("test_data_path"),
+        split=Check(partial(problems_of, parse_split)),
         seq_length=at_least(1),
         batch_size=at_least(1),
         train_samples=at_least(0),
@@ -125,9 +135,7 @@ class MegatronDataModule(LightningDataModule):
         raise_if_any(self._problems())
 
     def _problems(self) -> list[Problem]:
-        found = problems_of(parse_split, self.split)
-        for argument, path in self._paths.items():
-            found += problems_of(parse_data_path, path, argument)
+        found = []
         for name in ("eod_mask_loss", "reset_position_ids"):
             if getattr(self, name) and self.tokenizer is None:
                 reason = "needs to know the end-of-document token: give tokenizer_type and tokenizer_model"
