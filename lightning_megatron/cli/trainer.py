@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser
 
 import lightning_megatron  # noqa: F401 - registers the strategy, and makes modules known by their short names
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
 from lightning_megatron.config import ConfigError
 from lightning_megatron.data import DataError
+
+
+class BriefParser(LightningArgumentParser):
+    """LightningCLI's parser, whose errors are two lines: what is wrong, and where help is."""
+
+    def print_usage(self, file: Any = None) -> None:
+        """Nothing: the parser prints it before each error, and here that is fifty lines."""
 
 
 def trainer_command(argv: Sequence[str] | None) -> int:
@@ -28,6 +37,7 @@ def trainer_command(argv: Sequence[str] | None) -> int:
         CheckpointCLI(
             LightningModule,
             LightningDataModule,
+            parser_class=BriefParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},

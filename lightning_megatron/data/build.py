@@ -218,15 +218,15 @@ def _build_split(
         names, members = [p for p, _ in found], [d for _, d in found]
         size = None if wanted is None else min(wanted, sum(map(len, members)))
         return BlendedDataset(members, None, size, names=names, **common)
-    given = dict(zip(prefixes, blend.weights, strict=True))
+    weights = normalized(blend.weights)
     if wanted is None:
-        # As many as there are without reading one twice.
-        lengths = {p: len(d) for p in given if (d := member(p, None)) is not None}
-        given = {p: w for p, w in given.items() if lengths.get(p)}
-        if not given:
+        # As many as there are without reading one twice. A member without a sample has no part in the blend.
+        lengths = [0 if (d := member(p, None)) is None else len(d) for p in prefixes]
+        kept = [i for i, length in enumerate(lengths) if length]
+        if not kept:
             return None
-        wanted = int(min(lengths[p] / w for p, w in zip(given, normalized([*given.values()]), strict=True)))
-    prefixes, weights = tuple(given), normalized([*given.values()])
+        prefixes, weights = tuple(prefixes[i] for i in kept), normalized([weights[i] for i in kept])
+        wanted = int(min(lengths[i] / weight for i, weight in zip(kept, weights, strict=True)))
     targets = [math.ceil(wanted * w) for w in weights]
     built = [member(p, math.ceil(t * (1 + surplus))) for p, t in zip(prefixes, targets, strict=True)]
     return BlendedDataset([d for d in built if d is not None], weights, sum(targets), names=prefixes, **common)

@@ -25,6 +25,7 @@ from lightning_megatron.lightning.batch_strategy import BatchStrategy
 from lightning_megatron.lightning.checks import ELSEWHERE, RULES, backend_problems, job_problems
 from lightning_megatron.lightning.engine import StepEngine
 from lightning_megatron.lightning.grad_reduction import GradReduceDtype, micro_batches_of_step, reduce_dtype
+from lightning_megatron.lightning.idle import warn_of_idle
 from lightning_megatron.lightning.launcher import CheckedLauncher
 from lightning_megatron.lightning.op_report import write_op_report
 from lightning_megatron.lightning.optimizers import OptimizerSet
@@ -160,15 +161,8 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         layout = ParallelLayout(
             tp, pp, cp, ep, etp, vpp=vpp, sequence_parallel=sequence_parallel, cp_comm_type=cp_comm_type
         )
-        super().__init__(
-            layout,
-            process_group_backend,
-            timeout,
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            precision_plugin,
-        )
+        stock = accelerator, parallel_devices, cluster_environment, precision_plugin
+        super().__init__(layout, process_group_backend, timeout, *stock)
         self.micro_batch_size = micro_batch_size
         self.boundary = StageBoundary(pp * vpp) if pp > 1 else None
         self._schedule = pipeline_schedule
@@ -293,6 +287,7 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self.model)
+            warn_of_idle(self.lightning_module, self.mesh.layout, self.recompute)
             self.setup_optimizers(trainer)
             self._op_report_is_due = True
         self.setup_precision_plugin()

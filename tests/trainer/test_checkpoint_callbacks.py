@@ -355,4 +355,4 @@ def test_the_command_tells_file_and_tensor(ranks, tmp_path, capsys):
     assert fault["file"] == "__1_0.distcp"
     assert len(fault["tensors"]) == 1
     assert main(["verify"]) == 2
-    assert main(["verify", str(tmp_path / "none.ckpt")]) == 1
+    assert main(["verify", str(tmp_path / "none.ckpt")]) == 2

@@ -131,6 +131,32 @@ def test_impossible_layout_is_told_without_a_traceback(work: Path, capsys: pytes
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [("--trainer.max_stepz=3", "--trainer.max_stepz"), ("--config=nothere.yaml", "File does not exist")],
+)
+def test_a_wrong_word_is_told_in_two_lines(word: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", word]) == 2
+    tip, error = capsys.readouterr().err.splitlines()
+    assert tip.endswith("fit --help")
+    assert error.startswith("error: ")
+    assert fault in error
+
+
+def test_missing_data_of_two_ranks_is_told_before_the_second_is_started(tmp_path: Path) -> None:
+    """One line for each fault, by its argument, and nothing of gloo's."""
+    two = ["--trainer.strategy=lightning_megatron.MegatronStrategy", "--trainer.strategy.tp=2"]
+    two += ["--trainer.accelerator=cpu", "--trainer.devices=2", *QUIET]
+    done = script(["fit", *two, *MODEL, *data(tmp_path), "--data.val_data_path=nothere"], tmp_path)
+    assert done.returncode == 2
+    told = done.stderr[done.stderr.index("error: ") :].splitlines()
+    assert told[0] == "error: 2 problems in the configuration:"
+    assert told[1].startswith(f"  - data_path='{tmp_path}/data_text_document': {tmp_path}/data_text_document.idx and ")
+    assert told[2].startswith("  - val_data_path='nothere': nothere.idx and nothere.bin not found")
+    assert len(told) == 3
+    assert "Initializing distributed" not in done.stderr
+
+
 def test_missing_data_is_told_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--trainer.strategy=megatron", *TRAINER, *MODEL, *data(tmp_path)]) == 2
     error = capsys.readouterr().err
