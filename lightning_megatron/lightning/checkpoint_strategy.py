@@ -12,6 +12,7 @@ from typing import Any, Literal
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import BackgroundWriter, CheckpointError, SaveGuard, remove_unlinked
@@ -108,6 +109,21 @@ class CheckpointStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self.finish_param_gather()
         return self.lightning_module.state_dict()
+
+    def main_state_dict(self) -> dict[str, Any]:
+        """The module's ``state_dict`` with main values in the place of parameters, on the host; all ranks call this.
+
+        After ``bf16-mixed`` and ``16-mixed`` the module's parameters are half precision; these are the fp32 values that
+        have been trained. They are there from the begin of a ``fit`` to the begin of the next. As in ``state_dict``, a
+        rank has its shard of what tensor and pipeline parallelism cut.
+        """
+        assert self.lightning_module is not None
+        self._settle_params()
+        mains: dict[Any, Any] = {}
+        for optimizer in self.sharded_optimizers:
+            mains |= optimizer.main_values()
+        state = self.lightning_module.state_dict(keep_vars=True)
+        return {name: mains[value] if value in mains else _on_host(value) for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing: optimizer state goes from where it lies to the files, see :meth:`save_checkpoint`."""
@@ -329,3 +345,7 @@ class CheckpointStrategy(MeshStrategy):
         """Leave whole parameters behind, and durable checkpoints."""
         self.finish_param_gather()
         self.finish_save()
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.comm.collectives import all_gather
 from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.buffer import OwnedParam, Slot
 
@@ -82,6 +83,13 @@ class MainValues:
         own = self.bucket.own_start
         begin = max(slot.start, own)
         return range(begin - own, max(begin, min(slot.end, self.bucket.own_end)) - own)
+
+    def values(self) -> Iterator[tuple[Slot, Tensor]]:
+        """Main values of whole parameters, in their shapes; all ranks of the bucket's axis call this."""
+        whole = all_gather(self.flat, self.bucket.axis) if self.bucket.sharded else self.flat
+        for slot in self.bucket.slots:
+            start = slot.start - self.bucket.start
+            yield slot, whole[start : start + slot.grad.numel()].view(slot.data.shape)
 
     # Gradients
 

@@ -338,6 +338,11 @@ class ShardedOptimizer(HeldState):
         """Wait until all parameters have their new values (before they are saved, compared or used otherwise)."""
         self._gather.finish()
 
+    def main_values(self) -> dict[nn.Parameter, Tensor]:
+        """Main values of whole parameters, on the host; all ranks call this, and gather one bucket at a time."""
+        found = (pair for main in self._mains.values() for pair in main.values())
+        return {slot.owned.param: value.detach().cpu().clone() for slot, value in found}
+
     def take_written_values(self) -> None:
         """Heed values that somebody has written into parameters since the last step: before they are used or saved."""
         for main in self._mains.values():

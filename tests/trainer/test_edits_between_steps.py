@@ -295,3 +295,24 @@ def test_a_step_that_raises_leaves_the_users_parameters_in_the_groups() -> None:
         trainer.fit(module, DataLoader(torch.ones(4, 4), batch_size=4))  # type: ignore[arg-type]
     held = trainer.optimizers[0].param_groups[0]["params"]
     assert [id(p) for p in held] == [id(p) for p in module.parameters()]
+
+
+def main_values() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    module = Net()
+    trainer = quiet_trainer(MegatronStrategy(), max_epochs=1, precision="bf16-mixed", use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(torch.ones(8, 4), batch_size=4))  # type: ignore[arg-type]
+    pieces = trainer.strategy.sharded_optimizers[0].pieces()  # type: ignore[attr-defined]
+    own = {f"{piece.name}[{piece.start}:{piece.end}]": values.clone() for piece, values, *_ in pieces}
+    return trainer.strategy.main_state_dict(), own, module.state_dict()  # type: ignore[attr-defined]
+
+
+def test_main_values_are_there_after_bf16_mixed(ranks: Ranks) -> None:
+    for whole, own, rounded in ranks(2, main_values):
+        assert whole.keys() == rounded.keys()
+        assert {value.dtype for value in whole.values()} == {torch.float32}
+        assert all(torch.equal(whole[name].bfloat16(), value) for name, value in rounded.items())
+        assert any(not torch.equal(whole[name], value.float()) for name, value in rounded.items())
+        for key, values in own.items():
+            name, _, span = key.partition("[")
+            start, end = (int(number) for number in span[:-1].split(":"))
+            assert torch.equal(whole[name].flatten()[start:end], values)
