@@ -25,6 +25,7 @@ from lightning_megatron.checkpoint import (
     shared_state,
 )
 from lightning_megatron.checkpoint.hf.settings import SETTINGS, read_settings
+from lightning_megatron.lightning.finetuning import rejoin_groups
 from lightning_megatron.lightning.foreign import fresh_run, is_foreign
 from lightning_megatron.lightning.hugging_face import kept_settings
 from lightning_megatron.lightning.random_state import random_state, restore_random_state
@@ -131,6 +132,7 @@ def load_trainer_checkpoint(
         return _load_imported(path, module, optimizers, mesh), None
     if optimizers and "optimizer_states" not in known:
         raise CheckpointError(_weights_alone(path, module))
+    rejoin_groups(known, module, optimizers)
     note = known.get(NOTE, {})
     # Main values may be the parameters themselves, so a model that is not theirs must not be loaded in its place.
     beside = copies(module) if optimizers and note.get("edited") else None

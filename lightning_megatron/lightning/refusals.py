@@ -20,7 +20,6 @@ from lightning_megatron.config import ParallelLayout, Problem, nearest_names
 _CALLBACKS: Mapping[str, str] = {
     "BatchSizeFinder": "each trial would need a new split into micro-batches: set batch_size and micro_batch_size",
     "ModelPruning": "masked parameters do not fit the optimizer's flat buffers: prune the trained model in one process",
-    "BaseFinetuning": "the optimizer's flat buffers are laid out once: set requires_grad in configure_model instead",
 }
 
 _ALONE = "use data parallelism alone (tp=pp=cp=ep=1)"

@@ -30,7 +30,6 @@ from jobs import (
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     BatchSizeFinder,
     ModelCheckpoint,
     ModelPruning,
@@ -273,7 +272,6 @@ def test_46_a_yaml_names_the_strategy(tmp_path: Path, strategy: str) -> None:
         (StochasticWeightAveraging(1e-2), "use data parallelism alone"),
         (BatchSizeFinder(), "set batch_size and micro_batch_size"),
         (ModelPruning("l1_unstructured"), "prune the trained model"),
-        (BackboneFinetuning(), "set requires_grad in configure_model"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )

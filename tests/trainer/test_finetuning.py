@@ -1,0 +1,110 @@
+"""Callbacks that unfreeze and add groups in mid-run: the numbers of stock Lightning, resumed runs included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+
+
+class Tuned(LightningModule):
+    """A user's backbone and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.head(self.backbone(x)), y)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02)
+
+
+class LayerByLayer(BaseFinetuning):
+    """The last layer of the backbone first, then the other, and the head frozen in the end."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch in (1, 2):
+            self.unfreeze_and_add_param_group(pl_module.backbone[2 if epoch == 1 else 0], optimizer, lr=0.01)
+        if epoch == 3:
+            self.freeze(pl_module.head)
+
+
+def backbone() -> BackboneFinetuning:
+    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.5)
+
+
+def loader() -> DataLoader[Any]:
+    """Batches of eight rows, shared out over replicas in order: the same rows make a step under any number of them."""
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    rows: Any = [(row, row.sum().reshape(1).sin()) for row in x]
+    replicas, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    sampler = DistributedSampler(rows, replicas, rank, shuffle=False)
+    return DataLoader(rows, batch_size=8 // replicas, sampler=sampler)
+
+
+Run = tuple[list[float], dict[str, Tensor]]
+
+
+def fit(strategy: Any, callback: BaseFinetuning, epochs: int, path: Path | None = None, resume: bool = False) -> Run:
+    """Train, save in the end where there is a path, or go on from it."""
+    recorder = Recorder()
+    options: dict[str, Any] = {"logger": recorder, "callbacks": [callback], "use_distributed_sampler": False}
+    trainer = quiet_trainer(strategy, max_epochs=epochs, accelerator="cpu", **options)
+    module = Tuned()
+    trainer.fit(module, loader(), ckpt_path=str(path) if resume else None)
+    if path is not None and not resume:
+        trainer.save_checkpoint(path)
+    return recorder.series("train_loss"), {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def assert_same(ours: Run, theirs: Run) -> None:
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    for name, value in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def runs(folder: Path) -> list[list[Run]]:
+    """With either callback; the first one also in two parts, before and after the backbone joins."""
+    found = []
+    for make in (backbone, LayerByLayer):
+        found.append([fit(MegatronStrategy(), make(), 4)])
+    for epochs in (1, 2):
+        path = folder / f"{epochs}.ckpt"
+        first = fit(MegatronStrategy(), backbone(), epochs, path)
+        rest = fit(MegatronStrategy(), backbone(), 4, path, resume=True)
+        found[0].append((first[0] + rest[0], rest[1]))
+    return found
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_unfreezing_in_mid_run_gives_the_numbers_of_stock_on_the_whole_batch(
+    ranks: Callable[..., list[Any]], tmp_path: Path, dp: int
+) -> None:
+    """DDP is no measure here: it never averages the gradients of what was frozen when it began."""
+    stock = [fit(SingleDeviceStrategy(torch.device("cpu")), make(), 4) for make in (backbone, LayerByLayer)]
+    for rank in ranks(dp, runs, tmp_path):
+        for ours, theirs in zip(rank, stock, strict=True):
+            for run in ours:
+                assert_same(run, theirs)
