@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_megatron.checkpoint import State
 from lightning_megatron.checkpoint.collect import Collectors, HostMemory, export_state, import_state
+from lightning_megatron.config import Problem, raise_if_any
 from lightning_megatron.lightning.checkpoints import continue_optimizer, optimizer_part
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -28,6 +29,7 @@ def export_optimizers(
         through: which ranks' host memory it passes.
         sharded: whether data-parallel ranks hold different shares.
     """
+    _refuse_whole(optimizers)
     state, experts = _state(optimizers, through.mesh, sharded)
     for key, value in state.items():
         if key.endswith(".param_groups"):  # stages tell their names in the order of the pipeline
@@ -43,6 +45,7 @@ def import_optimizers(
     sharded: bool,
 ) -> HostMemory:
     """Fill optimizers from such a file, and parameters from their main values; all ranks call this."""
+    _refuse_whole(optimizers)
     for optimizer in optimizers:
         optimizer.finish_param_gather()
     for optimizer in optimizers:
@@ -52,6 +55,12 @@ def import_optimizers(
     for index, optimizer in enumerate(optimizers):
         continue_optimizer(index, optimizer, state)
     return memory
+
+
+def _refuse_whole(optimizers: Sequence[ShardedOptimizer]) -> None:
+    reason = "only element-wise optimizers, whose state has the shape of parameters, go to one file: save a checkpoint"
+    kinds = [type(optimizer.optimizer).__name__ for optimizer in optimizers if not optimizer.is_flat]
+    raise_if_any([Problem("optimizer", kind, reason) for kind in kinds])
 
 
 def _state(optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh, sharded: bool) -> tuple[State, set[str]]:

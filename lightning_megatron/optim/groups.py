@@ -69,21 +69,21 @@ def _cuts(mesh: ParallelMesh, shard: bool, specs: Sequence[ParamSpec], reach: Re
 
 
 def optimizer_problems(
-    optimizer: Optimizer, named_params: Sequence[tuple[str, nn.Parameter, ParamSpec]], is_running: bool = False
+    optimizer: Optimizer, named_params: Sequence[tuple[str, nn.Parameter, ParamSpec]], keeps_state: bool = False
 ) -> list[Problem]:
     """What keeps the groups of ``optimizer`` from being those of a new optimizer of the model's parameters.
 
     Args:
         optimizer: the user's.
         named_params: name, parameter and spec of everything in the model.
-        is_running: whether it has been working on some of them already.
+        keeps_state: whether what it has in its state now is of what it will go on to work on.
     """
     kind = type(optimizer).__name__
     found: list[Problem] = []
     has_stepped = any(group.get("step", 0) for group in optimizer.param_groups) or any(
         state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()
     )
-    if has_stepped and not is_running:
+    if has_stepped and not keeps_state:
         reason = (
             "it has already taken steps, and its state belongs to whole parameters: pass a new one, load state later"
         )
@@ -134,7 +134,8 @@ def assign(
     """
     known = list(named_params)
     found = reach_problems(optimizer, known, mesh, shard=shard, main_dtype=main_dtype, elementwise=elementwise)
-    raise_if_any(found + optimizer_problems(optimizer, known, is_running=bool(known_already)))
+    keeps_state = bool(known_already) or reach_of(optimizer, elementwise) is not Reach.ELEMENT
+    raise_if_any(found + optimizer_problems(optimizer, known, keeps_state))
     unknown = set(hold) - {name for name, _, _ in known}
     if unknown:
         raise ConfigError([Problem("hold", sorted(unknown), "no parameter of the model has this name")])

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.config import ConfigError, Problem
 from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.main import MainParam, MainValues
 from lightning_megatron.optim.state import STEP, PieceState, allocate_state, load_piece, pieces_of, state_like
@@ -15,6 +16,10 @@ from lightning_megatron.params import FlatPiece
 
 _KERNELS = frozenset({"foreach", "fused", "capturable"})
 """Settings of torch's optimizers that say how, and not what, is computed."""
+
+
+BESIDE = "*"
+"""In the place of a parameter's name: state that belongs to none."""
 
 
 class HeldState:
@@ -43,7 +48,7 @@ class HeldState:
             begun = [p for p in self.optimizer.param_groups[bucket.key.group]["params"] if state.get(p)]
             for part in main.parts:
                 if part.owned is not None and state.get(part.owned.param):
-                    state[part.param] = state[part.owned.param]
+                    state[part.param] = _in_dtype(part.param, state[part.owned.param], part.owned.param)
                 elif part.owned is None and begun:
                     state[part.param] = state_like(part.param, state[begun[0]], begun[0])
         kept = {id(part.param) for main in mains.values() for part in main.parts}
@@ -75,9 +80,19 @@ class HeldState:
                 they differ.
         """
         if self.is_flat:
+            self._refuse_state_beside_parameters()
             allocate_state(self.optimizer, self._mains_by_group())
             for main in self._mains.values() if apart else ():
                 main.spread(self.optimizer)
+
+    def _refuse_state_beside_parameters(self) -> None:
+        beside = [str(key) for key in self.optimizer.state if not isinstance(key, Tensor)]
+        if beside:
+            reason = (
+                f"it keeps {', '.join(beside)} beside its parameters, which flat state has no place for: do not vouch"
+                " for it, and set distributed_optimizer=False"
+            )
+            raise ConfigError([Problem("optimizer", type(self.optimizer).__name__, reason)])
 
     def pieces(self) -> list[PieceState]:
         """What this rank holds, parameter by parameter; views, so that copying into them loads a checkpoint.
@@ -114,18 +129,23 @@ class HeldState:
         raise KeyError(f"no piece {piece.name}[{piece.start}:{piece.end}] on this rank")
 
     def whole_state(self) -> dict[str, dict[str, Any]]:
-        """What an optimizer that is not element-wise keeps, by name of the parameter; it may have any form."""
+        """What an optimizer that is not element-wise keeps, by name of the parameter; it may have any form.
+
+        Under :data:`BESIDE` stands what belongs to no parameter.
+        """
         if self.is_flat:
             return {}
         state = self.optimizer.state_dict()["state"]
-        return {name: dict(state.get(index, {})) for index, name in enumerate(self._names_in_groups())}
+        found = {name: dict(state.get(index, {})) for index, name in enumerate(self._names_in_groups())}
+        return found | {BESIDE: {key: value for key, value in state.items() if not isinstance(key, int)}}
 
     def load_whole_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on with what :meth:`whole_state` gave; call :meth:`load_group_settings` before."""
         if self.is_flat:
             return
         saved = self.optimizer.state_dict()
-        saved["state"] = {i: state[name] for i, name in enumerate(self._names_in_groups()) if state.get(name)}
+        kept = {i: state[name] for i, name in enumerate(self._names_in_groups()) if state.get(name)}
+        saved["state"] = kept | dict(state[BESIDE])
         self.optimizer.load_state_dict(saved)
 
     def _names_in_groups(self) -> list[str]:
@@ -159,3 +179,13 @@ class HeldState:
         total = sum(main.flat.nbytes for main in self._mains.values() if not main.is_view)
         states = (self.optimizer.state.get(param, {}) for param in self.main_params)
         return total + sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
+
+
+def _in_dtype(main: Tensor, state: Mapping[str, Any], owner: Tensor) -> dict[str, Any]:
+    """State that an optimizer began in the dtype of a parameter, in that of its main values."""
+
+    def cast(value: Any) -> Any:
+        is_alike = isinstance(value, Tensor) and value.shape == owner.shape and value.dtype == owner.dtype
+        return value.to(main.dtype) if is_alike else value
+
+    return {name: cast(value) for name, value in state.items()}
