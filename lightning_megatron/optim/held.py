@@ -135,18 +135,19 @@ class HeldState:
         """
         if self.is_flat:
             return {}
-        state = self.optimizer.state_dict()["state"]
+        saved = self.optimizer.state_dict()
+        state = saved.pop("state")
+        del saved["param_groups"]
         found = {name: dict(state.get(index, {})) for index, name in enumerate(self._names_in_groups())}
-        return found | {BESIDE: {key: value for key, value in state.items() if not isinstance(key, int)}}
+        return found | {BESIDE: {**saved, "state": {k: value for k, value in state.items() if not isinstance(k, int)}}}
 
     def load_whole_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on with what :meth:`whole_state` gave; call :meth:`load_group_settings` before."""
         if self.is_flat:
             return
-        saved = self.optimizer.state_dict()
+        saved = {**self.optimizer.state_dict(), **state[BESIDE]}
         kept = {i: state[name] for i, name in enumerate(self._names_in_groups()) if state.get(name)}
-        saved["state"] = kept | dict(state[BESIDE])
-        self.optimizer.load_state_dict(saved)
+        self.optimizer.load_state_dict({**saved, "state": {**kept, **saved["state"]}})
 
     def _names_in_groups(self) -> list[str]:
         return [part.owned.name for group in self._parts_by_group() for part in group if part.owned is not None]
