@@ -89,6 +89,8 @@ def save_trainer_checkpoint(
         complete(draft, mesh)
     else:
         writer.begin(draft)
+    for optimizer in optimizers:
+        optimizer.forget_untrue_state()
 
 
 def load_trainer_checkpoint(
@@ -148,6 +150,8 @@ def load_trainer_checkpoint(
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
     for index, optimizer in enumerate(optimizers):
         continue_optimizer(index, optimizer, state)
+        if not known.get("global_step"):
+            optimizer.forget_untrue_state()
     if loaded.per_rank is None:
         rank_zero_info(f"{path} was saved under another layout: random generators start anew from the seed")
     if beside is not None:

@@ -34,7 +34,10 @@ def export_optimizers(
     for key, value in state.items():
         if key.endswith(".param_groups"):  # stages tell their names in the order of the pipeline
             state[key] = [{**group, "params": sorted(group["params"])} for group in value]
-    return export_state(path, state, experts, through)
+    memory = export_state(path, state, experts, through)
+    for optimizer in optimizers:
+        optimizer.forget_untrue_state()
+    return memory
 
 
 def import_optimizers(

@@ -39,6 +39,7 @@ class HeldState:
         self.is_flat = is_flat
         self._mains: dict[Bucket, MainValues] = {}
         self._place: dict[int, int] = {}
+        self._untrue: list[nn.Parameter] = []
 
     def _move_state(self, mains: Mapping[Bucket, MainValues]) -> None:
         """Some optimizers allocate when they are made (Adagrad): the same start, in the new shape."""
@@ -81,9 +82,19 @@ class HeldState:
         """
         if self.is_flat:
             self._refuse_state_beside_parameters()
+            self._untrue = [param for param in self.main_params if not self.optimizer.state.get(param)]
             allocate_state(self.optimizer, self._mains_by_group())
             for main in self._mains.values() if apart else ():
                 main.spread(self.optimizer)
+
+    def forget_untrue_state(self) -> None:
+        """Take away what :meth:`init_state` has made: an optimizer may take its first step in another way.
+
+        For when a checkpoint has been saved, or one has been loaded that was saved before the first step.
+        """
+        for param in self._untrue:
+            self.optimizer.state.pop(param, None)
+        self._untrue = []
 
     def _refuse_state_beside_parameters(self) -> None:
         beside = [str(key) for key in self.optimizer.state if not isinstance(key, Tensor)]

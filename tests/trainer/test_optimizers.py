@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
@@ -115,11 +115,13 @@ def loader() -> DataLoader[Any]:
 Run = tuple[list[dict[str, float]], dict[str, Tensor]]
 
 
-def fit(strategy: Any, kind: str, epochs: int, save: Path | None = None, resume: Path | None = None) -> Run:
+def fit(
+    strategy: Any, kind: str, epochs: int, save: Path | None = None, resume: Path | None = None, **more: Any
+) -> Run:
     recorder, module = Recorder(), Toy(kind)
     distributed = dist.is_initialized() and dist.get_world_size() > 1
     options: dict[str, Any] = {"logger": recorder, "max_epochs": epochs, "use_distributed_sampler": distributed}
-    trainer = quiet_trainer(strategy, accelerator="cpu", **options)
+    trainer = quiet_trainer(strategy, accelerator="cpu", **options, **more)
     trainer.fit(module, loader(), loader(), ckpt_path=None if resume is None else str(resume))
     if save is not None:
         trainer.save_checkpoint(save)
@@ -151,6 +153,44 @@ def test_optimizers_of_whole_parameters_give_the_numbers_of_stock(
             for name, value in theirs[1].items():
                 torch.testing.assert_close(ours[1][name], value, rtol=1e-5, atol=1e-6)
                 assert torch.equal(rest[1][name], ours[1][name]), (kind, name)
+
+
+class Difference(torch.optim.Optimizer):
+    """Steps along the change of the gradient; the first gradient has changed from nothing to itself by none."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            past = self.state[p].setdefault("past", p.grad.clone())
+            p.sub_(p.grad + (p.grad - past), alpha=self.param_groups[0]["lr"])
+            past.copy_(p.grad)
+        return loss
+
+
+class Early(Callback):
+    """Saves before the first step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_before_the_first_step_does_not_change_it(tmp_path: Path) -> None:
+    KINDS["difference"] = lambda module: Difference(module.parameters(), {"lr": 0.1})
+    path = tmp_path / "0.ckpt"
+
+    def ours(**options: Any) -> Run:
+        return fit(MegatronStrategy(elementwise_optimizers=[Difference]), "difference", 1, **options)
+
+    plain = fit(SingleDeviceStrategy(torch.device("cpu")), "difference", 1)
+    for run in (ours(callbacks=[Early(path)]), ours(resume=path)):
+        assert [row["train_loss"] for row in run[0] if "train_loss" in row] == [
+            row["train_loss"] for row in plain[0] if "train_loss" in row
+        ]
+    del KINDS["difference"]
 
 
 def test_the_command_line_vouches_by_name() -> None:
