@@ -159,7 +159,6 @@ data.load_state_dict(data.state_dict())
         change={"trainer = Trainer(": "trainer = Trainer(max_steps=2, "},
         code=f"data = {DATA}\n{{block}}",
     ),
-    Setting("docs/checkpoints.md", "load_from_checkpoint(", small=True, code=f"data = {DATA}\n{{block}}"),
     Setting("docs/hugging-face.md", "from_hf(", small=True, code=f"trainer = {TRAINER}\ndata = {DATA}\n{{block}}"),
     Setting(
         "docs/megatron-checkpoints.md",
