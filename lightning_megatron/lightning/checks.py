@@ -83,7 +83,8 @@ class ChecksData(Protocol):
 def backend_problems(backend: str | None, device: torch.device) -> list[Problem]:
     """A backend of collectives that there is not, or not for the devices of this job."""
     known = devices.collective_backends(device)
-    if backend is None or backend in known:
+    by_device = dict(part.split(":", 1) for part in (backend or "").split(",") if ":" in part)  # "cpu:a,other:b"
+    if backend is None or by_device.get(device.type, backend) in known:
         return []
     reason = f"no backend that is here for tensors on {device.type}"
     return [Problem("process_group_backend", backend, reason, (*known, None))]

@@ -190,7 +190,8 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpoi
 def test_a_backend_that_the_devices_do_not_have_is_refused_with_the_trainer(backend: str) -> None:
     with pytest.raises(ConfigError, match=f"process_group_backend='{backend}': no backend .* cpu; nearest valid: gloo"):
         Trainer(strategy=MegatronStrategy(process_group_backend=backend), **QUIET)
-    Trainer(strategy=MegatronStrategy(process_group_backend="gloo"), **QUIET)
+    for good in ("gloo", "cpu:gloo,cuda:nccl"):
+        Trainer(strategy=MegatronStrategy(process_group_backend=good), **QUIET)
 
 
 @pytest.mark.parametrize("batches", [0, -1, 1.5])
