@@ -46,6 +46,27 @@ def file_problems(data_path: DataPath, argument: str) -> list[Problem]:
     return found
 
 
+def share_problems(data_path: DataPath, split: str, wanted: Mapping[str, int | None]) -> list[Problem]:
+    """Samples that are wanted of shares without a token.
+
+    Args:
+        data_path: of sound files.
+        split: shares of the sequences, see :func:`parse_split`.
+        wanted: number of samples of training, validation and test, by argument.
+    """
+    blend, found = parse_data_path(data_path), []
+    if len(blend.prefixes) > 1 and blend.weights is None:  # a member without a sample is left out
+        return []
+    for prefix in dict.fromkeys(blend.prefixes):
+        lengths = IndexedDataset(prefix).sequence_lengths
+        for (argument, samples), span in zip(wanted.items(), parse_split(split), strict=True):
+            begin, end = (round(bound * float(len(lengths))) for bound in span or (0.0, 0.0))
+            if samples and span is not None and not lengths[begin:end].any():
+                reason = f"no token of {prefix} is in its share of split={split!r}: make that larger"
+                found.append(Problem(argument, samples, reason, (0, None)))
+    return found
+
+
 @dataclass(frozen=True)
 class Blend:
     """What a data path says: the pairs, and a weight for each or none at all."""

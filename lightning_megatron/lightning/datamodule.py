@@ -14,7 +14,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_megatron.arguments import Check, OneOf, at_least, checked
 from lightning_megatron.config import BatchShape, ConfigError, Problem, problems_of, raise_if_any
 from lightning_megatron.data import build_gpt_datasets, build_tokenizer
-from lightning_megatron.data.build import DataPath, SampleDataset, file_problems, parse_data_path, parse_split
+from lightning_megatron.data.build import (
+    DataPath,
+    SampleDataset,
+    file_problems,
+    parse_data_path,
+    parse_split,
+    share_problems,
+)
 from lightning_megatron.data.fingerprint import (
     Fingerprint,
     data_fingerprint,
@@ -153,8 +160,12 @@ class MegatronDataModule(LightningDataModule):
         return {argument: path for argument, path in paths.items() if path is not None}
 
     def data_problems(self) -> list[Problem]:
-        """Files that are missing or faulty; the strategy asks before it starts processes."""
-        return [problem for argument, path in self._paths.items() for problem in file_problems(path, argument)]
+        """Files that are missing or faulty, and shares too small; the strategy asks before it starts processes."""
+        found = [problem for argument, path in self._paths.items() for problem in file_problems(path, argument)]
+        if found or len(self._paths) > 1:
+            return found
+        wanted = zip(("train_samples", "val_samples", "test_samples"), self.samples, strict=True)
+        return share_problems(self.data_path, self.split, dict(wanted))
 
     @property
     def batch_shape(self) -> BatchShape:

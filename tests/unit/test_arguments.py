@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lightning.pytorch import Trainer
 
@@ -24,6 +25,7 @@ from lightning_megatron import (
 )
 from lightning_megatron.arguments import above, at_least, checked
 from lightning_megatron.config import problems_of
+from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.optim.scaler import DynamicLossScale
 
 WHOLE = "must be a whole number of at least 1"
@@ -202,6 +204,21 @@ def test_what_lightning_lets_pass_of_the_trainers_arguments_is_refused_before_la
     with pytest.raises(ConfigError) as caught:
         chosen.check(LlamaModule("llama-tiny"), trainer=trainer)
     assert [problem.argument for problem in caught.value.problems] == ["accumulate_grad_batches", "gradient_clip_val"]
+
+
+def test_files_and_shares_are_looked_at_before_launch(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_document(np.arange(30), [30])
+    (tmp_path / "broken.idx").write_bytes(b"MMIDIDX")
+    (tmp_path / "broken.bin").touch()
+    paths = [0.5, f"{tmp_path}/a", 0.3, f"{tmp_path}/broken", 0.2, f"{tmp_path}/none"]
+    found = MegatronDataModule(paths, seq_length=8).data_problems()
+    assert [problem.argument for problem in found] == ["data_path"] * 2
+    assert "broken.idx: truncated: 7 bytes" in str(found[0])
+    assert "none.idx and " in str(found[1])
+    (share,) = MegatronDataModule(tmp_path / "a", seq_length=8, split="1,1,1", test_samples=4).data_problems()
+    assert str(share).startswith("test_samples=4: no token of ")
+    assert MegatronDataModule(tmp_path / "a", seq_length=8, split="1,1,1").data_problems() == []
 
 
 def test_an_unknown_compiler_is_refused_before_launch() -> None:
