@@ -16,7 +16,7 @@ from lightning_megatron import ConfigError, MegatronDataModule
 from lightning_megatron.testing.trainer import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FAST, ALL, TRAINED = 150, 2000, 120
+FAST, ALL, TRAINED = 150, 2000, 160
 
 
 def launched(folder: Path, seeds: range) -> int:
