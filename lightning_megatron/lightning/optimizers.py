@@ -25,6 +25,7 @@ from lightning_megatron.optim.buffer import Slot
 from lightning_megatron.optim.norms import norms_by_name
 from lightning_megatron.optim.reach import Vouched
 from lightning_megatron.optim.replicas import ReplicaCheck
+from lightning_megatron.optim.start import start_alike
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs
 from lightning_megatron.pipeline.tied import SharedParameters, held_by_stages, sum_tied_gradients
@@ -94,6 +95,8 @@ class OptimizerSet:
         raise_if_any(_shared_problems(optimizers, {id(param): name for name, param, _ in specs}))
         self._tied = _tied_names([spec.tied_with for _, _, spec in specs if spec.tied_with], mesh)
         self._shared = self._held_by_several(specs)
+        start_alike(specs, mesh)
+        self._shared.share_values({name: param for name, param, _ in specs})
         specs = [
             (name, param, replace(spec, tied_with=name) if name in self._shared.repeated else spec)
             for name, param, spec in specs

@@ -66,6 +66,22 @@ class SharedParameters:
         self._shapes = {name: stages[holders[name][0]][name] for name in self.names}
         self._axis = axis
 
+    @torch.no_grad()
+    def share_values(self, params: Mapping[str, Tensor]) -> None:
+        """Give every stage the values of the first that holds them; every stage calls this.
+
+        Args:
+            params: what this stage holds, by name.
+        """
+        for name in self.names:
+            own = params.get(name)
+            device = next(iter(params.values())).device
+            first = own is not None and name not in self.repeated
+            value = own.float() if own is not None and first else torch.zeros(self._shapes[name], device=device)
+            value = all_reduce(value, self._axis)
+            if own is not None:
+                own.copy_(value)
+
     def sum_gradients(self, gradients: Mapping[str, Tensor], device: torch.device) -> None:
         """Sum in place; every stage calls this, those that hold nothing too.
 

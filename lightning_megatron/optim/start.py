@@ -1,0 +1,36 @@
+"""Equal values, at the start, of parameters that several ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.params import ParamSpec
+
+
+@torch.no_grad()
+def start_alike(named_params: Iterable[tuple[str, nn.Parameter, ParamSpec]], mesh: ParallelMesh) -> None:
+    """Give every copy of a parameter the value of the first rank that holds it; every rank must call this.
+
+    Models that are built once the processes have agreed on a seed start alike by themselves. One that a script builds
+    before that draws from a generator of its own in each process, and ``DistributedDataParallel`` makes them alike too.
+
+    Args:
+        named_params: name, parameter and spec of everything that this rank trains.
+        mesh: of this rank.
+    """
+    for _, param, spec in named_params:
+        whole_over_tp = spec.tp_dim is None
+        dense = (mesh.dp_cp, mesh.tp) if whole_over_tp else (mesh.dp_cp,)
+        expert = (mesh.edp, mesh.etp) if whole_over_tp else (mesh.edp,)
+        for axis in expert if spec.is_expert else dense:
+            _broadcast(param, axis)
+
+
+def _broadcast(param: nn.Parameter, axis: Axis) -> None:
+    if axis.size > 1:
+        dist.broadcast(param.data, axis.ranks[0], group=axis.group)
