@@ -3,8 +3,8 @@
     python tests/lightning_suite/swapped_suite.py CHECKOUT [PATH ...]
 
 ``CHECKOUT`` is a checkout of Lightning's repository at the installed version (its packages on PyPI carry no tests),
-``PATH`` a folder or file below its ``tests/tests_pytorch/``; without one, all of :data:`PATHS`. A test that passes as it
-is and fails with ours must stand in ``differences.yaml`` under a reason; the exit status is 1 if one does not.
+``PATH`` a folder or file below its ``tests/tests_pytorch/``; without one, all of :data:`PATHS`. A test that passes as
+it is and fails with ours must stand in ``differences.yaml`` under a reason; the exit status is 1 if one does not.
 """
 
 from __future__ import annotations
