@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -11,6 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.config import ParallelLayout
+from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.layers.embedding import padded_vocab_size
 from lightning_megatron.lightning.checks import job_problems
 from lightning_megatron.mesh import ParallelMesh
@@ -41,8 +43,23 @@ def parsed(name: str, tmp_path: Path) -> LightningCLI:
         subclass_mode_model=True,
         subclass_mode_data=True,
         run=False,
-        args=[*words, "--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}"],
+        args=[
+            *words,
+            "--trainer.accelerator=cpu",
+            f"--trainer.default_root_dir={tmp_path}",
+            f"--data.data_path={corpus(tmp_path)}",  # a recipe names files that its user makes
+        ],
     )
+
+
+def corpus(folder: Path) -> str:
+    """A pair of files that can be read."""
+    prefix = str(folder / "corpus")
+    with IndexedDatasetWriter(prefix, np.dtype(np.int32)) as writer:
+        for _ in range(300):
+            writer.add_item(np.arange(100, dtype=np.int32))
+            writer.end_document()
+    return prefix
 
 
 @pytest.mark.parametrize("name", CASES)
