@@ -96,14 +96,14 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         again = number == signal.SIGINT and self._first is not None and now - self._first > SAME_PRESS
+        if number == signal.SIGTERM and callable(self._users):
+            self._users(number, frame)
         if again or not self.waits:
             self._kill_children(signal.SIGKILL if again else number)
             end_at_once(number)
         if number == signal.SIGINT and self._first is None:
             self._first = now
         self.noted.append(number)
-        if number == signal.SIGTERM and callable(self._users):
-            self._users(number, frame)
 
 
 def end_at_once(number: int) -> None:

@@ -59,6 +59,18 @@ def test_signals_are_noted_while_they_wait_and_given_back() -> None:
     assert {name: signal.getsignal(getattr(signal, name)) for name in NAMES} == before
 
 
+def test_a_handler_of_the_users_runs_also_where_the_process_ends_at_once(tmp_path: Path) -> None:
+    def act() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: (tmp_path / "ran").touch())
+        signals = StopSignals(NAMES)
+        signals.look()
+        signals.listen()
+        kill(signal.SIGTERM)
+
+    assert end_of(act) == signal.SIGTERM
+    assert (tmp_path / "ran").exists()
+
+
 def test_a_late_signal_is_waited_for_and_an_early_one_is_not() -> None:
     signals = StopSignals(NAMES)
     signals.listen()
