@@ -239,7 +239,7 @@ class Pair(MegatronModule):
         self.log("test_loss", self.down(self.up(batch).tanh()).square().mean())
 
 
-def tested(path: str, first: bool) -> float:
+def evaluated(path: str, first: bool) -> float:
     seed_everything(5, verbose=False)
     trainer = quiet_trainer(MegatronStrategy(tp=2))
     module = Pair(6) if first else Pair.load_from_checkpoint(path)
@@ -252,9 +252,9 @@ def tested(path: str, first: bool) -> float:
 
 def test_parallel_layers_of_a_users_own(ranks: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
-    expected, _ = ranks(2, tested, path, True)
+    expected, _ = ranks(2, evaluated, path, True)
     seed_everything(6, verbose=False)
-    assert ranks(2, tested, path, False) == [expected, expected]
+    assert ranks(2, evaluated, path, False) == [expected, expected]
     batches: Any = DataLoader(torch.linspace(-1, 1, 48).reshape(8, 6), batch_size=4)  # type: ignore[arg-type]
     for module in (Pair.load_from_checkpoint(path), load_module(path, Pair)):
         (found,) = quiet_trainer("auto").test(module, batches, verbose=False)
