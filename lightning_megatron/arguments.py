@@ -16,7 +16,7 @@ P = ParamSpec("P")
 
 
 class Rule(NamedTuple):
-    """What a value must be besides being of its type; for numbers, times and lists.
+    """Bounds of a value beside its type; for numbers, times and lists.
 
     Attributes:
         text: in words, to stand behind "a whole number".
@@ -36,7 +36,7 @@ class OneOf(NamedTuple):
 
 
 class Check(NamedTuple):
-    """What has more to say than a rule: a function from a value of the right type to its faults."""
+    """A check that says more than a rule: a function from a value of the right type to its faults."""
 
     problems: Callable[[Any], list[Problem]]
 
@@ -188,7 +188,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _fits_one(value: object, hint: Any) -> bool:
-    """Whether a value has a type that is no union; a type that cannot be looked into fits all."""
+    """True if a value has a type that is no union; a type that cannot be looked into fits all."""
     if hint is None or hint is NoneType:
         return value is None
     if hint is int:

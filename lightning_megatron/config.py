@@ -61,7 +61,7 @@ def raise_if_any(problems: Iterable[Problem]) -> None:
 
 
 def problems_of(function: Callable[..., object], *args: object) -> list[Problem]:
-    """What a call complains about."""
+    """The problems that a call raises."""
     try:
         function(*args)
     except ConfigError as error:
@@ -81,7 +81,7 @@ def multiples_around(value: int, step: int) -> tuple[int, ...]:
 
 
 def is_whole(value: object, at_least: int) -> bool:
-    """Whether ``value`` is an ``int`` (``True`` and ``False`` are none) and large enough."""
+    """True if ``value`` is an ``int`` (``True`` and ``False`` are none) and large enough."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 

@@ -65,7 +65,7 @@ def kind_of(device: torch.device | str) -> DeviceKind:
 
 @lru_cache(maxsize=1)
 def hpu_available() -> bool:
-    """Whether Gaudi's bridge is installed and sees a device (the bridge is imported only here, and only then)."""
+    """True if Gaudi's bridge is installed and sees a device (the bridge is imported only here, and only then)."""
     if importlib.util.find_spec("habana_frameworks") is None:
         return False
     try:
@@ -153,7 +153,7 @@ def device_name(device: torch.device) -> str:
 
 
 def is_lazy(device: torch.device) -> bool:
-    """Whether ops on ``device`` are collected until a step is marked (Gaudi's legacy lazy mode)."""
+    """True if ops on ``device`` are collected until a step is marked (Gaudi's legacy lazy mode)."""
     if device.type != "hpu":
         return False
     asked = os.environ.get("PT_HPU_LAZY_MODE")
@@ -257,7 +257,7 @@ _BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx10_1", "avx10_2", "bf16")
 
 
 def has_bf16_arithmetic(device: torch.device, capabilities: Mapping[str, Any] | None = None) -> bool:
-    """Whether ``device`` multiplies bf16 as such, and does not turn every element into fp32 on the way.
+    """True if ``device`` multiplies bf16 as such, and does not turn every element into fp32 on the way.
 
     Assumed wherever it cannot be known: for other devices than CPUs, and for CPUs of which torch says nothing.
 

@@ -221,12 +221,12 @@ class ParallelMesh:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one rank."""
+        """True if there is more than one rank."""
         return self.world.size > 1
 
     @property
     def is_alive(self) -> bool:
-        """Whether the job that its groups belong to is still there."""
+        """True if the job that its groups belong to is still there."""
         return not self.is_distributed or (dist.is_initialized() and self.world.group is dist.group.WORLD)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:

@@ -47,7 +47,7 @@ class Box:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the piece holds no element."""
+        """True if the piece holds no element."""
         return any(size == 0 for size in self.sizes)
 
 
@@ -83,7 +83,7 @@ class ParamSpec:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it belongs to experts, and so to the expert grid of ranks."""
+        """True if it belongs to experts, and so to the expert grid of ranks."""
         return self.ep_dim is not None
 
     def cuts(self, ranks: ShardRanks) -> dict[int, int]:
@@ -122,7 +122,7 @@ class FlatPiece:
 
 
 def is_calibration(key: str) -> bool:
-    """Whether a tensor of a checkpoint is what a layer's ``products`` have seen of their ranges (fp8).
+    """True if a tensor of a checkpoint is what a layer's ``products`` have seen of their ranges (fp8).
 
     It says nothing of the model: a checkpoint that lacks it, or has it for nobody, is loaded all the same.
     """

@@ -71,7 +71,7 @@ class RecomputePlan:
             object.__setattr__(self, "granularity", tuple(self.granularity))
 
     def wraps(self, module: str) -> bool:
-        """Whether this part of a layer, one of ``MODULES``, is recomputed by itself."""
+        """True if this part of a layer, one of ``MODULES``, is recomputed by itself."""
         wished = self._modules()
         inside_another = module == "core_attn" and "attention" in wished
         return module in wished and not inside_another

@@ -50,7 +50,7 @@ def items_of(metadata: Metadata) -> list[Item]:
 
 
 def damaged(path: Path, item: Item) -> bool:
-    """Whether the bytes of an item are not what ``torch.save`` wrote: its archive has a check sum for each part."""
+    """True if the bytes of an item are not what ``torch.save`` wrote: its archive has a check sum for each part."""
     try:
         with (path / item.file).open("rb") as stream:
             stream.seek(item.start)

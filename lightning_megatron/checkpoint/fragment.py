@@ -151,7 +151,7 @@ class Fragment:
 
     @property
     def writes_origin(self) -> bool:
-        """Whether this rank saves the very first element: exactly one rank of the job does."""
+        """True if this rank saves the very first element: exactly one rank of the job does."""
         return any(part.write and not any(part.box.offsets) for part in self.parts)
 
 

@@ -12,7 +12,7 @@ from lightning_megatron.config import nearest_names
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a path looks like a checkpoint of this package, good or damaged."""
+    """True if a path looks like a checkpoint of this package, good or damaged."""
     return (Path(path) / MANIFEST).is_file()
 
 

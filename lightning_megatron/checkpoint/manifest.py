@@ -24,7 +24,7 @@ _THREADS = 4
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name that a file gives is that of a file beside it, and leads nowhere else."""
+    """True if a name that a file gives is that of a file beside it, and leads nowhere else."""
     return name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0") and Path(name).name == name
 
 

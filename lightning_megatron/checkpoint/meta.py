@@ -20,7 +20,7 @@ META = "meta.pt"
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value survives ``torch.save`` and ``torch.load(weights_only=True)``."""
+    """True if a value survives ``torch.save`` and ``torch.load(weights_only=True)``."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

@@ -107,7 +107,7 @@ def _inside(data: Tensor, box: Box, part: Box) -> Tensor:
 
 
 def _common(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common, unless it is empty."""
+    """The box that two boxes have in common, or ``None``."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     ends = (min(ao + an, bo + bn) for ao, an, bo, bn in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
     found = Box(offsets, tuple(end - offset for end, offset in zip(ends, offsets, strict=True)))

@@ -186,7 +186,7 @@ def _add(state: State, key: str, fragment: Fragment) -> None:
 def _writers(
     sizes: Mapping[str, int], specs: Mapping[str, ParamSpec], mesh: ParallelMesh, dp_replicates: bool
 ) -> dict[str, bool]:
-    """Whether this rank saves each tensor: the largest first, each by the replica that has least to write so far."""
+    """Flags of the tensors that this rank saves: largest first, each by the replica that has least to write so far."""
     dp, dp_rank = (mesh.dp_cp.size, mesh.dp_cp.rank) if dp_replicates else (1, 0)
     edp, edp_rank = (mesh.edp.size, mesh.edp.rank) if dp_replicates else (1, 0)
     # Replicas of a slice differ in dp alone, those of a whole tensor in tp too, those of experts in edp. The kinds are

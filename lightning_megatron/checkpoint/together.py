@@ -73,7 +73,7 @@ def together(mesh: ParallelMesh, doing: str, step: Callable[[], T]) -> T:
 
 
 class _Fault(NamedTuple):
-    """What went wrong on one rank, and whether that is a missing file."""
+    """The fault of one rank, and whether it is a missing file."""
 
     text: str
     is_missing: bool

@@ -39,7 +39,7 @@ class Pending:
         return self._result
 
     def is_done(self) -> bool:
-        """Whether the result is there already."""
+        """True if the result is there already."""
         return self._work is None or self._work.is_completed()
 
 

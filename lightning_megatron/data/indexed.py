@@ -175,7 +175,7 @@ class IndexedDataset:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether ``.bin`` is the sequences in order, without gaps, as every known writer leaves it."""
+        """True if ``.bin`` is the sequences in order, without gaps, as every known writer leaves it."""
         sizes = self._lengths.astype(np.int64) * self._dtype.itemsize
         return bool(np.array_equal(self._offsets, np.cumsum(sizes) - sizes))
 

@@ -85,7 +85,7 @@ class MegatronSampler(Sampler[list[int | None]]):
 
     @property
     def shuffles(self) -> bool:
-        """Whether each epoch has an order of its own."""
+        """True if each epoch has an order of its own."""
         return self._shuffle
 
     @property

@@ -24,25 +24,25 @@ __all__ = [
 
 
 def injects_samplers(module: LightningModule | None) -> bool:
-    """Whether the Trainer of a module may replace samplers: its ``use_distributed_sampler``."""
+    """True if the Trainer of a module may replace samplers: its ``use_distributed_sampler``."""
     return module is not None and module.trainer._accelerator_connector.use_distributed_sampler
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:
-    """What it was given as ``every_n_train_steps``; 0 for none."""
+    """The ``every_n_train_steps`` that it was given; 0 for none."""
     return callback._every_n_train_steps
 
 
 def training_data(trainer: Trainer) -> Any:
-    """What ``fit`` was given to train on: loaders, or the module or data module that makes them."""
+    """The training data that ``fit`` was given: loaders, or the module or data module that makes them."""
     return trainer.fit_loop._data_source.instance
 
 
 def asks_for_upload(logger: Any) -> bool:
-    """Whether a logger was made with ``log_model=True`` or ``"all"``; several of Lightning's keep it under one name."""
+    """True if a logger was made with ``log_model=True`` or ``"all"``; several of Lightning's keep it under one name."""
     return getattr(logger, "_log_model", False) in (True, "all")
 
 
 def summary_options(callback: ModelSummary) -> tuple[int, dict[str, Any]]:
-    """What a summary of the model was made with: its depth, and arguments of ``summarize``."""
+    """The settings of a model summary: its depth, and arguments of ``summarize``."""
     return callback._max_depth, callback._summarize_kwargs

@@ -75,7 +75,7 @@ class HPUAccelerator(Accelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Whether Gaudi's software is installed and sees a card."""
+        """True if Gaudi's software is installed and sees a card."""
         return devices.hpu_available()
 
     @staticmethod

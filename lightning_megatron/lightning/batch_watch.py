@@ -21,7 +21,7 @@ class ChecksBatches(Protocol):
     """A module that knows what a batch must not hold."""
 
     def batch_fault(self, batch: Any) -> str | None:
-        """What is wrong with a batch on the host; ``None`` for nothing."""
+        """The fault of a batch on the host; ``None`` for none."""
         ...
 
     def without_faults(self, batch: Any) -> Any:

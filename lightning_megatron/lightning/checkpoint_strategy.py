@@ -160,7 +160,7 @@ class CheckpointStrategy(MeshStrategy):
 
     @property
     def _is_fitting(self) -> bool:
-        """Whether steps go on after a save; if not, whoever saves may copy the files next, or exit."""
+        """True if steps go on after a save; if not, whoever saves may copy the files next, or exit."""
         try:
             state = self.lightning_module.trainer.state  # type: ignore[union-attr]
         except RuntimeError:  # a module that nobody but this strategy has been given
@@ -211,7 +211,7 @@ class CheckpointStrategy(MeshStrategy):
         return "sizes" if self.save_guard is None else "hashes"
 
     def _is_last(self, path: str) -> bool:
-        """Whether ``fit`` resumes from what ``ckpt_path="last"`` finds.
+        """True if ``fit`` resumes from what ``ckpt_path="last"`` finds.
 
         Lightning hands on what it found, not what was asked for, so this goes by the name: that of a callback's last
         checkpoint, or of the one that is written on an exception.

@@ -52,7 +52,7 @@ RULES: Rules = {
     **dict.fromkeys(("first_stage_layers", "last_stage_layers"), at_least(0)),
     "timeout": above(timedelta(0), timedelta(minutes=10)),
 }
-"""What single arguments of the strategy must be, besides of their types."""
+"""Rules for single arguments of the strategy, beside their types."""
 
 ELSEWHERE = {
     **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size", "tp_size"), "tp"),

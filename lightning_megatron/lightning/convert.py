@@ -108,7 +108,7 @@ def _begin(
 
 @dataclass(frozen=True)
 class Exported:
-    """What lies in an exported directory beside the weights.
+    """The files of an exported directory beside the weights.
 
     Attributes:
         token_ids: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``, as far as they are known.

@@ -44,7 +44,7 @@ ELSEWHERE = {
 
 
 def readable(argument: str) -> Check:
-    """What paths of data must be before anybody looks for them."""
+    """Rules for paths of data, before anybody looks for the files."""
     return Check(lambda path: [] if path is None else problems_of(parse_data_path, path, argument))
 
 
@@ -272,7 +272,7 @@ class MegatronDataModule(LightningDataModule):
 
     @property
     def _epoch_is_unfinished(self) -> bool:
-        """Whether an epoch was begun and has batches left: Lightning counts one that ``max_steps`` cut off as done."""
+        """True if an epoch was begun and has batches left: Lightning counts one that ``max_steps`` cut off as done."""
         return self.trainer is not None and not self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

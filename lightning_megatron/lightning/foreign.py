@@ -30,7 +30,7 @@ _READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path, GPTModel], Mapping
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a path holds weights in a format of another program that can be read."""
+    """True if a path holds weights in a format of another program that can be read."""
     return any(knows(path) for knows, _ in _READERS)
 
 

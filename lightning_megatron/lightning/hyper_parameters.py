@@ -1,4 +1,4 @@
-"""What a checkpoint says that its module was built with, and a module built with it again."""
+"""The arguments that a checkpoint's module was built with, and a module built with them again."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several replicas: Lightning then shards loaders, and shuffles all of training's."""
+        """True if there are several replicas: Lightning then shards loaders, and shuffles all of training's."""
         return self.data_parallel_size > 1
 
     @abstractmethod
@@ -228,7 +228,7 @@ class MeshStrategy(ParallelStrategy):
         return out / dist.get_world_size(group) if mean else out
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any) say yes; over the whole job, unlike :meth:`reduce`."""
+        """True if all ranks (or any) say yes; over the whole job, unlike :meth:`reduce`."""
         if not dist.is_initialized():
             return decision
         votes = torch.tensor(float(decision), device=self.root_device)

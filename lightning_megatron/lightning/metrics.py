@@ -49,7 +49,7 @@ class MetricSharing:
                 metric._update_count += 1
 
     def is_needed(self) -> bool:
-        """Whether another rank has seen other samples, or has seen them when this one has not."""
+        """True if another rank has seen other samples, or has seen them when this one has not."""
         return self._replicas.size > 1 or self._pipeline.size > 1
 
     def gather(self, state: Tensor, group: Any = None) -> list[Tensor]:

@@ -273,7 +273,7 @@ class GPTModule(MegatronModule):
     # Batches
 
     def batch_fault(self, batch: Any) -> str | None:
-        """What is wrong with the ids of a batch on the host; labels that repeat their tokens are warned of, once."""
+        """The fault of the ids of a batch on the host; labels that repeat their tokens are warned of, once."""
         if not self._has_seen_labels and isinstance(batch, Mapping) and "labels" in batch:
             self._has_seen_labels = True
             if labels_repeat_tokens(batch):

@@ -1,4 +1,4 @@
-"""Where a module's layers stand, and what becomes of them when another Trainer's ranks stand otherwise.
+"""The ranks that a module's layers are cut over, and their move to the ranks of another Trainer.
 
 A script may have one Trainer to fit and another to test. A strategy whose layout is that of the one before stands on
 the same mesh, so that whatever was built there goes on. For another layout our modules build their model anew and carry
@@ -53,16 +53,16 @@ class Placement:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each rank holds the whole model, and runs it by itself."""
+        """True if each rank holds the whole model, and runs it by itself."""
         layout = self.mesh.layout
         return layout.tp == layout.pp == layout.cp == layout.ep == layout.expert_tensor_parallel_size == 1
 
     def suits(self, layout: ParallelLayout, device: torch.device) -> bool:
-        """Whether a strategy of this layout can stand on the same mesh."""
+        """True if a strategy of this layout can stand on the same mesh."""
         return self.mesh.layout == layout and self.mesh.rng.device == device and self.mesh.is_alive
 
     def serves(self, wanted: Placement) -> bool:
-        """Whether a model that stands here need not be built anew to stand there."""
+        """True if a model that stands here need not be built anew to stand there."""
         ours, theirs = self.ops, wanted.ops
         # Ops of no device in particular go by the device of their tensors, so they do on any.
         same_ops = (ours.wishes or None, ours.fp8) == (theirs.wishes or None, theirs.fp8)

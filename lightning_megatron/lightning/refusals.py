@@ -26,7 +26,7 @@ _ALONE = "use data parallelism alone (tp=pp=cp=ep=1)"
 
 
 def is_data_parallel_alone(layout: ParallelLayout) -> bool:
-    """Whether every rank holds the whole model, as under DDP."""
+    """True if every rank holds the whole model, as under DDP."""
     return layout.tp == layout.pp == layout.cp == layout.ep == 1
 
 

@@ -39,7 +39,7 @@ def saving_problems(objects: Sequence[object], trainer: Trainer | None) -> list[
 
 
 def saves_checkpoints(trainer: Trainer) -> bool:
-    """Whether anybody has asked for checkpoints."""
+    """True if anybody has asked for checkpoints."""
     return bool(trainer.checkpoint_callbacks) and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
 
@@ -47,7 +47,7 @@ def saves_checkpoints(trainer: Trainer) -> bool:
 
 
 def address_problems(argument: str, path: Any) -> list[Problem]:
-    """What is wrong with a path that is an address of fsspec, such as ``s3://bucket/run``; nothing with any other."""
+    """The problem of a path that is an address of fsspec, such as ``s3://bucket/run``; none for any other."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else str(path)
     # A Path has made one stroke of two; one letter before the colon is a drive.
     match = re.match(r"([A-Za-z][A-Za-z0-9+.:-]+):/", text)

@@ -49,7 +49,7 @@ class StopSignals:
 
     @property
     def are_heard(self) -> bool:
-        """Whether the handlers are in place."""
+        """True if the handlers are in place."""
         return bool(self._before)
 
     def add(self, number: int) -> None:
@@ -134,7 +134,7 @@ def handed_on(kill_children: Callable[[int], None]) -> AbstractContextManager[An
 
 
 def _is_nobodys(handler: Handler) -> bool:
-    """Whether it is Python's, Lightning's or ours, all of which are replaced; ``None`` was not set from Python."""
+    """True if it is Python's, Lightning's or ours, all of which are replaced; ``None`` was not set from Python."""
     if handler in (signal.SIG_DFL, signal.default_int_handler):
         return True
     return getattr(handler, "__module__", "").startswith(("lightning.", "lightning_megatron."))

@@ -109,7 +109,7 @@ def nan_where_unknown(out: Tensor, batch: Mapping[str, Any], vocab_size: int) ->
 
 
 def labels_repeat_tokens(batch: Any) -> bool:
-    """Whether labels are the tokens themselves, not those that follow: a model would learn to repeat its input."""
+    """True if labels are the tokens themselves, not those that follow: a model would learn to repeat its input."""
     if not isinstance(batch, Mapping) or not {"tokens", "labels"} <= batch.keys():
         return False
     tokens, labels = batch["tokens"], batch["labels"]

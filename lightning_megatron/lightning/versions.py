@@ -44,13 +44,13 @@ def take_versions(checkpoint: dict[str, Any], module: LightningModule) -> dict[s
 
 
 def is_edited(tensors: Mapping[str, Any], module: LightningModule) -> bool:
-    """Whether a ``state_dict`` is another one than the module's."""
+    """True if a ``state_dict`` is another one than the module's."""
     live = module.state_dict()
     return any(not is_live(value, live.get(name)) for name, value in tensors.items())
 
 
 def is_live(value: Any, live: Any) -> bool:
-    """Whether a value is the memory of the module itself; what is no tensor is taken as it comes."""
+    """True if a value is the memory of the module itself; what is no tensor is taken as it comes."""
     if not isinstance(value, Tensor) or not isinstance(live, Tensor):
         return type(value) is type(live)
     return value.data_ptr() == live.data_ptr()

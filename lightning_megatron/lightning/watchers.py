@@ -1,4 +1,4 @@
-"""Who looks at parameters or writes to them between steps, while a gather may still be filling them."""
+"""Callbacks and modules that read or write parameters between steps, while a gather may still be filling them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _AROUND_STEPS = (*_BETWEEN_STEPS, "optimizer_step")
 
 
 def watches_parameters(trainer: Trainer) -> bool:
-    """Whether a callback or the module may read or write parameters after a step and before the next forward.
+    """True if a callback or the module may read or write parameters after a step and before the next forward.
 
     Lightning's own callbacks do not, save weight averaging; of anybody else's that uses such a hook we cannot know, and
     a stale parameter is worse than a lost overlap.

@@ -23,7 +23,7 @@ IMPORTED_FROM = "imported_from"
 
 @dataclass(frozen=True)
 class Weights:
-    """What a module is to take when its model is built.
+    """The weights that a module takes when its model is built.
 
     Attributes:
         path: a checkpoint directory, a single file of Lightning's, or a directory of another program's.

@@ -35,7 +35,7 @@ RULES: Rules = {
     "label_smoothing": within(0.0, 1.0),
     "vocab_multiple": at_least(1),
 }
-"""What single fields must be, besides of their types."""
+"""Rules for single fields, beside their types."""
 
 ELSEWHERE = {
     "num_hidden_layers": "num_layers",

@@ -169,7 +169,7 @@ class GPTModel(nn.Module):
         return _with_aux_losses(self._mean_loss(hidden, labels, loss_mask), aux_losses)
 
     def hidden(self, tokens: Tensor, position_ids: Tensor | None = None, scale: BackwardScale | None = None) -> Tensor:
-        """What the output layer sees, whole on every rank; on a stage that is not the last, the end of the step.
+        """Hidden states that the output layer sees, whole on every rank; on an earlier stage, the end of the step.
 
         All ranks that share a sequence are meant to compute the same of it: a gradient that comes back is taken for
         that of the whole, as it is in one process.

@@ -174,7 +174,7 @@ def _edges_for(config: MoEConfig, tokens: int) -> list[int]:
 
 
 def bins_problems(config: MoEConfig, tokens: int) -> list[Problem]:
-    """Whether there are as many capacities as bins wished for.
+    """True if there are as many capacities as bins wished for.
 
     Args:
         config: of the mixture.

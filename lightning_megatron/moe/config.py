@@ -32,7 +32,7 @@ MOE_RULES: Rules = {
     "moe_capacity_bins_interval": at_least(0),
     "moe_capacity_bins_max_overhead": at_least(0.0),
 }
-"""What single fields must be, besides of their types."""
+"""Rules for single fields, beside their types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class MoEConfig:
     moe_dynamic: bool = False
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the layer of that number has experts in place of one feed-forward layer."""
+        """True if the layer of that number has experts in place of one feed-forward layer."""
         return self.num_experts > 0 and (not self.moe_layers or layer in self.moe_layers)
 
     def moe_problems(self) -> list[Problem]:

@@ -44,7 +44,7 @@ def beyond_fused_adamw(dtype: torch.dtype, device: str) -> str | None:
 
 
 def is_fused_adamw(optimizer: object) -> bool:
-    """Whether this is Intel's, told by its name: the bridge is not imported for the question."""
+    """True if this is Intel's, told by its name: the bridge is not imported for the question."""
     return any((c.__module__.split(".")[0], c.__name__) == _INTELS for c in type(optimizer).__mro__)
 
 

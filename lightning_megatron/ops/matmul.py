@@ -24,7 +24,7 @@ BLOCK_BYTES = 16 << 20
 
 
 def widens(a: Tensor, b: Tensor, *, native: bool | None = None) -> bool:
-    """Whether ``a b`` is made in fp32 of widened copies: the one place that chooses.
+    """True if ``a b`` is made in fp32 of widened copies: the one place that chooses.
 
     Ranks that meet in a collective need not agree: shapes and dtypes of results are the same.
 

@@ -131,19 +131,19 @@ class Slot:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether ``param.grad`` is a tensor that somebody has put there since the last backward."""
+        """True if ``param.grad`` is a tensor that somebody has put there since the last backward."""
         grad = self.owned.param.grad
         return grad is not None and grad is not self._seen
 
     @property
     def is_cleared(self) -> bool:
-        """Whether a gradient was there and is ``None`` now."""
+        """True if a gradient was there and is ``None`` now."""
         own = self.filled and not self.lent
         return own and (self.aliased or self.left_alone) and self.owned.param.grad is None
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of earlier backwards is in the buffer that counts."""
+        """True if nothing of earlier backwards is in the buffer that counts."""
         return self.owned.param.grad is None and (self.aliased or self.left_alone or not (self.arrived or self.filled))
 
     def settle(self, sent: bool = False) -> None:
@@ -203,7 +203,7 @@ class Slot:
 
     @property
     def is_moved(self) -> bool:
-        """Whether somebody has given the parameter other storage (``param.data = x``)."""
+        """True if somebody has given the parameter other storage (``param.data = x``)."""
         return self.owned.param.data_ptr() != self._address
 
     def release(self) -> None:
@@ -291,7 +291,7 @@ def _set_grad_dtype(param: Any, dtype: torch.dtype) -> None:
 
 
 def supports_grad_dtype(param_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether autograd here accumulates into a gradient of another dtype than its parameter's.
+    """True if autograd here accumulates into a gradient of another dtype than its parameter's.
 
     Asked of torch itself, on the device in question: builds for accelerators differ in what they back-port.
     """

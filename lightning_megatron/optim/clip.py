@@ -14,7 +14,7 @@ from lightning_megatron.optim.plan import ALIGNMENT
 
 
 def counts_here(bucket: Bucket, mesh: ParallelMesh) -> bool:
-    """Whether this rank is the one that counts its share of ``bucket`` in a sum over all ranks."""
+    """True if this rank is the one that counts its share of ``bucket`` in a sum over all ranks."""
     key = bucket.key
     if key.tied_copy or (key.replicated_over_tp and mesh.tp.rank > 0):
         return False
@@ -50,7 +50,7 @@ def global_norm(
 
 
 def any_nonfinite(grads: Sequence[Tensor], world: Axis, device: torch.device) -> bool:
-    """Whether any rank has an infinity or a NaN in its gradients; agreed by all."""
+    """True if any rank has an infinity or a NaN in its gradients; agreed by all."""
     # The largest magnitude is finite exactly if all are, and takes no temporary of the size of the gradients.
     peaks = [torch.linalg.vector_norm(g.detach(), ord=float("inf")).float() for g in grads]
     peak = torch.stack(peaks).sum() if peaks else torch.zeros((), device=device)

@@ -1,4 +1,4 @@
-"""What a user does to parameters and gradients between steps, carried over to main values and flat buffers.
+"""Edits of parameters and gradients between steps, carried over to main values and flat buffers.
 
 In plain torch the parameter is the value and ``param.grad`` is the gradient. Here both are views of flat tensors, and
 values may have a copy of higher precision; so values written, and tensors put in place of either, are looked for before

@@ -74,7 +74,7 @@ class ParamGather:
 
 
 def _reads_its_parts(module: nn.Module) -> bool:
-    """Whether a module may use parameters of its parts without calling them, as torch's attention does."""
+    """True if a module may use parameters of its parts without calling them, as torch's attention does."""
     calls = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, calls)
 

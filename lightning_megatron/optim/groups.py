@@ -52,7 +52,7 @@ def reach_problems(
 
 
 def _cuts(mesh: ParallelMesh, shard: bool, specs: Sequence[ParamSpec], reach: Reach) -> list[str]:
-    """What to set so that a rank holds all that an optimizer looks at."""
+    """Settings with which a rank holds all that an optimizer looks at."""
     whole_model = reach is Reach.MODEL
     by_tp = whole_model or any(spec.tp_dim is not None and not spec.is_expert for spec in specs)
     experts = [spec for spec in specs if spec.is_expert]

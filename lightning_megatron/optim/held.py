@@ -1,4 +1,4 @@
-"""What a user's optimizer keeps for the main parameters of a rank, in terms of parameters: for checkpoints."""
+"""State of a user's optimizer for the main parameters of a rank, in terms of parameters: for checkpoints."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from lightning_megatron.optim.buffer import OwnedParam, Slot
 
 @dataclass(frozen=True)
 class MainParam:
-    """What a torch optimizer updates: a stretch of a bucket's main values, or one parameter's in its own shape.
+    """A tensor that a torch optimizer updates: a stretch of a bucket's main values, or one parameter's in its shape.
 
     Attributes:
         param: what stands in the optimizer's group while it steps, and has its state.
@@ -75,7 +75,7 @@ class MainValues:
 
     @property
     def is_view(self) -> bool:
-        """Whether the values are the parameters themselves."""
+        """True if the values are the parameters themselves."""
         return self.flat.dtype == self.bucket.own_params.dtype
 
     def stretch(self, slot: Slot) -> range:
@@ -179,7 +179,7 @@ class MainValues:
 
 
 def is_per_element(value: object, main: Tensor) -> bool:
-    """Whether a state value has one element per element of the main parameter."""
+    """True if a state value has one element per element of the main parameter."""
     return isinstance(value, Tensor) and value.shape == main.shape
 
 

@@ -1,4 +1,4 @@
-"""How far an optimizer looks when it updates one element, and so how much of the model must lie on one rank."""
+"""Reach of an optimizer: how far it looks when it updates one element, and so how much must lie on one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Vouched = str | type[Optimizer]
 
 
 class Reach(Enum):
-    """What the update of one element depends on."""
+    """The values that the update of one element depends on."""
 
     ELEMENT = "element"
     PARAMETER = "parameter"
@@ -73,7 +73,7 @@ KNOWN: tuple[Known, ...] = (
 
 
 def reach_of(optimizer: Optimizer, vouched: Sequence[Vouched] = ()) -> Reach:
-    """How far ``optimizer`` looks, or may look: of one that nobody knows, over the whole model.
+    """The reach of ``optimizer``: of one that nobody knows, the whole model.
 
     Args:
         optimizer: the user's.
@@ -91,7 +91,7 @@ def reach_of(optimizer: Optimizer, vouched: Sequence[Vouched] = ()) -> Reach:
 
 
 def has_modes(optimizer: Optimizer) -> bool:
-    """Whether an optimizer swaps the parameters' values between training and evaluation (ScheduleFree)."""
+    """True if an optimizer swaps the parameters' values between training and evaluation (ScheduleFree)."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
@@ -127,7 +127,7 @@ def _path(kind: type) -> str:
 
 
 def _computes_like(kind: type[Optimizer], bases: Sequence[type[Optimizer]]) -> bool:
-    """Whether a class is one of ``bases``, or a subclass that leaves ``step`` alone (LARS is a subclass of SGD)."""
+    """True if a class is one of ``bases``, or a subclass that leaves ``step`` alone (LARS is a subclass of SGD)."""
     return any(issubclass(kind, base) and _step(kind) is _step(base) for base in bases)
 
 

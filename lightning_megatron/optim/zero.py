@@ -168,7 +168,7 @@ class ShardedOptimizer(HeldState):
 
     @property
     def sync(self) -> bool:
-        """Whether the backward that runs now is the last of the step for the parameters that it reaches."""
+        """True if the backward that runs now is the last of the step for the parameters that it reaches."""
         return self._reducer.sync
 
     @sync.setter
@@ -186,7 +186,7 @@ class ShardedOptimizer(HeldState):
 
     @property
     def grads_are_complete(self) -> bool:
-        """Whether :meth:`finish_grad_sync` has run since gradients were last cleared or added to."""
+        """True if :meth:`finish_grad_sync` has run since gradients were last cleared or added to."""
         return self._reducer.complete
 
     def zero_grads(self) -> None:
@@ -205,7 +205,7 @@ class ShardedOptimizer(HeldState):
 
     @property
     def shows_grads(self) -> bool:
-        """Whether ``param.grad`` is the accumulated gradient; otherwise it is ``None`` between backwards."""
+        """True if ``param.grad`` is the accumulated gradient; otherwise it is ``None`` between backwards."""
         return all(slot.aliased or slot.left_alone for _, slot in self._slots())
 
     @property
@@ -303,7 +303,7 @@ class ShardedOptimizer(HeldState):
             grad.mul_(factor)
 
     def found_inf(self) -> bool:
-        """Whether any rank's gradient has an infinity or a NaN; agreed by all ranks."""
+        """True if any rank's gradient has an infinity or a NaN; agreed by all ranks."""
         return any_nonfinite(self._grads(), self._mesh.world, self._device)
 
     # Parameters

@@ -45,7 +45,7 @@ class LayerSplit:
 
     @property
     def is_even(self) -> bool:
-        """Whether every stage gets the same number."""
+        """True if every stage gets the same number."""
         return self == LayerSplit()
 
     def stages(self, num_layers: int, pp: int, vpp: int) -> tuple[StageLayers, ...]:
@@ -214,7 +214,7 @@ def _uneven_sizes(num_layers: int, num_stages: int, uneven: dict[str, int | None
     others = num_stages - len(given)
 
     def shares(rest: int) -> bool:
-        """Whether the other stages can share ``rest`` layers evenly, at least one each."""
+        """True if the other stages can share ``rest`` layers evenly, at least one each."""
         return rest == 0 if others == 0 else rest >= others and rest % others == 0
 
     rest = num_layers - sum(given.values())

@@ -251,7 +251,7 @@ class _Kept:
 
 @lru_cache(maxsize=1)
 def _starts_at_edges() -> bool:
-    """Whether ``torch.autograd.backward`` takes a place in the graph instead of a tensor (newer torch only).
+    """True if ``torch.autograd.backward`` takes a place in the graph instead of a tensor (newer torch only).
 
     A place that does not own its node (torch 2.6) dangles when a Function written in Python made it: torch crashes.
     """

@@ -37,7 +37,7 @@ _SHOWN = 10
 
 
 def is_hf_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a Hugging Face model's directory, and not a checkpoint of this package."""
+    """True if a path is a Hugging Face model's directory, and not a checkpoint of this package."""
     return (Path(path) / CONFIG).is_file() and not (Path(path) / MANIFEST).exists()
 
 

@@ -80,7 +80,7 @@ def with_settings(written: Mapping[str, Any], settings: Settings) -> dict[str, A
 
 
 def _are_in(ids: Any, vocab_size: int) -> bool:
-    """Whether an id, or each of a list, is one of the vocabulary; none at all is."""
+    """True if an id, or each of a list, is one of the vocabulary; none at all is."""
     some = ids if isinstance(ids, list) else [ids]
     return all(one is None or (isinstance(one, int) and 0 <= one < vocab_size) for one in some)
 

@@ -1,4 +1,4 @@
-"""What the rules of Hugging Face's families know of a model, and what they all rearrange and refuse."""
+"""The part of a configuration that Hugging Face's families share, and what all of them rearrange and refuse."""
 
 from __future__ import annotations
 

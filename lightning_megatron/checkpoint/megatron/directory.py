@@ -34,7 +34,7 @@ class MegatronCheckpoint:
 
 
 def is_megatron_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a checkpoint of Megatron, or a folder of its checkpoints, and not one of this package."""
+    """True if a path is a checkpoint of Megatron, or a folder of its checkpoints, and not one of this package."""
     if (Path(path) / MANIFEST).exists():
         return False
     try:

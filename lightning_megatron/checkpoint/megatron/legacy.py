@@ -175,7 +175,7 @@ def _grouped(local: int, hidden: int, number: int, first_layer: bool, x: Tensor)
 
 
 def _is_gated(name: str, shards: Mapping[str, Sequence[_Shard]]) -> bool:
-    """Whether a rank's first layer gives twice what the second one takes: its gates, then its ups."""
+    """True if a rank's first layer gives twice what the second one takes: its gates, then its ups."""
     first, _, rest = name.rpartition("linear_fc1.")
     second = shards.get(f"{first}linear_fc2.weight")
     if not first or not rest or second is None:

@@ -28,7 +28,7 @@ _WRAPPERS = ("module.", "model.")
 
 
 def is_of_model(name: str) -> bool:
-    """Whether a tensor is a weight, and not the optimizer's nor the state of a layer's scaling."""
+    """True if a tensor is a weight, and not the optimizer's nor the state of a layer's scaling."""
     return not name.startswith(("optimizer", "chained_")) and "_extra_state" not in name
 
 

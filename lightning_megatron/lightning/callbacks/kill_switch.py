@@ -297,7 +297,7 @@ def validate_anew(trainer: Trainer) -> None:
 
 
 def _validates_alike(trainer: Trainer) -> bool:
-    """Whether all ranks go through the same number of validation batches, and so can agree between two of them."""
+    """True if all ranks go through the same number of validation batches, and so can agree between two of them."""
     strategy, counts = trainer.strategy, list(trainer.num_val_batches)
     owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     if not isinstance(strategy, CheckpointStrategy) or any(

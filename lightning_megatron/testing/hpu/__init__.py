@@ -53,7 +53,7 @@ def enable(profile: str = "1.21", devices: int = 8) -> None:
 
 
 def enabled() -> bool:
-    """Whether this process simulates HPUs."""
+    """True if this process simulates HPUs."""
     return PROFILE in os.environ and device.hpu_available()
 
 

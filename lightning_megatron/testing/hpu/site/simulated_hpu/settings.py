@@ -26,12 +26,12 @@ class Settings:
 
     @property
     def is_old(self) -> bool:
-        """Whether this is 1.19: narrow keywords, no mean in HCCL, no gradient through the experts' op."""
+        """True if this is 1.19: narrow keywords, no mean in HCCL, no gradient through the experts' op."""
         return self.profile == "1.19"
 
     @property
     def is_lazy(self) -> bool:
-        """Whether ops are collected until a step is marked: by default only in the old version."""
+        """True if ops are collected until a step is marked: by default only in the old version."""
         return os.environ.get("PT_HPU_LAZY_MODE", "1" if self.is_old else "0") == "1"
 
 

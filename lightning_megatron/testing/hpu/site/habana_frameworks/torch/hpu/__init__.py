@@ -100,7 +100,7 @@ _initialized = True  # recomputation keeps the generator's state only where it f
 
 
 def is_available() -> bool:
-    """Whether the machine has an HPU."""
+    """True if the machine has an HPU."""
     return device_count() > 0
 
 
@@ -114,7 +114,7 @@ def init() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether the device is acquired: from the start."""
+    """True if the device is acquired: from the start."""
     return True
 
 
@@ -190,7 +190,7 @@ _recompute_sdp = {"enabled": False}
 
 
 def enable_recompute_sdp(enabled: bool) -> None:
-    """Whether FusedSDPA computes its probabilities again in backward, where a call does not say."""
+    """True if FusedSDPA computes its probabilities again in backward, where a call does not say."""
     _recompute_sdp["enabled"] = enabled
 
 
@@ -216,7 +216,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def is_autocast_hpu_enabled() -> bool:
-    """Whether ops are cast now."""
+    """True if ops are cast now."""
     return torch.is_autocast_enabled("hpu")
 
 

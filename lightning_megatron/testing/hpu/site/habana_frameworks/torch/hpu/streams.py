@@ -35,7 +35,7 @@ class Event:
             raise RuntimeError("an event is waited for before it was recorded")
 
     def query(self) -> bool:
-        """Whether it is reached."""
+        """True if it is reached."""
         return True
 
     def synchronize(self) -> None:
@@ -69,7 +69,7 @@ class Stream:
         return event
 
     def query(self) -> bool:
-        """Whether all work is done."""
+        """True if all work is done."""
         return True
 
     def synchronize(self) -> None:

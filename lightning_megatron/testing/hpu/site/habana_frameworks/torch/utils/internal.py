@@ -4,5 +4,5 @@ from simulated_hpu.settings import settings
 
 
 def is_lazy() -> bool:
-    """Whether ops are collected until a step is marked."""
+    """True if ops are collected until a step is marked."""
     return settings().is_lazy
