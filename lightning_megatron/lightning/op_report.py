@@ -33,7 +33,8 @@ def write_op_report(module: LightningModule, ops: Ops, mesh: ParallelMesh) -> No
         modules = {
             name: chosen for stage in gathered(mesh, modules if speaks else {}) for name, chosen in stage.items()
         }
-    folders = [str(logger.log_dir) for logger in trainer.loggers if getattr(logger, "log_dir", None)]
+    found = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
+    folders = [str(folder) for folder in found if folder and isinstance(folder, str | os.PathLike)]
     if not trainer.is_global_zero or not folders or "://" in folders[0]:
         return
     wishes = ops.wishes if isinstance(ops.wishes, str | None) else dict(ops.wishes)

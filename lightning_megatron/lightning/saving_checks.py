@@ -104,8 +104,8 @@ def callback_state_problems(trainer: Trainer) -> list[Problem]:
     return found
 
 
-def _faults(value: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    for text in objects_in(plain(dict(value))):
+def _faults(value: Mapping[str, Any] | None) -> Iterable[tuple[str, str]]:
+    for text in objects_in(plain(dict(value))) if value else ():  # a state may be None, which is not saved
         where, _, kind = text.partition(": ")
         yield where, kind
 
