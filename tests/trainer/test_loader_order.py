@@ -82,7 +82,7 @@ class Tokens(LlamaModule):
         self.seen: list[bytes] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen.append(batch["tokens"].numpy().tobytes())
+        self.seen.append(batch["tokens"].cpu().numpy().tobytes())
         return super().training_step(batch, batch_idx)
 
 

@@ -193,7 +193,7 @@ def train(kind: type[Adversaries], strategy: Any, replicas: int = 1, **options: 
     loader = DataLoader(mine, batch_size=BATCH // replicas)  # type: ignore[arg-type]
     trainer = quiet_trainer(strategy, max_epochs=2, use_distributed_sampler=False, **options)
     trainer.fit(module, loader)
-    return module.losses, {name: p.detach().float().clone() for name, p in module.named_parameters()}
+    return module.losses, {name: p.detach().float().cpu().clone() for name, p in module.named_parameters()}
 
 
 @cache

@@ -43,7 +43,7 @@ class Own:
     def configure_model(self) -> None:
         super().configure_model()  # type: ignore[misc]
         if not hasattr(self, "value"):
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(1)
                 self.value = nn.Linear(WIDTH, 1)
                 self.slope = nn.Parameter(torch.tensor([1.5]))

@@ -46,7 +46,7 @@ def plain_job(strategy: str) -> list[Tensor]:
     data = DataLoader(torch.arange(32.0).view(8, 4) / 32, batch_size=2)
     chosen: Any = MegatronStrategy() if strategy == "ours" else strategy
     quiet_trainer(chosen, max_steps=2).fit(module, data)
-    return [p.detach().clone() for p in module.parameters()]
+    return [p.detach().cpu().clone() for p in module.parameters()]
 
 
 def head_job(layout: dict[str, int]) -> list[Tensor]:
@@ -54,7 +54,7 @@ def head_job(layout: dict[str, int]) -> list[Tensor]:
     module = WithHead()
     batch = {"tokens": torch.arange(8) % 32, "labels": torch.arange(1, 9) % 32}
     quiet_trainer(MegatronStrategy(**layout), max_steps=2).fit(module, DataLoader([batch] * 4, batch_size=2))
-    return [p.detach().clone() for p in module.head.parameters()]
+    return [p.detach().cpu().clone() for p in module.head.parameters()]
 
 
 def test_replicas_start_with_the_first_ones_values_as_under_ddp(ranks: Ranks) -> None:
