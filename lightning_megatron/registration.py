@@ -1,4 +1,4 @@
-"""Lightning's registries learn the names ``"megatron"`` and ``"hpu"`` as soon as Lightning is imported, and not before.
+"""Registration of our strategy and accelerator by name, as soon as Lightning is imported and not before.
 
 Lightning has no entry point for strategies, and importing it takes seconds. So where it is not there yet, a finder
 waits for ``lightning.pytorch`` in ``sys.meta_path``, and leaves when that has been imported.

@@ -64,7 +64,7 @@ class MegatronModule(LightningModule):
 
     @property
     def model_shape(self) -> ModelShape | None:
-        """What layouts are checked against; ``None`` leaves it to the layers."""
+        """Sizes that layouts are checked against; ``None`` leaves it to the layers."""
         return None
 
     @classmethod

@@ -179,7 +179,7 @@ class GPTModule(MegatronModule):
             self.compile_blocks(now.compile_backend)
 
     def _placement(self) -> Placement:
-        """Where the model is to stand."""
+        """The ranks that the model is to be cut over."""
         strategy, here = self.megatron_strategy, self._megatron_placement
         if strategy is None:
             return here if here is not None and here.is_whole else Placement(ParallelMesh.single())

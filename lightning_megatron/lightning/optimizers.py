@@ -195,7 +195,7 @@ class OptimizerSet:
         self._reopen()
 
     def show_grads(self) -> None:
-        """Where the backwards are over, before the hooks of :meth:`Strategy.backward`."""
+        """End of the backwards, before the hooks of :meth:`Strategy.backward`."""
         self._check_probe()
         for slot in (slot for sharded in self.sharded for slot in sharded.slots):
             slot.unhide()

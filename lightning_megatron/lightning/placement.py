@@ -70,7 +70,7 @@ class Placement:
 
 
 def placement_of(module: nn.Module | None) -> Placement | None:
-    """Where the parallel layers of a module were put, by the Trainer before if there was one."""
+    """The ranks that the parallel layers of a module were cut over, by the Trainer before if there was one."""
     if module is None:
         return None
     found = (vars(part).get("_megatron_placement") for part in module.modules())

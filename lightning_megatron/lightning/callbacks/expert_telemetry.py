@@ -24,7 +24,7 @@ LOSSES = ("load_balancing_loss", "z_loss")
 
 
 class ExpertTelemetry(Callback):
-    """How often tokens chose each expert, as a table, a picture and numbers, once per window of optimizer steps.
+    """Counts of the tokens that chose each expert, as a table, a picture and numbers, once per window of steps.
 
     Counts are of all ranks and all micro-batches of the window, before anything is dropped: a row of the table sums to
     sequence length x ``moe_router_topk`` x global batch x steps. Logged: ``load_balancing_loss`` and ``z_loss`` (each
