@@ -1,6 +1,7 @@
 """Every private name of Lightning that this package touches, in one place; `tests/trainer/test_private.py` holds it.
 
-Checked on Lightning 2.6.6. Everything else that the package uses of Lightning is public.
+Checked on Lightning 2.6.6. Everything else that the package uses of Lightning is public. Of torch, ``optim/`` reads
+``Tensor._version``, which the same tests hold.
 """
 
 from typing import Any

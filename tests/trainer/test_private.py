@@ -83,6 +83,20 @@ def test_where_a_tensor_lies_in_a_checkpoint_is_told_in_these_words(tmp_path: Pa
     assert place.length == (tmp_path / "a.ckpt" / "__0_0.distcp").stat().st_size
 
 
+def test_the_version_of_a_parameter_counts_what_is_written_into_it_and_not_into_its_buffer() -> None:
+    """``optim.buffer`` and ``optim.edits`` look there for weights that somebody wrote between steps."""
+    flat, param = torch.zeros(4), torch.nn.Parameter(torch.zeros(2))
+    param.data = flat[:2]
+    before = param._version
+    flat.add_(1)
+    param.data.add_(1)
+    assert param._version == before
+    with torch.no_grad():
+        param.add_(1)
+    assert param._version > before
+    assert flat.tolist() == [3, 3, 1, 1]
+
+
 def test_an_operator_tells_its_arguments() -> None:
     """``ops.mixture_of_experts`` asks the Gaudi's operator so, whose versions differ in them."""
     assert [argument.name for argument in torch.ops.aten.relu.default._schema.arguments] == ["self"]
