@@ -7,23 +7,36 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: demo test test-fast test-hpu lint types clean
+.PHONY: demo test test-fast test-hpu test-cuda lint types clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST)
+# Each process begins with a share of neighbouring tests, and takes others' last ones when it is done.
+WORKERS ?= 2
+TESTS   := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# Seconds each: minutes in all.
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not exhaustive" $(PYTEST)
+	$(TESTS) -m "not slow and not exhaustive" $(PYTEST)
+
+# All but whole grids, many trials and long jobs.
+test: $(READY)
+	$(TESTS) -m "not exhaustive" $(PYTEST)
+
+test-all: $(READY)
+	$(TESTS) $(PYTEST)
 
 # The Trainer's tests again, on a Gaudi in the host's memory (docs/simulated-hpu.md).
 PROFILE ?= 1.21
 ON_HPU  := tests/trainer/ tests/acceptance/
 
 test-hpu: $(READY)
-	$(BIN)/python -m pytest -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) -m "not exhaustive" $(ON_HPU) $(PYTEST)
+	$(TESTS) -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) -m "not exhaustive" $(ON_HPU) $(PYTEST)
+
+# The Trainer's tests again, on CUDA and NCCL: all ranks share the machine's first card.
+test-cuda: $(READY)
+	$(BIN)/python -m pytest -p lightning_megatron.testing.one_card --one-card -m "not exhaustive" tests/cuda/ $(ON_HPU) $(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -20,8 +20,6 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from peer import TOKENS_PER_STEP
-
 HERE = Path(__file__).parent
 LAST_WORDS = 4000  # characters
 
@@ -65,6 +63,11 @@ class Contestant:
         self._process.wait()
         self._errors.close()
 
+    @property
+    def tokens(self) -> float:
+        """Of a step."""
+        return self.rounds[0]["tokens"]
+
     def median(self, what: str) -> float:
         return statistics.median(r[what] for r in self.rounds[1:])
 
@@ -90,7 +93,7 @@ def main() -> None:
         wall = statistics.median(a["wall"] / b["wall"] for a, b in pairs)
         cpu = statistics.median(a["cpu"] / b["cpu"] for a, b in pairs)
         print(
-            f"| {c.name} | {TOKENS_PER_STEP / c.median('wall'):.0f} | {TOKENS_PER_STEP / c.median('cpu'):.0f}"
+            f"| {c.name} | {c.tokens / c.median('wall'):.0f} | {c.tokens / c.median('cpu'):.0f}"
             f" | {max(r['peak_mb'] for r in c.rounds):.0f} | {wall:.2f} | {cpu:.2f} |"
         )
 

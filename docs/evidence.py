@@ -14,14 +14,15 @@ HEAD = """\
 <!-- made from evidence.yaml by `python docs/evidence.py` -->
 # What works, and the tests that hold it
 
-*CPU parity*: compared, on several gloo processes, with one process or with another implementation. *CUDA*: run on that
-device. *Simulated HPU*: trained on [a device that behaves like a Gaudi](simulated-hpu.md) in CPU memory, which shows
-that the right calls are made, and nothing about speed, memory or a chip's arithmetic. *Real Gaudi*: none was ever at
-hand, so nothing has been run there.
+*CPU parity*: compared, on several gloo processes, with one process or with another implementation. *CUDA*: run on
+that device in November 2026, by the same tests (`make test-cuda`): one H100, which ranks share, over NCCL. CI has none.
+*Simulated HPU*: trained on [a device that behaves like a Gaudi](simulated-hpu.md) in CPU memory, which shows that the
+right calls are made, and nothing about speed, memory or a chip's arithmetic. *Real Gaudi*: none was ever at hand, so
+nothing has been run there.
 
-A "yes" names tests, not a run of them. `make test` runs all, which takes hours; `.ci/run` runs what fits into half an
-hour, the quick tests first, and skips the rest: of the grids and jobs marked `exhaustive` (all pairs of checkpoint
-layouts, killed jobs, `make demo`) it comes to few.
+A "yes" names tests, not a run of them. `make test-all` runs all. `.ci/run` runs the quick and the slow ones, and of the
+grids and jobs marked `exhaustive` (all pairs of checkpoint layouts, killed jobs, `make demo`) another part with each
+commit; it ends with the features of which tests were left out.
 """
 
 

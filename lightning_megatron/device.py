@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -183,6 +183,13 @@ def synchronize(device: torch.device) -> None:
         hpu.synchronize()
 
 
+def timing_event(device: torch.device) -> Any | None:
+    """An event that tells when a stream of ``device`` has come to it; ``None`` where the host computes itself."""
+    if device.type == "cpu":
+        return None
+    return torch.get_device_module(device).Event(enable_timing=True)
+
+
 def host_memory(like: torch.Tensor) -> torch.Tensor:
     """Memory on the host of a tensor's shape and dtype; page-locked where its device copies into that at full speed."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
@@ -191,6 +198,24 @@ def host_memory(like: torch.Tensor) -> torch.Tensor:
 def copy_to_host(source: torch.Tensor, memory: torch.Tensor) -> None:
     """Begin to copy into :func:`host_memory`; it is there after :func:`synchronize`."""
     memory.copy_(source, non_blocking=source.device.type == "cuda")
+
+
+def begin_read(numbers: torch.Tensor) -> Callable[[], list[int]]:
+    """Begin to copy whole numbers to the host; what is returned waits for them, and for no work submitted later."""
+    if numbers.device.type == "cpu":
+        found = numbers.tolist()
+        return lambda: found
+    memory = host_memory(numbers)
+    memory.copy_(numbers, non_blocking=True)
+    module: Any = torch.get_device_module(numbers.device)
+    event = module.Event()
+    event.record()
+
+    def read() -> list[int]:
+        event.synchronize()
+        return [int(number) for number in memory]
+
+    return read
 
 
 def rng_state(device: torch.device) -> torch.Tensor:

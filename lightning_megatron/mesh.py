@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import numpy as np
@@ -22,6 +23,9 @@ from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout
 from lightning_megatron.deferred import DeferredGradients
 from lightning_megatron.params import ShardRanks
+from lightning_megatron.recorder.call import Call
+from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.recorder import Lane, Recorder
 from lightning_megatron.rng import RNGStreams
 
 
@@ -85,6 +89,8 @@ class Axis:
         rank: this rank's position on it.
         ranks: global ranks on the axis, by position.
         group: the process group; ``None`` where ``size == 1`` and nothing is ever sent.
+        lane: where what this rank does is written down; ``None`` for nowhere.
+        number: of the group in that record.
     """
 
     name: str
@@ -92,6 +98,29 @@ class Axis:
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
+    lane: Lane | None = field(default=None, compare=False, repr=False)
+    number: int = field(default=0, compare=False, repr=False)
+
+    def call(self, kind: Kind, value: torch.Tensor | None = None, peer: int = -1) -> Call:
+        """A collective of this axis, or a message, for the record of this rank.
+
+        Args:
+            kind: which.
+            value: a tensor, whose bytes are noted.
+            peer: global rank at the other end of a message.
+        """
+        if torch.compiler.is_compiling():  # a graph has no clock, and sizes may be symbols there
+            return Call(None, kind, self.name, self.number, None, peer)
+        return Call(self.lane, kind, self.name, self.number, value, peer)
+
+    def during(self, kind: Kind, detail: str = "") -> AbstractContextManager[None]:
+        """Bracket a phase in the record of this rank.
+
+        Args:
+            kind: which.
+            detail: what it is about, such as a path.
+        """
+        return nullcontext() if self.lane is None else self.lane.during(kind, detail)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         return self  # a process group is a handle, and copies of a model keep talking through the same one
@@ -119,12 +148,15 @@ class ParallelMesh:
         world: all ranks.
         rng: the random streams of this rank.
         deferred: where its layers put off weight gradients.
+        host: all ranks, over the group that moves objects and tensors of the host.
+        recorder: where this rank writes down what it does.
 
     Args:
         layout: how many ranks each axis has; ``dp`` must be resolved.
         rank: this process.
         groups: process group of each axis longer than 1, by axis name.
         device: the device whose generator the random streams swap.
+        recorder: where this rank writes down what it does.
     """
 
     def __init__(
@@ -133,17 +165,21 @@ class ParallelMesh:
         rank: int = 0,
         groups: Mapping[str, dist.ProcessGroup] | None = None,
         device: torch.device | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         groups = groups or {}
+        self.recorder = recorder or Recorder()
         self.layout = layout
         self.rank = rank
         self.rng = RNGStreams(device)
         self.deferred = DeferredGradients()
-        self.host_group: dist.ProcessGroup | None = groups.get("host")
+
+        def recorded(axis: Axis) -> Axis:
+            return replace(axis, lane=self.recorder.main, number=self.recorder.group(axis.name, axis.ranks))
 
         def axis(name: str, grid: Mapping[str, int], axes: Sequence[str]) -> Axis:
             ranks = next(g for g in rank_groups(grid, axes) if rank in g)
-            return Axis(name, len(ranks), ranks.index(rank), ranks, groups.get(name))
+            return recorded(Axis(name, len(ranks), ranks.index(rank), ranks, groups.get(name)))
 
         dense, expert = dense_grid(layout), expert_grid(layout)
         self.tp = axis("tp", dense, ["tp"])
@@ -154,17 +190,24 @@ class ParallelMesh:
         self.tp_cp = axis("tp_cp", dense, ["tp", "cp"])
         self.dp_pp = axis("dp_pp", dense, ["dp", "pp"])
         ends = next((g for g in pipeline_ends(layout) if rank in g), (rank,))
-        self.ends = Axis("ends", len(ends), ends.index(rank), ends, groups.get("ends"))
+        self.ends = recorded(Axis("ends", len(ends), ends.index(rank), ends, groups.get("ends")))
         self.etp = axis("etp", expert, ["etp"])
         self.ep = axis("ep", expert, ["ep"])
         self.edp = axis("edp", expert, ["edp"])
         self.etp_ep = axis("etp_ep", expert, ["etp", "ep"])
         self.world = axis("world", dense, list(dense))
+        self.host = recorded(replace(self.world, name="host", group=groups.get("host")))
+        self._background = self.recorder.group("background", self.world.ranks)
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """The group of :attr:`host`."""
+        return self.host.group
 
     @classmethod
-    def single(cls, device: torch.device | None = None) -> ParallelMesh:
+    def single(cls, device: torch.device | None = None, recorder: Recorder | None = None) -> ParallelMesh:
         """A mesh of one rank, without processes: a model built on it is the reference for all other layouts."""
-        return cls(ParallelLayout().resolve(1), device=device)
+        return cls(ParallelLayout().resolve(1), device=device, recorder=recorder)
 
     @classmethod
     def create(
@@ -172,6 +215,7 @@ class ParallelMesh:
         layout: ParallelLayout,
         device: torch.device,
         timeout: timedelta | None = None,
+        recorder: Recorder | None = None,
     ) -> ParallelMesh:
         """Build the groups of a job whose default process group is up. Every rank must call this.
 
@@ -212,7 +256,7 @@ class ParallelMesh:
             wanted["host"] = dist.group.WORLD
         else:
             wanted["host"] = dist.new_group(list(range(world)), timeout=timeout, backend=devices.CPU.backend)
-        return cls(layout, rank, {name: group for name, group in wanted.items() if group is not None}, device)
+        return cls(layout, rank, {name: group for name, group in wanted.items() if group is not None}, device, recorder)
 
     @property
     def shard_ranks(self) -> ShardRanks:
@@ -259,14 +303,13 @@ class ParallelMesh:
         other = copy.copy(self)
         if self.is_distributed:
             ranks = list(range(self.world.size))
-            other.host_group = dist.new_group(ranks, timeout=timeout, backend=devices.CPU.backend)
+            group = dist.new_group(ranks, timeout=timeout, backend=devices.CPU.backend)
+            own, number = self.recorder.beside, self._background
+            other.host = replace(self.host, name="background", group=group, lane=own, number=number)
         return other
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
         return self  # as for an axis: a copy of a model, such as averaged weights, stands on the same rank
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "host_group": None}  # as for an axis: groups do not travel
 
     def __repr__(self) -> str:
         place = ", ".join(f"{a.name} {a.rank}/{a.size}" for a in (self.tp, self.cp, self.dp, self.pp) if a.size > 1)

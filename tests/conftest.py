@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import os
 import signal
-import time
+import tempfile
 from collections.abc import Callable, Iterator
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any
 
+import leaks
 import pytest
+import selection
+import torch
+from costs import Costs
 from hypothesis import settings
+from selection import Selection
 
 from lightning_megatron.testing.workers import WorkerPool
 
@@ -14,40 +22,45 @@ settings.register_profile("untimed", deadline=None)  # a busy machine is no faul
 settings.load_profile("untimed")
 
 Ranks = Callable[..., list[Any]]
-BUDGET = pytest.StashKey[float]()
-BEGUN = pytest.StashKey[float]()
+POOL = pytest.StashKey[WorkerPool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "skip what has not begun after that many minutes, and exhaustive tests after half of them"
-    parser.addoption("--budget", type=float, default=float("inf"), metavar="MINUTES", help=text)
+    selection.add_options(parser)
+    text = "show the stacks of ranks that have not answered after that time, and go on with new ones"
+    parser.addoption("--patience", type=float, default=600.0, metavar="SECONDS", help=text)
+    parser.addoption("--costs", type=Path, metavar="FILE", help="write the CPU seconds of each test there, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts the tests in the background has them ignore Ctrl-C, and processes that they start as well.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.stash[BUDGET] = 60 * config.getoption("--budget")
-    config.stash[BEGUN] = time.monotonic()
+    # Tensors of tests are tiny: threads of torch's would mostly wait for one another, at five times the CPU.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+    torch.set_num_threads(1)
+    _own_temporary_folder(config)
+    config.pluginmanager.register(Selection(config), "selection")
+    if (file := config.getoption("--costs")) is not None:
+        worker = getattr(config, "workerinput", {}).get("workerid")  # with pytest-xdist, which puts the parts together
+        config.pluginmanager.register(Costs(file.with_name(f"{file.name}.{worker}") if worker else file), "costs")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def patience(item: pytest.Item) -> int:
-        return next((n for n, mark in enumerate(("exhaustive", "slow")) if item.get_closest_marker(mark)), 2)
-
-    items.sort(key=patience, reverse=True)  # what is left out is at the end
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    spent, budget = time.monotonic() - item.config.stash[BEGUN], item.config.stash[BUDGET]
-    share = 0.5 if item.get_closest_marker("exhaustive") is not None else 1.0
-    if spent > share * budget:
-        pytest.skip(f"no time left: {spent / 60:.0f} of --budget {budget / 60:.0f} minutes are spent")
+def _own_temporary_folder(config: pytest.Config) -> None:
+    """Where every file that is left shows. Folders of pytest's and the compiler's cache stay where they were."""
+    shared = tempfile.gettempdir()
+    get_temp_dir()  # the folder of multiprocessing's sockets lives longer than the session
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_tests")
+    folder = tempfile.TemporaryDirectory(prefix="lm-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
 @pytest.fixture(scope="session")
-def _pool() -> Iterator[WorkerPool]:
-    with WorkerPool(size=8) as pool:
+def _pool(pytestconfig: pytest.Config) -> Iterator[WorkerPool]:
+    with WorkerPool(size=8, timeout=pytestconfig.getoption("--patience")) as pool:
+        pytestconfig.stash[POOL] = pool
         yield pool
 
 
@@ -55,3 +68,21 @@ def _pool() -> Iterator[WorkerPool]:
 def ranks(_pool: WorkerPool) -> Ranks:
     """``ranks(4, function, *args)`` runs a function on four gloo ranks and returns their results."""
     return _pool.run
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
+    """No process group, thread, variable, temporary file or process outlives a test."""
+
+    def pool() -> list[int]:
+        return pytestconfig.stash[POOL].process_ids if POOL in pytestconfig.stash else []
+
+    before, environment = leaks.look(pool()), dict(os.environ)
+    yield
+    found = leaks.left(before, pool())
+    kept = {name: value for name, value in os.environ.items() if name in leaks.OF_LIBRARIES}
+    os.environ.clear()
+    os.environ.update(environment | kept)
+    if "process group the default one" in found:
+        torch.distributed.destroy_process_group()
+    assert not found, f"left behind: {', '.join(found)}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.checkpoint import one_file
@@ -23,6 +22,7 @@ from lightning_megatron.checkpoint.one_file import Entry
 from lightning_megatron.checkpoint.publish import sync_file
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
+from lightning_megatron.comm.p2p import receive, send
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
 
@@ -198,10 +198,10 @@ def _gather(
                 if member == mesh.rank:
                     buffer.copy_(own[key, box][0].data)
                 elif buffer.numel():
-                    dist.recv(_as_bytes(buffer), member, group=mesh.host_group)
+                    receive(_as_bytes(buffer), mesh.host, member)
                 yield (key, box), buffer
             elif mesh.rank == member and (data := own[key, box][0].data).numel():
-                dist.send(_as_bytes(data), group.collector, group=mesh.host_group)
+                send(_as_bytes(data), mesh.host, group.collector)
 
 
 def _scatter(
@@ -220,11 +220,11 @@ def _scatter(
             if mesh.rank == group.collector:
                 value = held[key, box]
                 if member != mesh.rank and value.numel():
-                    dist.send(_as_bytes(value), member, group=mesh.host_group)
+                    send(_as_bytes(value), mesh.host, member)
             elif mesh.rank == member:
                 value = torch.empty(box.sizes, dtype=entries[key].dtype)
                 if value.numel():
-                    dist.recv(_as_bytes(value), group.collector, group=mesh.host_group)
+                    receive(_as_bytes(value), mesh.host, group.collector)
             if mesh.rank == member:
                 for part in own[key, box]:
                     part.data.copy_(value)

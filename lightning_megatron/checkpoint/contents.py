@@ -51,6 +51,8 @@ def items_of(metadata: Metadata) -> list[Item]:
 
 def damaged(path: Path, item: Item) -> bool:
     """True if the bytes of an item are not what ``torch.save`` wrote: its archive has a check sum for each part."""
+    if not (path / item.file).is_file():  # a pipe would wait to be opened
+        return True
     try:
         with (path / item.file).open("rb") as stream:
             stream.seek(item.start)

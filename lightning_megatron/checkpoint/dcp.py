@@ -9,23 +9,25 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_megatron.checkpoint.draft import Draft, complete, own_key
 from lightning_megatron.checkpoint.fault import listed
 from lightning_megatron.checkpoint.guard import SaveGuard
+from lightning_megatron.checkpoint.integrity import Check, faults_of
+from lightning_megatron.checkpoint.leftovers import recover
 from lightning_megatron.checkpoint.locate import locate
-from lightning_megatron.checkpoint.meta import read_meta
+from lightning_megatron.checkpoint.manifest import Progress
+from lightning_megatron.checkpoint.meta import read_meta, type_faults
 from lightning_megatron.checkpoint.metadata_file import read_metadata
 from lightning_megatron.checkpoint.plan import load_faults
-from lightning_megatron.checkpoint.publish import recover
 from lightning_megatron.checkpoint.single_file import SingleFile
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
 from lightning_megatron.checkpoint.transfer import read
-from lightning_megatron.checkpoint.verify import hash_faults, size_faults
+from lightning_megatron.checkpoint.unpacked import refuse_oversized
 from lightning_megatron.config import nearest_names
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import is_calibration
@@ -50,20 +52,19 @@ class Directory:
     layout: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: Path, mesh: ParallelMesh, weights_only: bool, check: Literal["sizes", "hashes"]) -> Directory:
-        """Compare files with the manifest, and read all but tensors; arguments as of :func:`load`.
+    def open(cls, path: Path, weights_only: bool) -> Directory:
+        """Read all but tensors of a checkpoint without faults.
+
+        Args:
+            path: the checkpoint.
+            weights_only: refuse a ``meta.pt`` that holds objects.
 
         Raises:
-            CheckpointError: if it is no checkpoint, or damaged.
+            CheckpointError: if it is no checkpoint.
         """
-        manifest = locate(path)
-        faults = size_faults(path, manifest)
-        if not faults and check == "hashes":
-            names = sorted(manifest.files)[mesh.rank :: mesh.world.size]
-            faults = hash_faults(path, manifest, names)
-        if faults:
-            raise CheckpointError("the checkpoint is damaged:\n" + listed(faults))
-        return cls(path, read_metadata(path), read_meta(path, weights_only), manifest.layout)
+        metadata = read_metadata(path)
+        refuse_oversized(path, metadata)
+        return cls(path, metadata, read_meta(path, weights_only), locate(path).layout)
 
     def read(self, state: State) -> None:
         """Fill a state in place."""
@@ -98,6 +99,7 @@ def save(
     per_rank: Any = None,
     allow_objects: bool = False,
     guard: SaveGuard | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write a checkpoint and give it its name when it is complete and on the disk.
 
@@ -112,11 +114,13 @@ def save(
         per_rank: what only a rank at the same coordinate of the same layout can use, such as its random streams.
         allow_objects: let ``meta`` hold objects that only ``load(..., weights_only=False)`` can read.
         guard: looks at the state before it is written, and at the files before they get their name.
+        progress: how far the run has come, by which the newest checkpoint of a folder is found.
 
     Raises:
         CheckpointError: on every rank, if anything failed on any; the old checkpoint is then untouched.
     """
-    complete(Draft.of(path, state, meta, mesh, per_rank=per_rank, allow_objects=allow_objects, guard=guard), mesh)
+    options = {"per_rank": per_rank, "allow_objects": allow_objects, "guard": guard, "progress": progress}
+    complete(Draft.of(path, state, meta, mesh, **options), mesh)
 
 
 def load(
@@ -126,7 +130,7 @@ def load(
     *,
     strict: bool = True,
     weights_only: bool = True,
-    check: Literal["sizes", "hashes"] = "sizes",
+    check: Check = "hashes",
 ) -> Loaded:
     """Fill a state in place from a checkpoint of any layout, or from a single file of Lightning's.
 
@@ -138,7 +142,8 @@ def load(
         mesh: who takes part.
         strict: whether keys that only one side has are errors. Another shape always is.
         weights_only: refuse a ``meta.pt`` that holds objects.
-        check: compare the length of every file with the manifest, or the hashes too (the files shared out over ranks).
+        check: compare the content of all files with the manifest, shared out over ranks, or their lengths and the
+            content of what every rank reads whole.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint is not one, is damaged, or does not fit.
@@ -147,9 +152,14 @@ def load(
     doing = f"loading {path}"
 
     def open_it() -> Directory | SingleFile:
+        opened: Directory | SingleFile
         if path.is_file():
-            return SingleFile.open(path, state, weights_only)
-        return Directory.open(path, mesh, weights_only, check)
+            opened = SingleFile.open(path, state, weights_only)
+        else:
+            opened = Directory.open(path, weights_only)
+        if wrong := type_faults(opened.meta):
+            raise CheckpointError(f"what it says of the run is damaged: {'; '.join(wrong)}")
+        return opened
 
     def fit() -> list[str]:
         missing, faults = load_faults(state, metadata)
@@ -162,6 +172,8 @@ def load(
         return missing
 
     together(mesh, doing, lambda: recover(path) if mesh.rank == 0 else None)
+    if faults := faults_of(path, mesh, check):
+        raise CheckpointError(f"{doing}: the checkpoint is damaged:\n{listed(faults)}")
     source = together(mesh, doing, open_it)
     metadata = source.metadata
     unexpected = _unexpected(state, metadata, mesh)

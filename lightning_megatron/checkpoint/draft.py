@@ -12,11 +12,13 @@ import torch
 from lightning_megatron.checkpoint.fault import listed
 from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.guard import SaveGuard
-from lightning_megatron.checkpoint.manifest import MANIFEST, FileRecord, Manifest, record
+from lightning_megatron.checkpoint.leftovers import sweep
+from lightning_megatron.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Progress, record
 from lightning_megatron.checkpoint.meta import META, refuse_objects, render_meta, write_meta
+from lightning_megatron.checkpoint.metadata_file import METADATA
 from lightning_megatron.checkpoint.plain import plain
 from lightning_megatron.checkpoint.plan import PER_RANK
-from lightning_megatron.checkpoint.publish import discard, prepare, publish, saving_path, sweep, sync_file
+from lightning_megatron.checkpoint.publish import UNFINISHED, discard, place_for, prepare, publish, sync_file
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, gathered, together
 from lightning_megatron.checkpoint.transfer import write
@@ -31,14 +33,18 @@ class Draft:
 
     Attributes:
         path: the directory to make.
+        temporary: where it lies until it is whole: a name that no other save has, the same on all ranks.
         state: what this rank holds; live memory, unless somebody has copied it.
         meta: content of ``meta.pt``; nothing on ranks that do not write it.
+        progress: how far the run has come, where the checkpoint is of one.
         guard: looks at the state before it is written, and at the files before they get their name.
     """
 
     path: Path
+    temporary: Path
     state: State
     meta: bytes
+    progress: Progress | None = None
     guard: SaveGuard | None = None
 
     @classmethod
@@ -52,6 +58,7 @@ class Draft:
         per_rank: Any = None,
         allow_objects: bool = False,
         guard: SaveGuard | None = None,
+        progress: Progress | None = None,
     ) -> Draft:
         """Put a checkpoint together; arguments as of :func:`save`. Every rank must call this.
 
@@ -70,7 +77,9 @@ class Draft:
                 return b""
             return render_meta(meta if allow_objects else plain(meta), allow_objects)
 
-        return cls(Path(path), whole, together(mesh, f"saving {path}", render), guard)
+        content = together(mesh, f"saving {path}", render)
+        name = gathered(mesh, place_for(Path(path), "saving").name if mesh.rank == 0 else "")[0]
+        return cls(Path(path), Path(path).parent / UNFINISHED / name, whole, content, progress, guard)
 
     @property
     def doing(self) -> str:
@@ -84,27 +93,29 @@ def complete(draft: Draft, mesh: ParallelMesh) -> None:
     Raises:
         CheckpointError: on every rank, if anything failed on any; what had the name before is then untouched.
     """
-    path, guard, doing = draft.path, draft.guard, draft.doing
-    temporary = saving_path(path)
+    path, temporary, guard, doing = draft.path, draft.temporary, draft.guard, draft.doing
 
     def begin() -> None:
         if replica_faults:
             raise CheckpointError("ranks do not hold the same:\n" + listed(replica_faults))
         if mesh.rank == 0:
             sweep(path.parent)
-            prepare(path)
+            prepare(path, temporary)
             write_meta(temporary, draft.meta)
 
     def hash_own_files() -> dict[str, FileRecord]:
-        own = sorted(temporary.glob(f"__{mesh.rank}_*.distcp"))
+        own = {file.name for file in temporary.glob(f"__{mesh.rank}_*.distcp")} | written.keys()
         if mesh.rank == 0:
-            own += [temporary / META, temporary / ".metadata"]
-        return {file.name: record(file) for file in own}
+            own |= {META, METADATA}
+        found = {name: record(temporary / name) for name in sorted(own) if (temporary / name).is_file()}
+        if lost := [name for name in sorted(own) if name not in found or found[name].bytes < written.get(name, 0)]:
+            raise CheckpointError(f"{', '.join(lost)}: written, but now gone or shorter: the disk or somebody lost it")
+        return found
 
     def add_manifest() -> None:
         if mesh.rank == 0:
             files = {name: entry for found in records for name, entry in found.items()}
-            _write_manifest(temporary, Manifest(asdict(mesh.layout), files, torch.__version__))
+            _write_manifest(temporary, Manifest(asdict(mesh.layout), files, torch.__version__, progress=draft.progress))
 
     def look_again() -> None:
         if guard is not None and (faults := guard.before_publishing(temporary, mesh)):
@@ -113,14 +124,14 @@ def complete(draft: Draft, mesh: ParallelMesh) -> None:
     replica_faults = [] if guard is None else guard.before_writing(draft.state, mesh, doing)
     try:
         together(mesh, doing, begin)
-        write(temporary, draft.state, mesh, doing)
+        written = write(temporary, draft.state, mesh, doing)
         records = gathered(mesh, together(mesh, doing, hash_own_files))
         together(mesh, doing, add_manifest)
         together(mesh, doing, look_again)
-        together(mesh, doing, lambda: publish(path) if mesh.rank == 0 else None)
-    except CheckpointError:
+        together(mesh, doing, lambda: publish(temporary, path) if mesh.rank == 0 else None)
+    except BaseException:
         if mesh.rank == 0:
-            discard(path)
+            discard(temporary)
         raise
 
 

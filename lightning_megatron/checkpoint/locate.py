@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from lightning_megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from lightning_megatron.checkpoint.publish import UNFINISHED, saving_path
+from lightning_megatron.checkpoint.publish import UNFINISHED, unfinished_of
 from lightning_megatron.checkpoint.together import CheckpointError, MissingCheckpointError
 from lightning_megatron.config import nearest_names
 
@@ -40,7 +40,7 @@ def _absent(path: Path) -> str:
     text = "it does not exist"
     if not path.parent.is_dir():
         return f"{text}, nor does {path.parent}"
-    if saving_path(path).exists():
+    if any(name.kind == "saving" for _, name in unfinished_of(path)):
         text += "; a save under this name was interrupted before it was complete"
     others = sorted(entry.name for entry in path.parent.iterdir() if (entry / MANIFEST).is_file())
     if not others:

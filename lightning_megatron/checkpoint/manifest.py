@@ -8,18 +8,23 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from lightning_megatron.small_files import read_small
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning-megatron"
-VERSION = 2
+VERSION = 3
+_KNOWN = (2, 3)
 
-_BLOCK = 1 << 20
-_STRETCH = 1 << 23  # what a thread reads at a time
+BLOCK = 1 << 20
+"""Bytes of a file that one check sum is of."""
+
+_PIECE = 1 << 23  # what a thread reads at a time
 _THREADS = 4
 
 
@@ -43,6 +48,24 @@ class FileRecord:
     hash: str
 
 
+@dataclass(frozen=True, order=True)
+class Progress:
+    """Progress of a run at a save: of two checkpoints the greater one is the newer, whatever the clocks say.
+
+    Attributes:
+        generation: how many times a run was begun in the folder, or begun again from an older checkpoint: what follows
+            is newer than all that was there, also where it has taken fewer steps.
+        step: optimizer steps, as Lightning counts them.
+    """
+
+    generation: int
+    step: int
+
+    def __post_init__(self) -> None:
+        if type(self.generation) is not int or type(self.step) is not int:
+            raise TypeError(f"{self} is no progress")
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What is in ``manifest.json``.
@@ -52,16 +75,20 @@ class Manifest:
         files: every other file of the directory, by name.
         torch: version that wrote it.
         version: version of the format.
+        progress: of the run; ``None`` if the save was not told, or no run can go on from it.
     """
 
     layout: Mapping[str, Any]
     files: Mapping[str, FileRecord]
     torch: str
     version: int = VERSION
+    progress: Progress | None = None
 
     def render(self) -> str:
         """The text of the file; there is only one for a given manifest, so that any edit shows."""
         content = {"format": FORMAT, **asdict(self)}
+        if self.progress is None:
+            del content["progress"]
         digest = _digest(json.dumps(content, sort_keys=True).encode())
         return json.dumps({**content, "digest": digest}, indent=1, sort_keys=True) + "\n"
 
@@ -76,12 +103,14 @@ class Manifest:
             content = json.loads(text)
             if content["format"] != FORMAT:
                 raise ValueError(f"the format is {content['format']!r}, not {FORMAT!r}")
-            if (version := content["version"]) != VERSION:
-                raise ValueError(f"it has format version {version}, this package knows {VERSION}")
+            if (version := content["version"]) not in _KNOWN:
+                known = " and ".join(map(str, _KNOWN))
+                raise ValueError(f"it has format version {version}, this package knows {known}")
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
             if outside := [name for name in files if not is_plain_name(name)]:
                 raise ValueError(f"it names {', '.join(map(repr, outside))}, no files of its directory")
-            manifest = cls(content["layout"], files, content["torch"], content["version"])
+            progress = Progress(**content["progress"]) if "progress" in content else None
+            manifest = cls(content["layout"], files, content["torch"], version, progress)
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"a field is missing or wrong: {error!r}") from None
         if manifest.render() != text:
@@ -96,24 +125,48 @@ def read_manifest(path: Path) -> Manifest:
         OSError: if it cannot be read.
         ValueError: if it was edited or damaged.
     """
-    return Manifest.parse((path / MANIFEST).read_bytes().decode())
+    return Manifest.parse(read_small(path / MANIFEST).decode())
 
 
 def record(file: Path) -> FileRecord:
     """Length and hash of a file as it is on disk now."""
     length = file.stat().st_size
+    return FileRecord(length, hash_of(check_sums([Stretch(file, 0, length)])))
+
+
+class Stretch(NamedTuple):
+    """A part of a file that begins with a block; its end is that of a block or of the file."""
+
+    file: Path
+    start: int
+    end: int
+
+
+def check_sums(stretches: Sequence[Stretch]) -> bytes:
+    """The CRC-32s of all blocks of stretches in their order, four bytes each.
+
+    Raises:
+        OSError: for a file that cannot be read.
+    """
+    pieces = [
+        Stretch(file, at, min(at + _PIECE, end)) for file, start, end in stretches for at in range(start, end, _PIECE)
+    ]
     with ThreadPoolExecutor(_THREADS) as threads:
-        sums = threads.map(lambda start: _block_sums(file, start), range(0, length, _STRETCH))
-        return FileRecord(length, _digest(b"".join(sums)))
+        return b"".join(threads.map(_piece_sums, pieces))
 
 
-def _block_sums(file: Path, start: int) -> bytes:
-    """The CRC-32 of each block from ``start`` on, four bytes each."""
+def hash_of(sums: bytes) -> str:
+    """The hash of a file, of the check sums of all its blocks."""
+    return _digest(sums)
+
+
+def _piece_sums(piece: Stretch) -> bytes:
     found: list[bytes] = []
-    buffer = memoryview(bytearray(_BLOCK))
-    with file.open("rb") as stream:
-        stream.seek(start)
-        while len(found) * _BLOCK < _STRETCH and (count := stream.readinto(buffer)):
+    buffer = memoryview(bytearray(BLOCK))
+    with piece.file.open("rb") as stream:
+        stream.seek(piece.start)
+        for start in range(piece.start, piece.end, BLOCK):
+            count = stream.readinto(buffer[: piece.end - start])
             found.append(zlib.crc32(buffer[:count]).to_bytes(4, "big"))
     return b"".join(found)
 

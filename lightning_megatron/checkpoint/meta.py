@@ -15,8 +15,18 @@ import torch
 
 from lightning_megatron.checkpoint.publish import sync_file
 from lightning_megatron.checkpoint.together import CheckpointError
+from lightning_megatron.checkpoint.unpacked import refuse_packed
 
 META = "meta.pt"
+_TYPES = {
+    "pytorch-lightning_version": str,
+    "epoch": int,
+    "global_step": int,
+    "loops": dict,
+    "callbacks": dict,
+    "lr_schedulers": list,
+    "optimizer_states": list,
+}
 
 
 def is_plain(value: Any) -> bool:
@@ -81,16 +91,32 @@ def write_meta(directory: Path, content: bytes) -> None:
     sync_file(file)
 
 
+def type_faults(meta: dict[str, Any]) -> list[str]:
+    """Entries of Lightning's dictionary of another type than Lightning writes, which fail deep inside it."""
+    return [
+        f"{name} is a {type(meta[name]).__name__}, and should be a {kind.__name__}"
+        for name, kind in _TYPES.items()
+        if name in meta and type(meta[name]) is not kind
+    ]
+
+
 def read_meta(directory: Path, weights_only: bool) -> dict[str, Any]:
     """Read ``meta.pt``.
 
     Raises:
-        CheckpointError: if it holds objects and ``weights_only`` is set.
+        CheckpointError: if it holds objects and ``weights_only`` is set, or is no such file.
     """
+    file = directory / META
+    refuse_packed(file)
     try:
-        return torch.load(directory / META, map_location="cpu", weights_only=weights_only)
+        content = torch.load(file, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{directory / META} holds objects beside primitives and tensors. Load it with weights_only=False if you "
+            f"{file} holds objects beside primitives and tensors. Load it with weights_only=False if you "
             f"trust where it comes from: that runs code which is in the file. ({error})"
         ) from None
+    except Exception as error:  # what torch raises for a file that is none of its own is not promised
+        raise CheckpointError(f"{file}: damaged, or no file of torch.save: {type(error).__name__}: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, and no dictionary of Lightning's")
+    return content

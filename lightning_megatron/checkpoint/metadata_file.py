@@ -124,6 +124,8 @@ def read_metadata(directory: Path, *, only_known: bool = True) -> Metadata:
         CheckpointError: if the file is not there, is no such table, names anything else, or leads out of the directory.
     """
     file = directory / METADATA
+    if file.exists() and not file.is_file():  # a pipe would wait to be opened
+        raise CheckpointError(f"{file}: no ordinary file")
     try:
         with file.open("rb") as stream:
             reader = _Reader(stream)
@@ -174,25 +176,25 @@ def _place(place: Any) -> Place:
         raise ValueError("its files are compressed, which this package does not read")
     name = _text(fields["relative_path"])
     if not is_plain_name(name):
-        raise ValueError(f"{name!r} is no file of the checkpoint's own directory")
+        raise ValueError(f"{name[:100]!r} is no file of the checkpoint's own directory")
     return Place(name, _whole(fields["offset"]), _whole(fields["length"]))
 
 
 def _dtype(properties: Any) -> torch.dtype:
     """The first of what ``TensorProperties`` pickles itself as."""
     if not _is(properties, "TensorProperties"):
-        raise TypeError(f"{properties!r} stands where TensorProperties should")
+        raise TypeError(f"{_kind(properties)} stands where TensorProperties should")
     state = properties.state
     named = state[0] if isinstance(state, tuple) and state else _dict(state).get("dtype")
     if isinstance(named, type) and issubclass(named, Record) and named.name in _DTYPES:
         return _DTYPES[named.name]
-    raise TypeError(f"{named!r} is no dtype")
+    raise TypeError(f"{_kind(named)} is no dtype")
 
 
 def _size(size: Any) -> torch.Size:
     values = size.given[0] if _is(size, "Size") and len(size.given) == 1 else size
     if not isinstance(values, tuple | list):
-        raise TypeError(f"{size!r} is no shape")
+        raise TypeError(f"{_kind(size)} is no shape")
     return torch.Size([_whole(value) for value in values])
 
 
@@ -202,14 +204,14 @@ def _is(value: Any, name: str) -> bool:
 
 def _fields(value: Any, name: str) -> dict[Any, Any]:
     if not _is(value, name):
-        raise TypeError(f"{value!r} stands where {name} should")
+        raise TypeError(f"{_kind(value)} stands where {name} should")
     return _dict(value.state or {})
 
 
 def _checked(kind: type) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if type(value) is not kind:
-            raise TypeError(f"{value!r} stands where {kind.__name__} should")
+            raise TypeError(f"{_kind(value)} stands where {kind.__name__} should")
         return value
 
     return check
@@ -220,5 +222,11 @@ _dict, _list, _text = _checked(dict), _checked(list), _checked(str)
 
 def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r} stands where a number of elements or bytes should")
+        shown = value if type(value) is float or (type(value) is int and value.bit_length() < 64) else _kind(value)
+        raise TypeError(f"{shown} stands where a number of elements or bytes should")
     return value
+
+
+def _kind(value: Any) -> str:
+    """The name of a value's class: a value itself may be longer than the memory."""
+    return value.name if isinstance(value, Record) else type(value).__name__

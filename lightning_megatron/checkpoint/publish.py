@@ -1,50 +1,87 @@
 """How a directory comes to have its final name, and loses it: at once or not at all.
 
 Work in progress lies in a hidden folder beside the checkpoint, because Lightning takes what it finds in the folder
-itself for checkpoints by parts of the name (``last*.ckpt``, any ``hpc_ckpt_N``).
+itself for checkpoints by parts of the name (``last*.ckpt``, any ``hpc_ckpt_N``). Each piece of it has a name of its own
+that leads to the process it belongs to: nobody writes into, publishes or clears what is somebody else's.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
+
+from lightning_megatron.checkpoint.owner import Owner
 
 UNFINISHED = ".unfinished"
-
-DEAD_AFTER = 3600.0
-"""Seconds without a sign of life after which unfinished work is nobody's: ranks wait for each other for minutes."""
 
 _ATTEMPTS = 100
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_KINDS = (".saving", ".replaced", ".removing", ".linking")
+
+Kind = Literal["saving", "replaced", "removing", "linking"]
+_UNFINISHED = re.compile(r"(.+?)(?:\.([0-9a-f]+(?:-[0-9a-f]+){3}))?\.(saving|replaced|removing|linking)")
 
 
-def saving_path(path: Path) -> Path:
-    """Where ``path`` is written before it is complete."""
-    return path.parent / UNFINISHED / f"{path.name}.saving"
+class Unfinished(NamedTuple):
+    """The name of a piece of unfinished work.
+
+    Attributes:
+        path: what it is to be, or was.
+        owner: the process that it belongs to; ``None`` if an earlier version of this package made it.
+        kind: what is done with it.
+    """
+
+    path: Path
+    owner: Owner | None
+    kind: Kind
+
+    @classmethod
+    def parse(cls, entry: Path) -> Unfinished | None:
+        """Take a name apart; ``None`` for what is nobody's unfinished work."""
+        match = _UNFINISHED.fullmatch(entry.name)
+        if match is None:
+            return None
+        owner = None if match[2] is None else Owner.of_mark(match[2])
+        return cls(entry.parent.parent / match[1], owner, match[3])  # type: ignore[arg-type]
 
 
-def _replaced_path(path: Path) -> Path:
-    return path.parent / UNFINISHED / f"{path.name}.replaced"
+def place_for(path: Path, kind: Kind) -> Path:
+    """A place for unfinished work that nobody else gets."""
+    return path.parent / UNFINISHED / f"{path.name}.{Owner.own().mark()}.{kind}"
 
 
-def prepare(path: Path) -> Path:
-    """An empty directory to write ``path`` into; clears what an interrupted save of the same name left."""
-    recover(path)
-    temporary = saving_path(path)
-    for stale in (temporary, _replaced_path(path)):
-        _delete(stale)
-    _among_unfinished(temporary, temporary.mkdir)
+def unfinished_of(path: Path) -> list[tuple[Path, Unfinished]]:
+    """Unfinished entries that are to be ``path``, or were."""
+    try:
+        found = [(entry, Unfinished.parse(entry)) for entry in sorted((path.parent / UNFINISHED).iterdir())]
+    except OSError:
+        return []
+    return [(entry, name) for entry, name in found if name is not None and name.path.name == path.name]
+
+
+def _clear_own(path: Path, kind: Kind, but: str = "") -> None:
+    """Delete what this process has begun for ``path`` and was interrupted in."""
+    for entry, name in unfinished_of(path):
+        if name.owner == Owner.own() and name.kind == kind and entry.name != but:
+            delete(entry)
+
+
+def prepare(path: Path, temporary: Path | None = None) -> Path:
+    """A directory to write ``path`` into: ``temporary``, or a new one; clears what this process has begun before."""
+    temporary = temporary or place_for(path, "saving")
+    _clear_own(path, "saving", but=temporary.name)
+    among_unfinished(temporary, partial(temporary.mkdir, exist_ok=True))
     return temporary
 
 
-def _among_unfinished(entry: Path, make: Callable[[], object]) -> None:
+def among_unfinished(entry: Path, make: Callable[[], object]) -> None:
     """Make an entry of the folder of unfinished work, which who finishes something tidies away whenever it is empty.
 
     That may be another thread (saves in the background) or another run, and just between the two steps here.
@@ -60,20 +97,20 @@ def _among_unfinished(entry: Path, make: Callable[[], object]) -> None:
             return
 
 
-def discard(path: Path) -> None:
+def discard(temporary: Path) -> None:
     """Drop what :func:`prepare` made: the save failed."""
     with suppress(OSError):
-        _delete(saving_path(path))
-    _tidy(path)
+        delete(temporary)
+    tidy(temporary.parent)
 
 
-def publish(path: Path) -> None:
+def publish(temporary: Path, path: Path) -> None:
     """Give what :func:`prepare` made its final name, in place of what has it now.
 
     Where the system can exchange two names there is no moment without a complete checkpoint under ``path``. Elsewhere
-    the old one steps aside first, and :func:`recover` brings it back after a crash between the two renames.
+    the old one steps aside first, and comes back after a crash between the two renames (``leftovers.recover``).
     """
-    temporary, replaced = saving_path(path), _replaced_path(path)
+    replaced = place_for(path, "replaced")
     sync_directory(temporary)
     if not os.path.lexists(path):
         os.rename(temporary, path)
@@ -83,15 +120,8 @@ def publish(path: Path) -> None:
         os.rename(path, replaced)
         os.rename(temporary, path)
     sync_directory(path.parent)
-    _delete(replaced)
-    _tidy(path)
-
-
-def recover(path: Path) -> None:
-    """Bring back a checkpoint that a crash left aside while it was being replaced."""
-    replaced = _replaced_path(path)
-    if os.path.lexists(replaced) and not os.path.lexists(path):
-        os.rename(replaced, path)
+    _clear_own(path, "replaced")
+    tidy(replaced.parent)
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -101,12 +131,11 @@ def remove(path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
-        going = path.parent / UNFINISHED / f"{path.name}.removing"
-        _delete(going)
-        _among_unfinished(going, lambda: os.rename(path, going))
+        going = place_for(path, "removing")
+        among_unfinished(going, lambda: os.rename(path, going))
         sync_directory(path.parent)
-        _delete(going)
-        _tidy(path)
+        _clear_own(path, "removing")
+        tidy(going.parent)
     else:
         path.unlink(missing_ok=True)
 
@@ -125,13 +154,24 @@ def link_end(link: Path, target: str) -> Path:
 
 def remove_unlinked(paths: Iterable[Path]) -> list[Path]:
     """Remove checkpoints to which no link beside them leads; the others, absolute paths all, are returned."""
-    waiting = []
-    for path in sorted(paths, key=lambda path: not path.is_symlink()):  # links first
-        if path in {link_end(link, target) for link, target in links_in(path.parent).items()}:
-            waiting.append(path)
-        else:
-            remove(path)
+    free, waiting = unlinked(paths)
+    for path in free:
+        remove(path)
     return waiting
+
+
+def unlinked(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """Those to which no link beside them leads, links first, and the others; absolute paths all.
+
+    A link that is among them does not count.
+    """
+    free: list[Path] = []
+    waiting: list[Path] = []
+    paths = sorted(paths, key=lambda path: not path.is_symlink())
+    for path in paths:
+        ends = {link_end(link, target) for link, target in links_in(path.parent).items() if link not in paths}
+        (waiting if path in ends else free).append(path)
+    return free, waiting
 
 
 def lead(link: Path, target: str | None) -> None:
@@ -139,55 +179,11 @@ def lead(link: Path, target: str | None) -> None:
     if target is None:
         link.unlink(missing_ok=True)
         return
-    other = link.parent / UNFINISHED / f"{link.name}.linking"
-    _delete(other)
-    _among_unfinished(other, lambda: os.symlink(target, other))
+    other = place_for(link, "linking")
+    among_unfinished(other, lambda: os.symlink(target, other))
     os.replace(other, link)
     sync_directory(link.parent)
-    _tidy(link)
-
-
-def sweep(folder: Path, dead_after: float = DEAD_AFTER) -> list[str]:
-    """Clear what runs that died have left in a folder of checkpoints. Call it on one rank.
-
-    Another run may be saving there at this moment, so only what nothing has been written to for ``dead_after`` seconds
-    goes, by the clock of the file system. A checkpoint that was left aside while it was being replaced gets its name
-    back, if nothing else has it.
-
-    Returns:
-        Names of what was cleared or brought back.
-    """
-    unfinished = folder / UNFINISHED
-    if not unfinished.is_dir():
-        return []
-    try:
-        with tempfile.TemporaryFile(dir=unfinished) as stream:
-            now = os.fstat(stream.fileno()).st_mtime
-        entries = sorted(unfinished.iterdir())
-    except FileNotFoundError:  # whoever has finished something has just tidied it away
-        return []
-    cleared = []
-    for entry in entries:
-        with suppress(OSError):  # its owner has just finished, or is alive after all
-            if entry.suffix in _KINDS and now - _last_sign_of_life(entry) > dead_after:
-                path = folder / entry.stem
-                if entry.suffix == ".replaced" and not os.path.lexists(path):
-                    os.rename(entry, path)
-                else:
-                    _delete(entry)
-                cleared.append(entry.name)
-    _tidy(folder / "any")
-    return cleared
-
-
-def _last_sign_of_life(entry: Path) -> float:
-    def times() -> Iterator[float]:
-        status = entry.lstat()
-        yield max(status.st_mtime, status.st_ctime)  # a rename leaves its mark in the latter
-        if entry.is_dir() and not entry.is_symlink():
-            yield from (child.lstat().st_mtime for child in entry.iterdir())
-
-    return max(times())
+    tidy(other.parent)
 
 
 def exchange(a: Path, b: Path) -> bool:
@@ -218,13 +214,15 @@ def _sync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
+    """Delete whatever is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def _tidy(path: Path) -> None:
+def tidy(folder: Path) -> None:
+    """Remove a folder of unfinished work that is empty."""
     with suppress(OSError):  # something else is in progress there
-        (path.parent / UNFINISHED).rmdir()
+        folder.rmdir()

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import CheckpointError, gathered
+from lightning_megatron.comm.p2p import receive, send
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box, is_calibration
 
@@ -80,10 +80,10 @@ def _carry(
         if receiver == sender:
             _fill(offer.box, data, lacking[offer.key])
         else:
-            dist.send(data.detach().cpu().contiguous().view(-1).view(torch.uint8), receiver, group=mesh.host_group)
+            send(data.detach().cpu().contiguous().view(-1).view(torch.uint8), mesh.host, receiver)
     elif mesh.rank == receiver:
         data = torch.empty(offer.box.sizes, dtype=offer.dtype, device="cpu")
-        dist.recv(data.view(-1).view(torch.uint8), sender, group=mesh.host_group)
+        receive(data.view(-1).view(torch.uint8), mesh.host, sender)
         _fill(offer.box, data, lacking[offer.key])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +19,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lightning_megatron.checkpoint.fault import Fault
 from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.state import MAIN, State
 from lightning_megatron.checkpoint.together import CheckpointError
+from lightning_megatron.checkpoint.unpacked import refuse_odd, refuse_packed
+
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class SingleFile:
         Raises:
             CheckpointError: if it is no such file, or its optimizers do not fit the state's.
         """
+        refuse_packed(path)
         try:
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         except Exception as error:  # it is a pickle: any error may come out of it
@@ -55,6 +62,7 @@ class SingleFile:
         if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
             raise CheckpointError("it is a file, but not one of Lightning's: it has no state_dict")
         tensors = content.pop("state_dict")
+        refuse_odd(path, {name: value for name, value in tensors.items() if torch.is_tensor(value)})
         values: dict[str, Any] = {f"model.{name}": value for name, value in _without_repeats(tensors).items()}
         if "optimizer_states" in content:
             for index, saved in enumerate(content["optimizer_states"]):
@@ -78,6 +86,34 @@ class SingleFile:
             for part in value.parts:
                 bounds = zip(part.box.offsets, part.box.sizes, strict=True)
                 part.data.copy_(self.values[key][tuple(slice(o, o + n) for o, n in bounds)])
+
+
+def record_faults(path: Path, rank: int, ranks: int) -> list[Fault]:
+    """Records of a file whose check sum is wrong, which ``torch.load`` does not look at.
+
+    Args:
+        path: the file; if it is no archive, opening it says so.
+        rank: which of the ranks that share the reading this is.
+        ranks: their number.
+
+    Raises:
+        CheckpointError: if they are packed.
+    """
+    refuse_packed(path)
+    if not zipfile.is_zipfile(path):
+        return []
+    faults = []
+    with zipfile.ZipFile(path) as archive:
+        records = sorted(archive.infolist(), key=lambda record: -record.file_size)
+        # torch writes 0 where it was told to make no check sums.
+        for record in (record for record in records[rank::ranks] if record.CRC):
+            try:
+                with archive.open(record) as stream:
+                    while stream.read(_BLOCK):
+                        pass
+            except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
+                faults.append(Fault(path.name, f"its record {record.filename} is damaged: the check sum is wrong"))
+    return faults
 
 
 def _without_repeats(tensors: Mapping[str, Any]) -> dict[str, Any]:

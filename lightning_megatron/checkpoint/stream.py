@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_megatron.checkpoint.dcp import Loaded, load
 from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.metadata_file import read_metadata
+from lightning_megatron.checkpoint.together import CheckpointError
 from lightning_megatron.checkpoint.transfer import read
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.mesh import ParallelMesh
@@ -32,7 +33,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Loaded, dict[str, Who
     def tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         whole = torch.empty(shape, dtype=dtype)
         part = Part(Box.whole(shape), whole, write=False)
-        read(path, metadata, {key: Fragment(shape, dtype, (part,))})
+        try:
+            read(path, metadata, {key: Fragment(shape, dtype, (part,))})
+        except Exception as error:  # a damaged archive raises what it likes
+            raise CheckpointError(f"{path}: {key} cannot be read: {error}") from None
         return whole
 
     found = {}

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.recorder.form import Kind
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ def gathered(mesh: ParallelMesh, value: T) -> list[T]:
     if not mesh.is_distributed:
         return [value]
     values: list[T] = [value] * mesh.world.size
-    dist.all_gather_object(values, value, group=mesh.host_group)
+    mesh.host.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, values, value, group=mesh.host_group)
     return values
 
 
@@ -34,7 +35,7 @@ def collected(mesh: ParallelMesh, value: T) -> list[T] | None:
     if not mesh.is_distributed:
         return [value]
     values: list[T] | None = [value] * mesh.world.size if mesh.rank == 0 else None
-    dist.gather_object(value, values, dst=0, group=mesh.host_group)
+    mesh.host.call(Kind.GATHER_OBJECT).run(dist.gather_object, value, values, dst=0, group=mesh.host_group)
     return values
 
 
@@ -44,7 +45,7 @@ def dealt(mesh: ParallelMesh, values: list[T] | None) -> T:
         assert values is not None
         return values[0]
     own: list[T | None] = [None]
-    dist.scatter_object_list(own, values, src=0, group=mesh.host_group)
+    mesh.host.call(Kind.SCATTER_OBJECT).run(dist.scatter_object_list, own, values, src=0, group=mesh.host_group)
     return own[0]  # type: ignore[return-value]
 
 
@@ -79,8 +80,15 @@ class _Fault(NamedTuple):
     is_missing: bool
 
 
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+def _told(error: BaseException) -> str:
+    """The text of an error; of torch's writer, which trips over what the system refuses, what the system says."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno):
+        cause = cause.__cause__ or cause.__context__
+    told = cause or error
+    return f"{type(told).__name__}: {told}"
 
 
 def _failed(doing: str, faults: dict[int, _Fault], mesh: ParallelMesh) -> CheckpointError:

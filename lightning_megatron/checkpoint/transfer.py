@@ -7,23 +7,29 @@ there, and they raise what ``except Exception`` does not catch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_megatron.checkpoint.plan import FragmentLoadPlanner, FragmentSavePlanner
 from lightning_megatron.checkpoint.state import State
 from lightning_megatron.checkpoint.together import collected, dealt, together
+from lightning_megatron.checkpoint.unpacked import refuse_packed_items
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.mesh import ParallelMesh
 
 
-def write(directory: Path, state: State, mesh: ParallelMesh, doing: str) -> None:
+def write(directory: Path, state: State, mesh: ParallelMesh, doing: str) -> Mapping[str, int]:
     """Write a state as ``.metadata`` and one ``__R_0.distcp`` a rank. Every rank must call this.
 
     Tensors that are made while they are written have a file each: DCP keeps what it writes until it closes the file.
+
+    Returns:
+        Files that this rank has written, with the bytes that each has at least.
 
     Raises:
         CheckpointError: on every rank, if any step failed on any.
@@ -55,6 +61,14 @@ def write(directory: Path, state: State, mesh: ParallelMesh, doing: str) -> None
             writer.finish(agreed[1], results)
 
     together(mesh, doing, finish)
+    return _files_of(written)
+
+
+def _files_of(written: list[WriteResult]) -> dict[str, int]:
+    files: dict[str, int] = {}
+    for place in (result.storage_data for result in written):
+        files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
+    return files
 
 
 def read(directory: Path, metadata: Metadata, state: State) -> None:
@@ -63,4 +77,5 @@ def read(directory: Path, metadata: Metadata, state: State) -> None:
     planner.set_up_planner(state, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())
+    refuse_packed_items(directory, (metadata.storage_data[item.storage_index] for item in plan.items))
     reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_megatron.checkpoint.together import CheckpointError
 from lightning_megatron.checkpoint.weight_map import Rule, WeightMap, check_tied
 from lightning_megatron.checkpoint.whole import WholeTensor
+from lightning_megatron.finite import amount, not_finite
 
 _SHOWN = 10
 
@@ -78,7 +79,11 @@ def to_theirs(ours: Mapping[str, WholeTensor], rules: WeightMap) -> Iterator[Spl
 
 
 def _joined(rule: Rule, parts: Sequence[WholeTensor], repeats: Mapping[str, WholeTensor]) -> Tensor:
-    joined = rule.join(*(part.make() for part in parts))
+    theirs = [part.make() for part in parts]
+    for name in not_finite(zip(rule.theirs, theirs, strict=True)):
+        bad = amount(theirs[list(rule.theirs).index(name)])
+        raise CheckpointError(f"{name}, of which {rule.ours} is made: {bad}")
+    joined = rule.join(*theirs)
     for name, repeat in repeats.items():
         check_tied(rule, joined, name, repeat.make())
     return joined

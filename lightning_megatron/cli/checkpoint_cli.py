@@ -16,7 +16,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.hf.directory import is_hf_directory
 from lightning_megatron.config import ConfigError, Problem
-from lightning_megatron.lightning.hugging_face import hf_config
+from lightning_megatron.lightning.hugging_face import weighed_config
 from lightning_megatron.lightning.hyper_parameters import config_of, module_arguments
 from lightning_megatron.lightning.module import GPTModule
 from lightning_megatron.models.presets import PRESETS
@@ -77,11 +77,13 @@ def _arguments(path: str | os.PathLike[str], module_class: type, given: Mapping[
     """
     is_ours = issubclass(module_class, GPTModule)
     if is_hf_directory(path):
-        return {"init_args": {"config": asdict(hf_config(path))}} if is_ours and "config" not in given else {}
+        return {"init_args": {"config": asdict(weighed_config(path))}} if is_ours and "config" not in given else {}
     try:
         saved = module_arguments(path)
     except CheckpointError:
-        return {}  # loading says what is wrong
+        if is_ours and "config" not in given:
+            raise
+        return {}  # loading says what is wrong, or takes an older one
     config = config_of(saved) if is_ours else None
     if config is not None:
         saved = {name: value for name, value in saved.items() if not hasattr(config, name)} | {"config": asdict(config)}

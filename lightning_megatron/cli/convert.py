@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lightning_megatron.cli.ending import ending_by_signal
+from lightning_megatron.cli.sizes import size_in_bytes
 
 if TYPE_CHECKING:
     from lightning_megatron.models.config import TransformerConfig
@@ -24,7 +25,6 @@ examples:
   lightning-megatron convert megatron-to-ckpt megatron/checkpoints llama.ckpt --config llama3.1-8b"""
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def convert_parser() -> argparse.ArgumentParser:
@@ -84,14 +84,15 @@ def convert_command(argv: Sequence[str]) -> int:
     dtype = None if args.dtype is None else getattr(torch, _DTYPES[args.dtype])
     written = ""
     try:
-        if args.way == "hf-to-ckpt":
-            hf_to_checkpoint(args.source, args.target, dtype=dtype)
-        elif args.way == "megatron-to-ckpt":
-            options = {"config": args.config, "allow_pickle": args.allow_pickle}
-            megatron_to_checkpoint(args.source, args.target, dtype=dtype, **options)
-        else:
-            options = {"max_shard_size": args.max_shard_size, "tokenizer": args.tokenizer}
-            written = f": {checkpoint_to_hf(args.source, args.target, dtype=dtype, **options)}"
+        with ending_by_signal():
+            if args.way == "hf-to-ckpt":
+                hf_to_checkpoint(args.source, args.target, dtype=dtype)
+            elif args.way == "megatron-to-ckpt":
+                options = {"config": args.config, "allow_pickle": args.allow_pickle}
+                megatron_to_checkpoint(args.source, args.target, dtype=dtype, **options)
+            else:
+                options = {"max_shard_size": args.max_shard_size, "tokenizer": args.tokenizer}
+                written = f": {checkpoint_to_hf(args.source, args.target, dtype=dtype, **options)}"
     except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -107,23 +108,11 @@ def transformer_config(text: str) -> TransformerConfig:
     """
     from lightning_megatron.models.config import TransformerConfig
     from lightning_megatron.models.presets import preset
+    from lightning_megatron.small_files import read_object
 
     try:
         if not Path(text).is_file():
             return preset(text)
-        return TransformerConfig(**json.loads(Path(text).read_text("utf-8")))
+        return TransformerConfig.of(read_object(text))
     except (ValueError, TypeError, OSError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
-
-
-def size_in_bytes(text: str) -> int:
-    """What ``500MB`` or ``5GB`` says.
-
-    Raises:
-        argparse.ArgumentTypeError: for anything else.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
-    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
-    return size

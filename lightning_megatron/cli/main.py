@@ -38,6 +38,7 @@ _COMMANDS = {
     "verify": _Command(
         "lightning_megatron.cli.verify", "verify_command", "is a checkpoint whole, and what was written?"
     ),
+    "why": _Command("lightning_megatron.cli.why", "why_command", "which rank hung or died first, and in what?"),
     "doctor": _Command("lightning_megatron.cli.doctor", "doctor_command", "does what is installed here fit together?"),
     "ops": _Command("lightning_megatron.cli.ops", "ops_command", "which version of each op a device gets, and why"),
     "schedule": _Command(

@@ -6,7 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lightning_megatron.cli.ending import ending_by_signal
+from lightning_megatron.cli.sizes import size_in_bytes
 from lightning_megatron.data.preprocess import TokenizerSpec, preprocess
+from lightning_megatron.data.textfiles import LONGEST_LINE
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES
 
 _DESCRIPTION = """\
@@ -61,6 +64,13 @@ def preprocess_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--keep-newlines", action="store_true", help="with --split-sentences: leave line breaks at the sentences' ends"
     )
+    how.add_argument(
+        "--longest-line",
+        type=size_in_bytes,
+        default=LONGEST_LINE,
+        metavar="SIZE",
+        help="bytes of a line at most, decompressed, such as 500MB (default: 64MiB)",
+    )
     how.add_argument("--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)")
     how.add_argument(
         "--log-interval", type=int, default=1000, metavar="N", help="documents between progress lines (default: 1000)"
@@ -73,17 +83,19 @@ def preprocess_command(argv: Sequence[str]) -> int:
     args = preprocess_parser().parse_args(argv)
     spec = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file, args.vocab_size)
     try:
-        preprocess(
-            args.input,
-            args.output_prefix,
-            spec,
-            json_keys=args.json_keys,
-            append_eod=args.append_eod,
-            workers=args.workers,
-            split_sentences=args.split_sentences,
-            keep_newlines=args.keep_newlines,
-            log_interval=args.log_interval,
-        )
+        with ending_by_signal():
+            preprocess(
+                args.input,
+                args.output_prefix,
+                spec,
+                json_keys=args.json_keys,
+                append_eod=args.append_eod,
+                workers=args.workers,
+                split_sentences=args.split_sentences,
+                keep_newlines=args.keep_newlines,
+                log_interval=args.log_interval,
+                longest_line=args.longest_line,
+            )
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2

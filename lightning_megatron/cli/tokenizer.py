@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from lightning_megatron.cli.preprocess import one_line
+from lightning_megatron.cli.sizes import size_in_bytes
+from lightning_megatron.data.textfiles import LONGEST_LINE
 from lightning_megatron.data.train_tokenizer import train_tokenizer
 
 _DESCRIPTION = """\
@@ -64,6 +66,13 @@ def train_tokenizer_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="lines to train on, drawn at random where there are more (default: 1000000)",
     )
+    add(
+        "--longest-line",
+        type=size_in_bytes,
+        default=LONGEST_LINE,
+        metavar="SIZE",
+        help="bytes of a line at most, decompressed, such as 500MB (default: 64MiB)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of that draw (default: 0)")
     add("--threads", type=int, default=1, metavar="N", help="threads of the trainer (default: 1)")
     return parser
@@ -87,6 +96,7 @@ def train_tokenizer_command(argv: Sequence[str]) -> int:
             max_sentences=args.max_sentences,
             seed=args.seed,
             num_threads=args.threads,
+            longest_line=args.longest_line,
         )
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)

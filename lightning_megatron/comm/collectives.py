@@ -10,7 +10,8 @@ Shapes: ``S`` is the whole sequence, ``R`` the size of the axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.mesh import Axis
+from lightning_megatron.recorder.call import Call
+from lightning_megatron.recorder.form import Kind
 
 # torch 2.13 renamed these two, and warns of the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,15 +30,21 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Pending:
     """A collective under way: :meth:`wait` gives its result."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None = None) -> None:
+    def __init__(self, result: Tensor, work: dist.Work | None = None, call: Call | None = None) -> None:
         self._result = result
         self._work = work
+        self._call = call
 
     def wait(self) -> Tensor:
-        """Wait until the result is there (on an accelerator: until the current stream may use it)."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Wait until the result is there (on an accelerator: until the current stream may use it).
+
+        Raises:
+            PeerLostError: if another rank is to blame for its not coming.
+        """
+        work, self._work = self._work, None
+        if work is not None:
+            with self._call or nullcontext():
+                work.wait()
         return self._result
 
     def is_done(self) -> bool:
@@ -43,12 +52,17 @@ class Pending:
         return self._work is None or self._work.is_completed()
 
 
+def _begun(kind: Kind, axis: Axis, result: Tensor, function: Callable[..., dist.Work | None], *args: Tensor) -> Pending:
+    call = axis.call(kind, result)
+    return Pending(result, call.issue(function, *args, group=axis.group, async_op=True), call)
+
+
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Begin the sum of ``x`` over the axis."""
     if axis.size == 1:
         return Pending(x)
     out = x.clone(memory_format=torch.contiguous_format)
-    return Pending(out, dist.all_reduce(out, group=axis.group, async_op=True))
+    return _begun(Kind.ALL_REDUCE, axis, out, dist.all_reduce, out)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
@@ -56,7 +70,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(x)
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    return Pending(out, _all_gather_single(out, x.contiguous(), group=axis.group, async_op=True))
+    return _begun(Kind.ALL_GATHER, axis, out, _all_gather_single, out, x.contiguous())
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -66,7 +80,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     if x.shape[0] % axis.size:
         raise ValueError(f"reduce-scatter over {axis.name}: {x.shape[0]} rows do not split over {axis.size} ranks")
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    return Pending(out, _reduce_scatter_single(out, x.contiguous(), group=axis.group, async_op=True))
+    return _begun(Kind.REDUCE_SCATTER, axis, out, _reduce_scatter_single, out, x.contiguous())
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -98,7 +112,8 @@ def all_to_all(
     rows = x.shape[0] if output_splits is None else sum(output_splits)
     out = x.new_empty((rows, *x.shape[1:]))
     sent, received = (None if splits is None else list(splits) for splits in (input_splits, output_splits))
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=axis.group)
+    call = axis.call(Kind.ALL_TO_ALL, out)
+    call.run(dist.all_to_all_single, out, x.contiguous(), received, sent, group=axis.group)
     return out
 
 
@@ -107,7 +122,7 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = x.clone()
-    dist.all_reduce(out, op=dist.ReduceOp.MAX, group=axis.group)
+    axis.call(Kind.ALL_REDUCE, out).run(dist.all_reduce, out, op=dist.ReduceOp.MAX, group=axis.group)
     return out
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.mesh import Axis
+from lightning_megatron.recorder.form import Kind
 
 
 def broadcast_object(value: Any, axis: Axis, source: int, device: torch.device) -> Any:
@@ -25,11 +26,11 @@ def broadcast_object(value: Any, axis: Axis, source: int, device: torch.device) 
     tensors: list[Tensor] = []
     origin = axis.ranks[source]
     box = [_take(value, tensors) if axis.rank == source else None]
-    dist.broadcast_object_list(box, origin, group=axis.group, device=device)
+    axis.call(Kind.BROADCAST_OBJECT).run(dist.broadcast_object_list, box, origin, group=axis.group, device=device)
     if axis.rank != source:
         tensors = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in _slots(box[0])]
     for tensor in tensors:
-        dist.broadcast(tensor, origin, group=axis.group)
+        axis.call(Kind.BROADCAST, tensor).run(dist.broadcast, tensor, origin, group=axis.group)
     return value if axis.rank == source else _put(box[0], iter(tensors))
 
 

@@ -12,18 +12,31 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
+from lightning_megatron.recorder.form import Kind
 
 
 def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
     """Begin to send ``x`` to position ``peer`` of the axis; ``x`` must not change before ``wait``."""
     x = x.contiguous()
-    return Pending(x, dist.isend(x, axis.ranks[peer], group=axis.group))
+    call = axis.call(Kind.SEND, x, axis.ranks[peer])
+    return Pending(x, call.issue(dist.isend, x, axis.ranks[peer], group=axis.group), call)
 
 
 def start_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: Axis, peer: int) -> Pending:
     """Begin to receive a tensor from position ``peer`` of the axis."""
     out = torch.empty(shape, dtype=dtype, device=device)
-    return Pending(out, dist.irecv(out, axis.ranks[peer], group=axis.group))
+    call = axis.call(Kind.RECEIVE, out, axis.ranks[peer])
+    return Pending(out, call.issue(dist.irecv, out, axis.ranks[peer], group=axis.group), call)
+
+
+def send(x: Tensor, axis: Axis, peer: int) -> None:
+    """Send ``x`` to position ``peer`` of the axis, and wait until that has it."""
+    axis.call(Kind.SEND, x, axis.ranks[peer]).run(dist.send, x, axis.ranks[peer], group=axis.group)
+
+
+def receive(out: Tensor, axis: Axis, peer: int) -> None:
+    """Fill ``out`` with what position ``peer`` of the axis sends."""
+    axis.call(Kind.RECEIVE, out, axis.ranks[peer]).run(dist.recv, out, axis.ranks[peer], group=axis.group)
 
 
 class Rotation:

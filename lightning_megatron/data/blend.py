@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_megatron.config import Problem, raise_if_any
-from lightning_megatron.data.cache import cached_arrays, picklable, unpickled
+from lightning_megatron.data.cache import cached_arrays, mapped_files, picklable, unpickled
 from lightning_megatron.data.errors import DataError
 
 _MOST_DATASETS = np.iinfo(np.int16).max
@@ -144,6 +144,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
             return {"dataset_index": chosen, "dataset_sample_index": sample}
 
         self._chosen, self._sample = self._cached(build, sizes, weights, size, split_name, cache_dir)
+        self._mapped = mapped_files((self._chosen, self._sample))
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -153,7 +154,12 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         return self.datasets[number][sample]
 
     def locate(self, item: int) -> tuple[int, int]:
-        """(number of the data set, number of its sample) behind sample ``item``."""
+        """(number of the data set, number of its sample) behind sample ``item``.
+
+        Raises:
+            DataError: if the index cache has been cut off under the run.
+        """
+        self._mapped.check()
         return int(self._chosen[item]), int(self._sample[item])
 
     def __getstate__(self) -> dict[str, object]:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import uuid
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_megatron.data.errors import DataError
+from lightning_megatron.data.growing_file import GrowingFile
+from lightning_megatron.data.mapped_files import MappedFiles
+from lightning_megatron.small_files import read_json
+from lightning_megatron.writing import writing
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -67,7 +69,7 @@ def cached_arrays(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, path in paths.items():
-            _write(path, partial(np.save, arr=arrays[name]))
+            _write(path, partial(_save, arrays[name]))
         content = json.dumps(
             {**json.loads(text), "files": {path.name: _sums(path) for path in paths.values()}}, indent=4
         )
@@ -88,6 +90,11 @@ def cached_arrays(
     return _load(marker, paths) or arrays
 
 
+def mapped_files(arrays: Iterable[NDArray[Any]]) -> MappedFiles:
+    """The files behind those of some arrays that are mapped."""
+    return MappedFiles(path for array in arrays if isinstance(path := picklable(array), Path))
+
+
 def picklable(array: NDArray[Any]) -> NDArray[Any] | Path:
     """The path of a mapped ``.npy`` instead of its contents; :func:`unpickled` opens it again."""
     filename = getattr(array, "filename", None)
@@ -103,18 +110,20 @@ def _load(marker: Path, paths: Mapping[str, Path]) -> Arrays | None:
     if not marker.is_file():
         return None
     try:
-        written = json.loads(marker.read_text())["files"]
+        written = read_json(marker)["files"]
         for path in paths.values():
             if _sums(path) != written[path.name]:
                 raise ValueError(f"{path.name} is not as it was written")
         return {name: np.load(path, mmap_mode="r") for name, path in paths.items()}
-    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         _log.warning("%s is damaged (%s) and is built again", marker.parent, error)
         return None
 
 
 def _sums(path: Path) -> list[int]:
     """Length and CRC-32 of a file."""
+    if not path.is_file():
+        raise ValueError(f"{path.name} is no ordinary file")
     length = crc = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -122,14 +131,17 @@ def _sums(path: Path) -> list[int]:
     return [length, crc]
 
 
+def _save(array: NDArray[Any], file: Any) -> None:
+    """As ``np.save``, which does not say why it has written less than there is."""
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+    file.write(np.ascontiguousarray(array).data)
+
+
 def _write(path: Path, write: Callable[[Any], object]) -> None:
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    growing = GrowingFile(path)
     try:
-        with temporary.open("xb") as file:  # not tempfile's, which are the user's alone whatever the umask says
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        with writing(growing.path):
+            write(growing.stream)
+        growing.publish()
+    finally:
+        growing.discard()

@@ -1,6 +1,6 @@
 """What a run is trained on, in a few plain values: two runs read the same samples if these are equal.
 
-Paths are no part of it, since data may move. Files of up to 4 MiB are hashed whole, longer ones by their length and by
+Paths are no part of it, since data may move. Files of up to 64 MiB are hashed whole, longer ones by their length and by
 64 blocks spread evenly over them: hashing terabytes would take hours, and in an index all that follows a change of one
 length changes too.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,9 @@ Fingerprint = dict[str, Any]
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt")
 _BLOCK = 2**16
 _BLOCKS = 64
+_WHOLE = 2**26
 _ABSENT = "nothing"
+_HASHES = re.compile(r"([0-9a-f]{32})(?:\+([0-9a-f]{32}))?")
 
 
 def data_fingerprint(data_path: DataPath, *, split: str) -> Fingerprint:
@@ -84,8 +88,16 @@ def _differences(where: str, mine: Any, theirs: Any) -> Iterable[tuple[str, Any,
     elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
         for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             yield from _differences(f"{where}[{number}]", a, b)
-    elif mine != theirs:
+    elif not _same(mine, theirs):
         yield where, mine, theirs
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    """True if two values are equal; of hashes, as far as both versions that made them have looked."""
+    hashes = [_HASHES.fullmatch(value) if isinstance(value, str) else None for value in (mine, theirs)]
+    if hashes[0] and hashes[1]:
+        return all(a == b for a, b in zip(hashes[0].groups(), hashes[1].groups(), strict=True) if a and b)
+    return bool(mine == theirs)
 
 
 def _shown(value: Any) -> Any:
@@ -98,7 +110,11 @@ def _pair(prefix: str) -> Fingerprint:
 
 
 def _content(file: Path) -> str:
-    """BLAKE2b of the length and of the blocks; the first and the last are among those of a long file."""
+    """BLAKE2b of the length and of the blocks; the first and the last are among those of a long file.
+
+    After that of some blocks stands the hash of all, if the file is not too long: checkpoints of versions before have
+    the first one alone.
+    """
     size = file.stat().st_size
     starts: Iterable[int] = range(0, size, _BLOCK)
     if size > _BLOCK * _BLOCKS:
@@ -108,4 +124,10 @@ def _content(file: Path) -> str:
         for start in starts:
             stream.seek(start)
             digest.update(stream.read(_BLOCK))
-    return digest.hexdigest()
+        if not _BLOCK * _BLOCKS < size <= _WHOLE:
+            return digest.hexdigest()
+        stream.seek(0)
+        whole = hashlib.blake2b(digest_size=16)  # over check sums: over the content it would be five times slower
+        while block := stream.read(_BLOCK):
+            whole.update(zlib.crc32(block).to_bytes(4, "big"))
+    return f"{digest.hexdigest()}+{whole.hexdigest()}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_megatron.config import Problem, raise_if_any
-from lightning_megatron.data.cache import cached_arrays, default_cache_dir
+from lightning_megatron.data.cache import cached_arrays, default_cache_dir, mapped_files
 from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.gpt_index import EpochPlan, GPTIndex, build_gpt_index, plan_epochs
 from lightning_megatron.data.indexed import IndexedDataset
@@ -103,6 +103,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             tokens, num_samples, seq_length, extra_token=add_extra_token, drop_last_partial=drop_last_partial
         )
         self._index = self._cached_index(chosen, plan, seed, cache_dir)
+        self._mapped = mapped_files(vars(self._index).values())
 
     @property
     def index(self) -> GPTIndex:
@@ -117,10 +118,11 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
 
         Raises:
             IndexError: if there is no such sample.
+            DataError: if the files or their index cache have been changed under the run.
         """
         if item is not None and not -len(self) <= item < len(self):
             raise IndexError(f"{self.dataset.prefix}: {len(self)} {self.split_name} samples, there is no number {item}")
-        text = torch.from_numpy(self.sample_tokens(0 if item is None else item))
+        text = torch.from_numpy(self._tokens_of(0 if item is None else item))
         if self._extra:
             tokens, labels = text[:-1].clone(), text[1:].clone()
         else:
@@ -133,6 +135,17 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         tokens[tokens == self._pad] = 0
         labels[labels == self._pad] = 0
         return sample
+
+    def _tokens_of(self, item: int) -> NDArray[np.int64]:
+        try:
+            self._mapped.check()
+            return self.sample_tokens(item)
+        except DataError:
+            raise
+        except (IndexError, ValueError, TypeError, OverflowError) as error:
+            fault = f"{self.split_name} sample {item} cannot be read ({error})"
+            do = "the files or their index cache were changed under the run: start again, without the cache"
+            raise DataError.at(self.dataset.prefix, fault, do=do) from error
 
     def sample_tokens(self, item: int) -> NDArray[np.int64]:
         """The tokens of sample ``item`` and the extra one, padded at the end: ``[seq_length + extra]`` int64."""
@@ -147,6 +160,8 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             part = self.dataset.get(document, offset, length)
             text[filled : filled + len(part)] = part
             filled += len(part)
+        if filled < len(text) and number + 2 < len(self._index.samples):  # only the last sample may need padding
+            raise ValueError(f"its index leads to {filled} of {len(text)} tokens")
         return text
 
     def _loss_mask(self, tokens: Tensor, labels: Tensor) -> Tensor:

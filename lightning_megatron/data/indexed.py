@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_megatron.data.errors import DataError
+from lightning_megatron.data.mapped_files import MappedFiles
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -65,8 +66,8 @@ def optimal_dtype(vocab_size: int | None) -> np.dtype[Any]:
 class IndexedDataset:
     """The sequences of one ``.bin`` / ``.idx`` pair, read through a memory map.
 
-    Everything is checked when the pair is opened, so a read can not go wrong later. Pickling (dataloader workers) sends
-    the prefix alone; the other process opens its own map.
+    Everything is checked when the pair is opened, so a read goes wrong only if the files are changed later. Pickling
+    (dataloader workers) sends the prefix alone; the other process opens its own map.
 
     Args:
         prefix: path of the pair without ``.bin`` and ``.idx``.
@@ -136,7 +137,9 @@ class IndexedDataset:
 
         Raises:
             IndexError: if the sequence, or that part of it, does not exist.
+            DataError: if the files have been cut off meanwhile.
         """
+        self._mapped.check()
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
             raise IndexError(f"{self.prefix} has {len(self)} sequences, there is no number {index}")
@@ -159,6 +162,7 @@ class IndexedDataset:
         self._prefix = prefix
         idx, binary = index_path(prefix), tokens_path(prefix)
         _require_both(idx, binary)
+        self._mapped = MappedFiles((idx, binary))
         raw = np.memmap(idx, dtype=np.uint8, mode="r") if idx.stat().st_size else np.empty(0, np.uint8)
         self._dtype, sequences, documents = _read_header(idx, raw)
         at = HEADER.size

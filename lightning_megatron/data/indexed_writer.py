@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from lightning_megatron.config import ConfigError, Problem
 from lightning_megatron.data.errors import DataError
+from lightning_megatron.data.growing_file import GrowingFile, sweep
 from lightning_megatron.data.indexed import (
     CODE_OF_DTYPE,
     HEADER,
@@ -23,6 +23,7 @@ from lightning_megatron.data.indexed import (
     index_path,
     tokens_path,
 )
+from lightning_megatron.writing import writing
 
 _COPY_TOKENS = 1 << 22
 
@@ -31,7 +32,8 @@ class IndexedDatasetWriter:
     """Builds one pair; use it in a ``with`` block.
 
     The files grow under temporary names beside the final ones and take their names in :meth:`finalize`; a block that
-    ends with an exception leaves nothing behind.
+    ends with an exception leaves nothing behind, and what a killed process has left goes when the prefix is written
+    again.
 
     Args:
         prefix: path of the pair without its endings.
@@ -49,10 +51,9 @@ class IndexedDatasetWriter:
             raise ConfigError([Problem("dtype", np.dtype(dtype).name, "an index file has no code for it", names)])
         self._lengths = array("i")
         self._documents = array("q", [0])
-        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._temporary_bin = Path(f"{self.prefix}.bin.tmp-{os.getpid()}")
-        self._temporary_idx = Path(f"{self.prefix}.idx.tmp-{os.getpid()}")
-        self._file = open(self._temporary_bin, "wb")  # noqa: SIM115  closed by finalize or abort
+        sweep(index_path(self.prefix))
+        self._growing = GrowingFile(tokens_path(self.prefix))
+        self._file = self._growing.stream
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
@@ -75,7 +76,7 @@ class IndexedDatasetWriter:
             DataError: if a token does not fit the type of the file.
         """
         values = self._fitting(tokens)
-        self._file.write(values.tobytes())
+        self._append(values)
         self._lengths.append(values.size)
 
     def end_document(self) -> None:
@@ -97,7 +98,7 @@ class IndexedDatasetWriter:
             raise DataError.at(
                 self.prefix, f"a document of {values.size} tokens with lengths that sum to {sum(lengths)}"
             )
-        self._file.write(values.tobytes())
+        self._append(values)
         self._lengths.extend(lengths)
         self.end_document()
 
@@ -113,7 +114,7 @@ class IndexedDatasetWriter:
             raise DataError.at(prefix, fault, do="preprocess both with one tokenizer")
         first = len(self._lengths)
         for part in _pieces(other):
-            self._file.write(part.tobytes())
+            self._append(part)
         self._lengths.frombytes(other.sequence_lengths.tobytes())
         self._documents.frombytes((first + other.document_indices[1:]).tobytes())
 
@@ -121,34 +122,39 @@ class IndexedDatasetWriter:
         """Write the index and give both files their names. A second call does nothing."""
         if self._file.closed:
             return
-        _flush(self._file)
-        self._file.close()
+        index = None
         try:
-            self._write_index()
+            self._growing.sync()
+            index = GrowingFile(index_path(self.prefix))
+            with writing(index.path):
+                self._write_index(index.stream)
+            index.sync()
             # A reader must never see one half of this pair beside the other half of an older one. So the old index
             # goes first, and the new one comes last.
             index_path(self.prefix).unlink(missing_ok=True)
-            os.replace(self._temporary_bin, tokens_path(self.prefix))
-            os.replace(self._temporary_idx, index_path(self.prefix))
+            self._growing.publish()
+            index.publish()
         finally:
             self.abort()
+            if index is not None:
+                index.discard()
 
     def abort(self) -> None:
         """Drop what was written and is not finalized."""
-        self._file.close()
-        self._temporary_bin.unlink(missing_ok=True)
-        self._temporary_idx.unlink(missing_ok=True)
+        self._growing.discard()
 
-    def _write_index(self) -> None:
+    def _append(self, values: NDArray[Any]) -> None:
+        with writing(self._growing.path):
+            self._file.write(values.tobytes())
+
+    def _write_index(self, file: BinaryIO) -> None:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
         sizes = lengths.astype(np.int64) * self.dtype.itemsize
         documents = np.frombuffer(self._documents, np.int64)
-        with open(self._temporary_idx, "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(lengths), len(documents)))
-            file.write(lengths.astype("<i4").tobytes())
-            file.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
-            file.write(documents.astype("<i8").tobytes())
-            _flush(file)
+        file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(lengths), len(documents)))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
+        file.write(documents.astype("<i8").tobytes())
 
     def _fitting(self, tokens: ArrayLike) -> NDArray[Any]:
         values = np.asarray(tokens)
@@ -169,8 +175,3 @@ def _pieces(dataset: IndexedDataset) -> Iterable[NDArray[Any]]:
     count = int(dataset.sequence_lengths.sum(dtype=np.int64))
     for start in range(0, count, _COPY_TOKENS):
         yield dataset.tokens[start : min(start + _COPY_TOKENS, count)]
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -11,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_all_start_methods, get_context, parent_process
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from lightning_megatron.data import sentences
 from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.indexed import optimal_dtype
 from lightning_megatron.data.indexed_writer import IndexedDatasetWriter
-from lightning_megatron.data.textfiles import expand, read_lines, text_of
+from lightning_megatron.data.textfiles import LONGEST_LINE, expand, read_lines, text_of
 from lightning_megatron.data.tokenizers import Tokenizer, build_tokenizer
 
 _LINES_A_TASK = 64
@@ -107,7 +110,17 @@ _encoder: _Encoder  # of a worker process
 
 def _start_worker(*arguments: Any) -> None:
     global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent ends the work
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     _encoder = _Encoder(*arguments)
+
+
+def _end_with_the_parent() -> None:
+    """Leave where the parent was killed: workers hold both ends of their own queues, and would wait for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work(lines: _Lines) -> list[_Document]:
@@ -126,6 +139,7 @@ def preprocess(
     keep_newlines: bool = False,
     log_interval: int = 1000,
     log: Callable[[str], None] | None = None,
+    longest_line: int = LONGEST_LINE,
 ) -> list[str]:
     """Tokenize documents, one JSON object a line, into ``<output_prefix>_<key>_document.bin`` and ``.idx``.
 
@@ -144,6 +158,7 @@ def preprocess(
         keep_newlines: with ``split_sentences``: leave line breaks at the end of a sentence.
         log_interval: documents between two lines of progress.
         log: takes the lines of progress; default standard error.
+        longest_line: bytes of a line at most, decompressed.
 
     Returns:
         The prefixes written, one a key.
@@ -152,7 +167,8 @@ def preprocess(
         ConfigError: if an argument cannot work.
         DataError: if a line or a file is faulty, or there are no documents.
     """
-    problems = [Problem(n, v, "must be at least 1", (1,)) for n, v in _counts(workers, log_interval) if v < 1]
+    counts = {"workers": workers, "log_interval": log_interval, "longest_line": longest_line}
+    problems = [Problem(name, value, "must be at least 1", (1,)) for name, value in counts.items() if value < 1]
     if not json_keys or len(set(json_keys)) < len(json_keys):
         problems.append(Problem("json_keys", list(json_keys), "must be one or more different keys"))
     if problems:
@@ -162,7 +178,7 @@ def preprocess(
     files = expand(inputs)
     arguments = (tokenizer, tuple(json_keys), append_eod, split_sentences, keep_newlines)
     encoder = _Encoder(*arguments)
-    tasks = _tasks(files, log)
+    tasks = _tasks(files, log, longest_line)
     first = list(islice(tasks, 1))
     level = "sentence" if split_sentences else "document"
     prefixes = {key: f"{output_prefix}_{key}_{level}" for key in json_keys}
@@ -187,14 +203,10 @@ def preprocess(
     return list(prefixes.values())
 
 
-def _counts(workers: int, log_interval: int) -> list[tuple[str, int]]:
-    return [("workers", workers), ("log_interval", log_interval)]
-
-
-def _tasks(files: Sequence[Path], log: Callable[[str], None]) -> Iterator[_Lines]:
+def _tasks(files: Sequence[Path], log: Callable[[str], None], longest: int) -> Iterator[_Lines]:
     for path in files:
         log(f"Opening {path}")
-        lines = read_lines(path)
+        lines = read_lines(path, longest)
         while batch := list(islice(lines, _LINES_A_TASK)):
             yield _Lines(str(path), batch)
 

@@ -72,6 +72,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         self._fill = fill
         self._epoch = 0
         self._consumed = 0
+        self._last = range(0)
         self._resuming = False
         self._unfinished = False
         # Itself: Lightning looks for ``set_epoch`` in ``loader.batch_sampler.sampler``. An attribute, because the
@@ -120,7 +121,19 @@ class MegatronSampler(Sampler[list[int | None]]):
 
     def advance(self, batches: int = 1) -> None:
         """Count batches that were handed to the training loop."""
+        before = self._consumed
         self._consumed = min(self._consumed + batches * self.global_batch_size, self.num_samples_total)
+        self._last = range(before, self._consumed)
+
+    @property
+    def last_batch(self) -> range:
+        """Places in the epoch's order of the samples that all ranks together were handed last."""
+        return self._last
+
+    def samples_at(self, places: range) -> list[int]:
+        """Numbers in the data set of the samples at some places of this epoch's order."""
+        order = self._order()
+        return [int(order[place]) for place in places]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch. A position restored for this epoch is kept, one of another epoch is dropped.

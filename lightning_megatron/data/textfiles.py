@@ -1,4 +1,7 @@
-"""Lines of text files, compressed or not, and the documents in them."""
+"""Lines of text files, compressed or not, and the documents in them.
+
+A few bytes of a compressed file may stand for gigabytes, so a line is read up to a limit and not beyond.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -16,6 +20,11 @@ from typing import Any, BinaryIO, cast
 
 from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.tokenizers import require
+
+_HALF = re.compile("[\ud800-\udfff]")  # JSON may escape one half of a pair, which no text can hold
+
+LONGEST_LINE = 1 << 26
+"""Bytes of a line, unless the user says otherwise: a document of some ten million words."""
 
 
 def expand(inputs: Sequence[str | Path]) -> list[Path]:
@@ -37,24 +46,38 @@ def expand(inputs: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tuple[int, bytes]]:
     """Numbered lines (from 1) of a plain, ``.gz``, ``.xz``, ``.bz2`` or ``.zst`` file; blank lines are left out.
 
+    Args:
+        path: the file.
+        longest: bytes of a line at most, decompressed.
+
     Raises:
-        DataError: if the file cannot be decompressed.
-        ModuleNotFoundError: if a ``.zst`` file is given without the package ``zstandard``.
+        DataError: if the file cannot be read or decompressed, which for ``.zst`` takes the package ``zstandard``, or a
+            line is longer.
     """
     number = 0
     try:
         with closing(_opener(path)(path)) as file:
-            for number, line in enumerate(file, start=1):
+            while line := file.readline(longest + 1):
+                number += 1
+                if len(line) > longest:
+                    fault = f"longer than {longest} bytes"
+                    do = "give one document a line, or raise the limit with --longest-line if the line is meant"
+                    raise DataError.at(path, fault, line=number, do=do)
                 if line.strip():
                     yield number, line
     except _decompression_errors(path) as error:
-        fault = f"cannot be decompressed after line {number} ({error})"
-        raise DataError.at(path, fault, do="fetch the file again") from error
+        raise _not_decompressed(path, number, error) from error
     except OSError as error:
+        if error.errno is None:  # bz2's own, which have no number
+            raise _not_decompressed(path, number, error) from error
         raise DataError.at(path, f"cannot be read ({error})") from error
+
+
+def _not_decompressed(path: Path, number: int, error: Exception) -> DataError:
+    return DataError.at(path, f"cannot be decompressed after line {number} ({error})", do="fetch the file again")
 
 
 def text_of(path: str | Path, number: int, line: bytes, keys: Sequence[str]) -> dict[str, str]:
@@ -65,7 +88,7 @@ def text_of(path: str | Path, number: int, line: bytes, keys: Sequence[str]) -> 
     """
     try:
         record: Any = json.loads(line)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are the former
         fault = f"not JSON ({error})"
         raise DataError.at(path, fault, line=number, do="every line must be one JSON object") from None
     if not isinstance(record, dict):
@@ -78,17 +101,27 @@ def text_of(path: str | Path, number: int, line: bytes, keys: Sequence[str]) -> 
         if not isinstance(record[key], str):
             fault = f"the value of {key!r} is {type(record[key]).__name__}, not text"
             raise DataError.at(path, fault, line=number, do="repair or remove the line")
+        if not record[key].isascii() and (half := _HALF.search(record[key])):
+            fault = f"the value of {key!r} holds half a character ({half[0]!a})"
+            raise DataError.at(path, fault, line=number, do="repair or remove the line")
     return {key: record[key] for key in keys}
 
 
 def _decompression_errors(path: Path) -> tuple[type[Exception], ...]:
     errors: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
-    return (*errors, require("zstandard", extra="data").ZstdError) if path.suffix == ".zst" else errors
+    return (*errors, _zstandard(path).ZstdError) if path.suffix == ".zst" else errors
 
 
 def _opener(path: Path) -> Callable[[Path], BinaryIO]:
     openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
     if path.suffix == ".zst":
-        zstandard = require("zstandard", extra="data")
+        zstandard = _zstandard(path)
         return lambda file: cast(BinaryIO, io.BufferedReader(zstandard.open(file, "rb")))  # its own has no lines
     return openers.get(path.suffix, lambda file: open(file, "rb"))
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        return require("zstandard", extra="data")
+    except ModuleNotFoundError as error:
+        raise DataError.at(path, f"cannot be decompressed: {error}") from None

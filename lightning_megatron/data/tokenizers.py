@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_megatron.config import ConfigError, Problem, nearest_names
 from lightning_megatron.data.errors import DataError
+from lightning_megatron.small_files import LONGEST, read_json, read_object
 
 
 @runtime_checkable
@@ -81,6 +84,8 @@ class SentencePieceTokenizer(_Base):
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise DataError.at(path, "not a sentencepiece model", do="give a .model file") from error
+        if not self._model.vocab_size():
+            raise DataError.at(path, "a sentencepiece model without pieces", do="give a .model file")
         self._add_bos = add_bos
         bos, eos, pad = (i if i >= 0 else None for i in self._special_ids())
         super().__init__(self._model.vocab_size(), _Special(bos, eos, pad, eos))
@@ -100,22 +105,37 @@ class SentencePieceTokenizer(_Base):
 
 
 class _FastTokenizer(_Base):
-    """Something of the ``tokenizers`` library."""
+    """Something of the ``tokenizers`` library, which the contents of ``file`` describe."""
 
-    def __init__(self, backend: Any, special: _Special, *, special_in_text: bool) -> None:
-        self._backend = backend
+    def __init__(self, backend: Any, special: _Special, file: Path, *, special_in_text: bool) -> None:
+        backend.no_truncation()  # as transformers does: a text is all of its tokens, and no other
+        backend.no_padding()
+        self._backend, self._file = backend, file
         self._special_in_text = special_in_text
         super().__init__(backend.get_vocab_size(with_added_tokens=True), special)
 
     def encode(self, text: str) -> list[int]:
         """Token ids."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=self._special_in_text).ids
+        with _told_by(self._file):
+            ids: list[int] = self._backend.encode(text, add_special_tokens=self._special_in_text).ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, without special tokens."""
-        text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+        with _told_by(self._file):
+            text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
+
+
+@contextmanager
+def _told_by(file: Path, fault: str = "the tokenizer that it describes fails") -> Iterator[None]:
+    """Name the file where the library fails: it raises bare ``Exception``, and what Rust panics with is none."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise DataError.at(file, f"{fault} ({error})") from None
+        raise
 
 
 class HuggingFaceTokenizer(_FastTokenizer):
@@ -132,16 +152,14 @@ class HuggingFaceTokenizer(_FastTokenizer):
         tokenizers = require("tokenizers", extra="data")
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         do = "only local files are read: give a directory with tokenizer.json (save_pretrained writes one)"
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(_existing(file, do)))
-        except DataError:
-            raise
-        except Exception as error:  # the library raises bare Exception
-            raise DataError.at(file, f"not a tokenizer file ({error})") from error
+        _existing(file, do)
+        with _told_by(file, "not a tokenizer file"):
+            _refuse_cut_table(read_json(file))
+            backend = tokenizers.Tokenizer.from_file(str(file))
         ids = {name: backend.token_to_id(token) for name, token in _special_names(file.parent).items()}
         eos = ids.get("eos_token")
         special = _Special(ids.get("bos_token"), eos, ids.get("pad_token"), eos)
-        super().__init__(backend, special, special_in_text=True)
+        super().__init__(backend, special, file, special_in_text=True)
 
 
 class GPT2BPETokenizer(_FastTokenizer):
@@ -155,17 +173,15 @@ class GPT2BPETokenizer(_FastTokenizer):
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         tokenizers = require("tokenizers", extra="data")
         vocab, merges = _existing(vocab_file), _existing(merge_file)
-        try:
+        with _told_by(vocab, f"not a BPE vocabulary, or {merges} does not belong to it"):
             model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
-        except Exception as error:  # the library raises bare Exception
-            raise DataError.at(vocab, f"not a BPE vocabulary, or {merges} does not belong to it ({error})") from error
         backend = tokenizers.Tokenizer(model)
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = tokenizers.decoders.ByteLevel()
         eod = backend.token_to_id("<|endoftext|>")
         if eod is None:
             raise DataError.at(vocab, "has no <|endoftext|>", do="give GPT-2's vocab.json, or add that token")
-        super().__init__(backend, _Special(eod, eod, None, eod), special_in_text=False)
+        super().__init__(backend, _Special(eod, eod, None, eod), vocab, special_in_text=False)
 
 
 class BertWordPieceTokenizer(_FastTokenizer):
@@ -179,7 +195,8 @@ class BertWordPieceTokenizer(_FastTokenizer):
     def __init__(self, vocab_file: str | Path, *, lower_case: bool) -> None:
         tokenizers = require("tokenizers", extra="data")
         vocab = _existing(vocab_file)
-        pieces = {piece: i for i, piece in enumerate(vocab.read_text("utf-8").splitlines())}
+        with _told_by(vocab, "not BERT's vocab.txt, one piece a line"):
+            pieces = {piece: i for i, piece in enumerate(vocab.read_text("utf-8").splitlines())}
         missing = [piece for piece in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if piece not in pieces]
         if missing:
             raise DataError.at(vocab, f"has no {', '.join(missing)}", do="give BERT's vocab.txt, one piece a line")
@@ -188,7 +205,7 @@ class BertWordPieceTokenizer(_FastTokenizer):
         backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         backend.decoder = tokenizers.decoders.WordPiece()
         special = _Special(pieces["[CLS]"], pieces["[SEP]"], pieces["[PAD]"], pieces["[SEP]"])
-        super().__init__(backend, special, special_in_text=False)
+        super().__init__(backend, special, vocab, special_in_text=False)
 
 
 class NullTokenizer(_Base):
@@ -202,6 +219,7 @@ class NullTokenizer(_Base):
         if vocab_size < 1:
             raise ConfigError([Problem("vocab_size", vocab_size, "a vocabulary has at least 1 token")])
         super().__init__(vocab_size + 1, _Special(eod=vocab_size))
+        self._given = vocab_size
 
     def encode(self, text: str) -> list[int]:
         """The numbers in the text.
@@ -213,9 +231,9 @@ class NullTokenizer(_Base):
             ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise DataError(f"NullTokenizer reads token ids separated by spaces ({error})") from None
-        bad = [i for i in ids if not 0 <= i < self.vocab_size]
+        bad = [i for i in ids if not 0 <= i < self._given]
         if bad:
-            raise DataError(f"token id {bad[0]} is not in a vocabulary of {self.vocab_size}")
+            raise DataError(f"token id {bad[0]} is not in a vocabulary of {self._given}, whose ids are below that")
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -302,25 +320,41 @@ def require(package: str, *, extra: str | None) -> Any:
 def _existing(path: str | Path, do: str = "check the path") -> Path:
     if not Path(path).is_file():
         raise DataError.at(path, "no such file", do=do)
+    if (size := Path(path).stat().st_size) > LONGEST:
+        raise DataError.at(path, f"{size} bytes, and no tokenizer's file is longer than {LONGEST}", do=do)
     return Path(path)
 
 
 def _special_names(directory: Path) -> dict[str, str]:
     """``bos_token``, ``eos_token``, ``pad_token`` as the files beside ``tokenizer.json`` name them."""
-    import json
-
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one counts
         path = directory / file
         if not path.is_file():
             continue
         try:
-            content = json.loads(path.read_text("utf-8"))
+            content = read_object(path)
         except ValueError as error:
-            raise DataError.at(path, f"not JSON ({error})") from error
+            raise DataError.at(path, f"cannot be read: {error}") from None
         for name in ("bos_token", "eos_token", "pad_token"):
             token = content.get(name)
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 names[name] = token
     return names
+
+
+def _refuse_cut_table(content: Any) -> None:
+    """Raise for a precompiled normalizer whose table is shorter than it says: the library ends the process.
+
+    Raises:
+        ValueError: naming it.
+    """
+    waiting = [content]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict) and value.get("type") == "Precompiled":
+            table = base64.b64decode(str(value.get("precompiled_charsmap") or ""))
+            if table and int.from_bytes(table[:4], "little") > len(table) - 4:
+                raise ValueError("the table of its normalizer is cut off")
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Literal
 
 from lightning_megatron.config import ConfigError, Problem
 from lightning_megatron.data.errors import DataError
-from lightning_megatron.data.textfiles import expand, read_lines, text_of
+from lightning_megatron.data.growing_file import GrowingFile
+from lightning_megatron.data.textfiles import LONGEST_LINE, expand, read_lines, text_of
 from lightning_megatron.data.tokenizers import require
+from lightning_megatron.writing import writing
 
 _LONGEST_LINE = 1 << 16
 _SIZE_LIMIT = re.compile(r"value <= (\d+)")
@@ -33,6 +34,7 @@ def train_tokenizer(
     max_sentences: int = 1_000_000,
     seed: int = 0,
     num_threads: int = 1,
+    longest_line: int = LONGEST_LINE,
 ) -> Path:
     """Train a model and write it in one step; the same input gives the same file.
 
@@ -51,6 +53,7 @@ def train_tokenizer(
         max_sentences: lines to train on, drawn at random where there are more.
         seed: of that draw.
         num_threads: more are faster; for ``unigram`` they may round differently.
+        longest_line: bytes of a line at most.
 
     Returns:
         The path written.
@@ -63,7 +66,7 @@ def train_tokenizer(
         raise ConfigError([Problem("model_type", model_type, "unknown kind of model", ("bpe", "unigram"))])
     sentencepiece = require("sentencepiece", extra=None)
     files = expand(inputs)
-    lines = _text_lines(files, json_keys)
+    lines = _text_lines(files, json_keys, longest_line)
     first = next(lines, None)
     if first is None:
         named = ", ".join(map(str, files))
@@ -108,20 +111,20 @@ def train_tokenizer(
             raise faults[0] from None
         raise ConfigError([_refused(vocab_size, str(error))]) from error
     target = Path(output)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    growing = GrowingFile(target)
     try:
-        temporary.write_bytes(model.getvalue())
-        os.replace(temporary, target)
+        with writing(growing.path):
+            growing.stream.write(model.getvalue())
+        growing.publish()
     finally:
-        temporary.unlink(missing_ok=True)
+        growing.discard()
     return target
 
 
-def _text_lines(files: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
+def _text_lines(files: Sequence[Path], keys: Sequence[str], longest: int) -> Iterator[str]:
     for path in files:
         is_json = any(suffix in (".json", ".jsonl") for suffix in path.suffixes)
-        for number, line in read_lines(path):
+        for number, line in read_lines(path, longest):
             if is_json:
                 texts = list(text_of(path, number, line, keys).values())
             else:

@@ -163,6 +163,11 @@ class Fp8Steps(nn.Module):
         for products, own in zip(self._products, seen, strict=True):
             products.begin_step(own)
 
+    def forget_step(self) -> None:
+        """Scales stay what they are after a step that was not taken."""
+        for products in self._products:
+            products.take_seen()
+
 
 def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: ParallelMesh) -> Fp8Steps | None:
     """Let the linear layers of some blocks multiply in fp8, as ``ops`` says; ``None`` if none of them does.

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.mesh import Axis
+from lightning_megatron.recorder.form import Kind
+
 
 class Agreement:
     """The greatest of the numbers that all ranks give, known one question later.
@@ -15,12 +19,13 @@ class Agreement:
     Args:
         group: process group; ``None`` for a rank that is alone.
         device: where the group's tensors live.
+        axis: those ranks, for the record of what this one does.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, axis: Axis | None = None) -> None:
+        self._group, self._axis = group, axis or Axis("world")
         self._number = torch.zeros((), dtype=torch.int32, device=device)
-        self._under_way: dist.Work | None = None
+        self._under_way: Pending | None = None
 
     def ask(self, number: int) -> int:
         """Give a number, and learn the greatest of the last question; unless that is 0 the new number is not asked."""
@@ -28,7 +33,9 @@ class Agreement:
         if last == 0:
             self._number.fill_(number)
             if self._group is not None:
-                self._under_way = dist.all_reduce(self._number, dist.ReduceOp.MAX, group=self._group, async_op=True)
+                call, own = self._axis.call(Kind.ALL_REDUCE, self._number), self._number
+                work = call.issue(dist.all_reduce, own, dist.ReduceOp.MAX, group=self._group, async_op=True)
+                self._under_way = Pending(own, work, call)
         return last
 
     def answer(self) -> int:

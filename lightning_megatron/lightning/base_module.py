@@ -14,6 +14,7 @@ from torch import nn
 from lightning_megatron.config import ModelShape
 from lightning_megatron.lightning.hyper_parameters import build_module, read_meta, target_device
 from lightning_megatron.lightning.placement import Placement
+from lightning_megatron.lightning.saved_shape import refuse_unfilled_model
 from lightning_megatron.lightning.strategy import MegatronStrategy
 from lightning_megatron.lightning.weights import Weights
 from lightning_megatron.mesh import ParallelMesh
@@ -106,6 +107,7 @@ class MegatronModule(LightningModule):
         device = target_device(map_location)
         meta = read_meta(checkpoint_path)
         module = build_module(cls, meta, checkpoint_path, kwargs, hparams_file)
+        refuse_unfilled_model(checkpoint_path, meta)
         module._load(Weights.of(checkpoint_path, module.strict_loading if strict is None else strict, meta))
         return module.to(device)
 
@@ -133,8 +135,10 @@ class MegatronModule(LightningModule):
         weights, self._weights = self._weights, None
         if weights is None:
             return
-        weights.fill(self, self.mesh if self._megatron_placement is None else self._megatron_placement.mesh)
-        if (strategy := self.megatron_strategy) is not None:
+        strategy = self.megatron_strategy
+        mesh = self.mesh if self._megatron_placement is None else self._megatron_placement.mesh
+        weights.fill(self, mesh, "hashes" if strategy is None else strategy.load_check)
+        if strategy is not None:
             strategy.refresh_main_params()
 
     def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,26 +1,42 @@
-"""A strategy that looks at batches before they go to the device."""
+"""A strategy that looks at batches before they go to the device, and at whether all ranks have another one."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, Trainer
 
 from lightning_megatron.lightning.batch_watch import BatchWatch
 from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
+from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
 
 
 class BatchStrategy(CheckpointStrategy):
-    """Faults that a module finds in its batches end the run on all ranks."""
+    """Faults that a module finds in its batches, and data that end on some ranks only, end the run on all ranks."""
 
     _watch: BatchWatch | None = None
+    _stream_watches: Sequence[Callback] = ()
 
     def setup_environment(self) -> None:
         """Start anew: another run may stand on another mesh."""
         self._watch = None
         super().setup_environment()
+
+    def _watch_streams(self, trainer: Trainer | None) -> None:
+        """Let data be watched over, before any other callback is called."""
+        if trainer is not None:
+            self._stream_watches = (TrainingWatch(self.mesh), EvaluationWatch(self.mesh, self._timeout))
+            trainer.callbacks[:0] = self._stream_watches  # type: ignore[attr-defined]
+
+    def _end_run(self) -> None:
+        if self._stream_watches and self.lightning_module is not None:
+            callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[:] = [callback for callback in callbacks if callback not in self._stream_watches]
+        self._stream_watches = ()
+        super()._end_run()
 
     @property
     def _batches(self) -> BatchWatch:

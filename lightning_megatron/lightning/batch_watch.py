@@ -12,8 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.data.errors import DataError
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.recorder.form import Kind
 
 
 @runtime_checkable
@@ -39,7 +41,7 @@ class BatchWatch:
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
         self._fault: str | None = None
-        self._vote: tuple[dist.Work, torch.Tensor] | None = None
+        self._vote: Pending | None = None
 
     def look(self, module: object, batch: Any) -> Any:
         """The batch, or what takes its place in a step that will not count.
@@ -64,9 +66,9 @@ class BatchWatch:
         """Ask the others' hosts whether their batches are sound. Every rank must call this."""
         if self._mesh.dp.size > 1 and isinstance(module, ChecksBatches):
             vote = torch.tensor(int(self._fault is not None))
-            work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._mesh.host_group, async_op=True)
-            assert work is not None
-            self._vote = work, vote
+            call, group = self._mesh.host.call(Kind.ALL_REDUCE, vote), self._mesh.host_group
+            work = call.issue(dist.all_reduce, vote, dist.ReduceOp.MAX, group=group, async_op=True)
+            self._vote = Pending(vote, work, call)
 
     def settle(self) -> None:
         """Hear the answer.
@@ -76,15 +78,14 @@ class BatchWatch:
         """
         if self._vote is None:
             return
-        work, vote = self._vote
-        self._vote = None
-        work.wait()
-        if vote.item():
+        vote, self._vote = self._vote, None
+        if vote.wait().item():
             self._raise_everywhere()
 
     def _raise_everywhere(self) -> None:
         faults: list[str | None] = [None] * self._mesh.world.size
         own = None if self._fault is None else f"data-parallel rank {self._mesh.dp.rank}: {self._fault}"
         self._fault = None
-        dist.all_gather_object(faults, own, group=self._mesh.host_group)
+        call = self._mesh.host.call(Kind.ALL_GATHER_OBJECT)
+        call.run(dist.all_gather_object, faults, own, group=self._mesh.host_group)
         raise DataError("; ".join(dict.fromkeys(fault for fault in faults if fault is not None)))

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint import BackgroundWriter, CheckpointError, SaveGuard, remove_unlinked
+from lightning_megatron.checkpoint import BackgroundWriter, Check, CheckpointError, SaveGuard, remove_unlinked
 from lightning_megatron.checkpoint.collect import Collectors, HostMemory
 from lightning_megatron.config import raise_if_any
 from lightning_megatron.lightning.checkpoints import (
     continue_randomness,
-    good_checkpoint,
     load_trainer_checkpoint,
     save_trainer_checkpoint,
 )
+from lightning_megatron.lightning.folder_strategy import FolderStrategy
 from lightning_megatron.lightning.hugging_face import take_settings
-from lightning_megatron.lightning.mesh_strategy import MeshStrategy
 from lightning_megatron.lightning.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.optimizer_file import export_optimizers, import_optimizers
 from lightning_megatron.lightning.optimizers import Holder, OptimizerSet
@@ -37,16 +34,18 @@ from lightning_megatron.optim.zero import ShardedOptimizer
 _log = logging.getLogger(__name__)
 
 
-class CheckpointStrategy(MeshStrategy):
+class CheckpointStrategy(FolderStrategy):
     """Sharded checkpoints of the model and of optimizers on flat buffers.
 
     Attributes:
-        save_guard: what looks at a checkpoint before it gets its name; while there is one, loading compares hashes too.
+        save_guard: what looks at a checkpoint before it gets its name.
     """
 
     save_guard: SaveGuard | None = None
 
     _async_save: bool = False
+    _verify_on_load: bool = True
+    _check_for_nan: bool = True
     _writer: BackgroundWriter | None = None
     _removals: Sequence[Path] = ()
     _distributed_optimizer: bool = True
@@ -80,6 +79,10 @@ class CheckpointStrategy(MeshStrategy):
         """Wait until all parameters have the values of the last step; their modules' forwards wait by themselves."""
         if self._optimizer_set is not None:
             self._optimizer_set.finish_param_gather()
+
+    def _settle_finite(self) -> None:
+        if self._optimizer_set is not None:
+            self._optimizer_set.settle_finite()
 
     def _settle_params(self) -> None:
         self.finish_param_gather()
@@ -143,18 +146,24 @@ class CheckpointStrategy(MeshStrategy):
             raise TypeError(f"{type(self).__name__} writes local directories and takes no storage_options")
         assert self.lightning_module is not None
         raise_if_any(address_problems("filepath", filepath))
+        self._settle_finite()
         self._settle_params()
+        path, lost = self.broadcast((str(filepath), self._folders.lost() if self._folders else ""))
+        if lost:
+            raise CheckpointError(f"saving {path}: {lost}")
         is_fitting = self._is_fitting
         if not is_fitting:
             self.finish_save()
         save_trainer_checkpoint(
-            self.broadcast(str(filepath)),
+            path,
             checkpoint,
             self.lightning_module,
             self.sharded_optimizers,
             self._saving_mesh(checkpoint),
             sharded=self._distributed_optimizer,
             guard=self.save_guard,
+            finite=self._check_for_nan,
+            progress=self._next_progress(checkpoint["global_step"]) if "optimizer_states" in checkpoint else None,
             writer=self._writer if is_fitting else None,
         )
 
@@ -182,14 +191,14 @@ class CheckpointStrategy(MeshStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory; called by all ranks.
 
-        ``fit`` goes on from the newest good checkpoint of the folder where the last one is damaged.
+        ``fit(ckpt_path="last")`` goes on from the newest good checkpoint of the folder.
         """
         assert self.lightning_module is not None
         raise_if_any(address_problems("ckpt_path", checkpoint_path))
         self.finish_save()
-        path, check = str(checkpoint_path), self._load_check
-        if self.is_global_zero and self._is_last(path):
-            path = good_checkpoint(path, check)
+        path, check = str(checkpoint_path), self.load_check
+        if self._goes_on_from_last:
+            path, check = self._newest_good(check), "sizes"  # it has been looked at
         checkpoint, self._saved_randomness = load_trainer_checkpoint(
             self.broadcast(path),
             self.lightning_module,
@@ -198,7 +207,9 @@ class CheckpointStrategy(MeshStrategy):
             sharded=self._distributed_optimizer,
             weights_only=weights_only,
             check=check,
+            finite=self._check_for_nan,
         )
+        self._went_on(path, checkpoint.get("global_step", 0))
         take_settings(self.lightning_module, checkpoint)
         if self._saved_randomness is not None:
             continue_randomness(self._saved_randomness, self.mesh)
@@ -207,24 +218,9 @@ class CheckpointStrategy(MeshStrategy):
         return checkpoint
 
     @property
-    def _load_check(self) -> Literal["sizes", "hashes"]:
-        return "sizes" if self.save_guard is None else "hashes"
-
-    def _is_last(self, path: str) -> bool:
-        """True if ``fit`` resumes from what ``ckpt_path="last"`` finds.
-
-        Lightning hands on what it found, not what was asked for, so this goes by the name: that of a callback's last
-        checkpoint, or of the one that is written on an exception.
-        """
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if trainer.state.fn != TrainerFn.FITTING or Path(path).suffix != ModelCheckpoint.FILE_EXTENSION:
-            return False
-        found = [c for c in trainer.checkpoint_callbacks if isinstance(c, Checkpoint)]
-        names = {c.CHECKPOINT_NAME_LAST for c in found if isinstance(c, ModelCheckpoint)}
-        names.add(ModelCheckpoint.CHECKPOINT_NAME_LAST)
-        is_last = any(re.match(rf"{re.escape(name)}(-(\d+))?", Path(path).stem) for name in names)
-        return is_last or path in {getattr(c, "ckpt_path", None) for c in found}
+    def load_check(self) -> Check:
+        """The extent to which the files of a checkpoint are held against what was written, before it is loaded."""
+        return "hashes" if self._verify_on_load else "sizes"
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Resume in mid-epoch with the random numbers of the uninterrupted run.
@@ -234,6 +230,8 @@ class CheckpointStrategy(MeshStrategy):
         if self._saved_randomness is not None and batch_idx > 0:
             continue_randomness(self._saved_randomness, self.mesh)
         self._saved_randomness = None
+        if self._writer is not None:
+            self._writer.catch_up()
         if self.lightning_module is not None:
             warn_of_missed_saves(self.lightning_module.trainer)
 
@@ -301,9 +299,17 @@ class CheckpointStrategy(MeshStrategy):
 
     # Saving in the background
 
-    def _open_writer(self, trainer: Trainer) -> None:
+    def _open_saving(self, trainer: Trainer) -> None:
+        """Have the folders of a fit to itself, and a writer for them where it saves in the background.
+
+        Raises:
+            CheckpointError: if another run saves there.
+        """
         self._close_writer()  # of a fit that an error ended before its teardown
-        if self._async_save and trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._hold_folders(trainer)
+        if self._async_save:
             self._writer = BackgroundWriter(self.mesh, self._timeout)
 
     def finish_save(self) -> None:
@@ -321,6 +327,14 @@ class CheckpointStrategy(MeshStrategy):
         if writer is not None:
             with self._unless_interrupted():
                 writer.close()
+
+    def _end_run(self) -> None:
+        """Leave whole parameters and durable files, and their folders to other runs."""
+        self.finish_param_gather()
+        try:
+            self._close_writer()
+        finally:
+            self._leave_folders()
 
     @contextmanager
     def _unless_interrupted(self) -> Generator[None, None, None]:
@@ -341,8 +355,18 @@ class CheckpointStrategy(MeshStrategy):
         self._removals = remove_unlinked(self._removals)
         super().barrier(name)
 
+    def on_train_start(self) -> None:
+        """Refuse to begin with weights that are NaN or infinite, from wherever a script has taken them.
+
+        Raises:
+            NonFiniteError: on all ranks.
+        """
+        if self._check_for_nan and self._optimizer_set is not None:
+            self._optimizer_set.check_params()
+
     def on_train_end(self) -> None:
         """Leave whole parameters behind, and durable checkpoints."""
+        self._settle_finite()
         self.finish_param_gather()
         self.finish_save()
 

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import (
     BackgroundWriter,
+    Check,
     CheckpointError,
     Draft,
+    Progress,
     SaveGuard,
     State,
     complete,
     load,
     local_tensors,
     model_state,
-    newest_good,
     optimizer_state,
+    refuse_nonfinite,
     regrouped,
     shared_state,
 )
 from lightning_megatron.checkpoint.hf.settings import SETTINGS, read_settings
+from lightning_megatron.checkpoint.together import together
 from lightning_megatron.lightning.finetuning import rejoin_groups
 from lightning_megatron.lightning.foreign import fresh_run, is_foreign
 from lightning_megatron.lightning.hugging_face import kept_settings
@@ -40,7 +42,7 @@ from lightning_megatron.lightning.versions import (
     with_repeats,
     without_repeats,
 )
-from lightning_megatron.lightning.weights import IMPORTED_FROM, load_weights
+from lightning_megatron.lightning.weights import IMPORTED_FROM, load_weights, trained_names
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import spec_registry
@@ -55,7 +57,9 @@ def save_trainer_checkpoint(
     *,
     sharded: bool,
     guard: SaveGuard | None,
+    finite: bool,
     writer: BackgroundWriter | None,
+    progress: Progress | None,
 ) -> None:
     """Write what Lightning put together, every rank its part; all ranks call this.
 
@@ -68,7 +72,9 @@ def save_trainer_checkpoint(
         mesh: this rank's.
         sharded: whether data-parallel ranks hold different shares of optimizer state.
         guard: what looks at the checkpoint before it gets its name.
+        finite: refuse parameters and optimizer state that are NaN or infinite.
         writer: who writes it, from a copy, while training goes on; ``None`` to write it now.
+        progress: of the run, by which the newest checkpoint of a folder is found; rank 0's counts.
     """
     rest = dict(checkpoint)
     tensors = rest.pop("state_dict")
@@ -84,7 +90,9 @@ def save_trainer_checkpoint(
             # Before the first step there is no state yet; an empty one keeps the set of keys the same at all times.
             optimizer.init_state()
             state |= optimizer_part(index, optimizer, mesh, sharded)
-    draft = Draft.of(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard)
+    if finite:
+        together(mesh, f"saving {path}", lambda: refuse_nonfinite(state, trained_names(module)))
+    draft = Draft.of(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard, progress=progress)
     if writer is None:
         complete(draft, mesh)
     else:
@@ -101,7 +109,8 @@ def load_trainer_checkpoint(
     *,
     sharded: bool,
     weights_only: bool | None,
-    check: Literal["sizes", "hashes"],
+    check: Check,
+    finite: bool,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Fill the model and the optimizers in place from a checkpoint of any layout; all ranks call this.
 
@@ -115,7 +124,8 @@ def load_trainer_checkpoint(
         mesh: this rank's.
         sharded: whether data-parallel ranks hold different shares of optimizer state.
         weights_only: as in ``torch.load``; ``None`` means yes.
-        check: how the files are compared with the manifest.
+        check: the extent to which files are held against what was written.
+        finite: refuse parameters and optimizer state that are NaN or infinite.
 
     Returns:
         Lightning's dictionary, and the random state to continue with (``None`` where the layout is another one).
@@ -145,7 +155,9 @@ def load_trainer_checkpoint(
     for index, optimizer in enumerate(optimizers):
         optimizer.init_state(apart=True)
         state |= optimizer_part(index, optimizer, mesh, sharded)
-    loaded = load(path, state, mesh, strict=module.strict_loading, weights_only=weights_only)
+    loaded = load(path, state, mesh, strict=module.strict_loading, weights_only=weights_only, check="sizes")
+    if finite:
+        together(mesh, f"loading {path}", lambda: refuse_nonfinite(state, trained_names(module)))
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
     for index, optimizer in enumerate(optimizers):
@@ -177,27 +189,11 @@ def _load_imported(
     path: str, module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh
 ) -> dict[str, Any]:
     """Parameters alone: the checkpoint knows nothing of optimizers, nor of what modules keep beside parameters."""
-    loaded = load_weights(module, path, mesh, strict=module.strict_loading)
+    loaded = load_weights(module, path, mesh, strict=module.strict_loading, check="sizes")
     assert loaded is not None
     for optimizer in optimizers:
         optimizer.refresh_main()
     return {**loaded.meta, "state_dict": module.state_dict()}
-
-
-def good_checkpoint(path: str, check: Literal["sizes", "hashes"]) -> str:
-    """The last checkpoint, or where it is damaged the newest good one beside it, which one warning says.
-
-    One rank calls this. Where there is no good one it is the last one, and loading it says what is wrong. A single file
-    has no manifest to tell; it is taken as it is.
-    """
-    if Path(path).is_file():
-        return path
-    found, passed = newest_good(Path(path), check=check)
-    if found is None or not passed:
-        return path
-    reasons = "".join(f"\n  - {candidate}: {reason}" for candidate, reason in passed)
-    rank_zero_warn(f"the last checkpoint cannot be used, resuming from the newest good one, {found}:{reasons}")
-    return str(found)
 
 
 def continue_randomness(state: dict[str, Any], mesh: ParallelMesh) -> None:

@@ -26,7 +26,7 @@ from lightning_megatron.checkpoint.stream import open_checkpoint
 from lightning_megatron.checkpoint.translate import to_theirs
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.lightning.foreign import fresh_run
-from lightning_megatron.lightning.hugging_face import hf_config, open_hf
+from lightning_megatron.lightning.hugging_face import open_hf, weighed_config
 from lightning_megatron.lightning.hyper_parameters import config_of
 from lightning_megatron.lightning.megatron import megatron_config, megatron_tensors
 from lightning_megatron.lightning.module import GPTModule
@@ -52,7 +52,7 @@ def hf_to_checkpoint(source: Path, target: Path, *, dtype: torch.dtype | None = 
         ConfigError: for a model that ours cannot reproduce.
     """
     _refuse_existing(target)
-    config = hf_config(source)
+    config = weighed_config(source)
     _begin(target, config, open_hf(source, _on_meta(config)), source, dtype)
 
 

@@ -22,6 +22,7 @@ from lightning_megatron.data.build import (
     parse_split,
     share_problems,
 )
+from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.fingerprint import (
     Fingerprint,
     data_fingerprint,
@@ -97,6 +98,7 @@ class MegatronDataModule(LightningDataModule):
         val_samples=at_least(0),
         test_samples=at_least(0),
         num_workers=at_least(0),
+        seed=at_least(0),
         tokenizer_type=OneOf(TOKENIZER_TYPES),
     )
     def __init__(
@@ -252,6 +254,21 @@ class MegatronDataModule(LightningDataModule):
                 "reset_position_ids": self.reset_position_ids,
             }
         return self._fingerprint
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that samples depend on: what the ranks of a job must have in common."""
+        try:
+            read: Any = self.fingerprint
+            held_out = {
+                argument: data_fingerprint(path, split="1")
+                for argument, path in self._paths.items()
+                if argument != "data_path"
+            }
+        except (OSError, ConfigError, DataError) as error:
+            read, held_out = f"cannot be read: {type(error).__name__}", {}
+        names = ("train_samples", "val_samples", "test_samples")
+        samples = dict(zip(names, self.samples, strict=True))
+        return {"batch_size": self.batch_size, **samples, "fingerprint": read, **held_out}
 
     def state_dict(self) -> dict[str, Any]:
         """What is trained on, and how far training has read; the same on all ranks.

@@ -20,6 +20,7 @@ from lightning_megatron.lightning.token_mean import num_tokens_in, scale_with_to
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan, training_plan
+from lightning_megatron.recorder.form import Kind
 
 
 class StepEngine:
@@ -63,7 +64,7 @@ class StepEngine:
             step: the user's.
             scale: what the loss is multiplied with before backward.
         """
-        with self._boundary.at(0, None, scale) as backward_scale:
+        with self._mesh.pp.during(Kind.FORWARD), self._boundary.at(0, None, scale) as backward_scale:
             output = step()
             scale_with_tokens(backward_scale, num_tokens_in(output))
             return output

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from math import prod
 from typing import Any
 
+from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.hf import family_of
-from lightning_megatron.checkpoint.hf.directory import read_config, read_tensors
+from lightning_megatron.checkpoint.hf.directory import CONFIG, read_config, read_tensors
 from lightning_megatron.checkpoint.hf.settings import SETTINGS
 from lightning_megatron.checkpoint.translate import to_ours
 from lightning_megatron.checkpoint.whole import WholeTensor
@@ -18,6 +20,8 @@ from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import named_specs
 
 Path = str | os.PathLike[str]
+
+_TOO_MANY = 4  # times as many parameters as there are numbers to fill them
 
 # Fields that decide how a model is trained or laid out, and not what it computes from its weights; those of the
 # capacity of experts are among them.
@@ -47,6 +51,38 @@ def hf_config(path: Path) -> TransformerConfig:
     """
     given = read_config(path)
     return TransformerConfig(**family_of(given).config_from_hf(given))
+
+
+def weighed_config(path: Path) -> TransformerConfig:
+    """The same, of a directory whose weights are to fill the model: one that they cannot fill is not even built.
+
+    Raises:
+        CheckpointError: also if the weights are missing, or are a small part of what is described.
+        ConfigError: naming every value that our model cannot reproduce.
+    """
+    config = hf_config(path)
+    tensors = read_tensors(path)
+    refuse_unfilled(f"{os.fspath(path)}/{CONFIG}", config, [tensor.shape for tensor in tensors.values()])
+    return config
+
+
+def refuse_unfilled(source: str, config: TransformerConfig, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise where a description asks for far more memory than what lies beside it; less is told tensor by tensor.
+
+    Args:
+        source: the file that describes.
+        config: the model.
+        shapes: of the tensors beside it.
+
+    Raises:
+        CheckpointError: with both sizes.
+    """
+    there = sum(prod(shape) for shape in shapes)
+    if config.num_layers > len(shapes) or config.num_parameters() > _TOO_MANY * there:
+        raise CheckpointError(
+            f"{source} describes {config.num_layers} layers of {config.hidden_size} features with a vocabulary of"
+            f" {config.vocab_size}, and the weights beside it are {len(shapes)} tensors of {there} numbers"
+        )
 
 
 def hf_problems(path: Path, config: TransformerConfig) -> list[Problem]:

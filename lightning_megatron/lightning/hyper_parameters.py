@@ -31,7 +31,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: if there is no such checkpoint, or it is damaged.
     """
-    return load(path, {}, ParallelMesh.single()).meta
+    return load(path, {}, ParallelMesh.single(), check="sizes").meta
 
 
 def module_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -47,6 +47,8 @@ def _arguments(meta: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[st
     arguments = meta.get("hyper_parameters")
     if arguments is None:
         raise CheckpointError(f"{path} holds no hyper-parameters: its module did not call save_hyperparameters")
+    if not isinstance(arguments, Mapping):
+        raise CheckpointError(f"{path} holds a {type(arguments).__name__} where hyper-parameters should be")
     return {name: value for name, value in arguments.items() if name not in _OF_CLI}
 
 
@@ -124,4 +126,9 @@ def _from_file(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             [Problem("hparams_file", str(path), "holds hyper-parameters in one of these", tuple(readers))]
         )
-    return dict(readers[suffix](path))
+    try:
+        return dict(readers[suffix](path))
+    except OSError:
+        raise
+    except Exception as error:  # a tag that names Python's, text that is no YAML: the reader raises what it likes
+        raise ConfigError([Problem("hparams_file", str(path), f"cannot be read: {error}")]) from None

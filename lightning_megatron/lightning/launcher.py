@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import Problem, raise_if_any
-from lightning_megatron.lightning._private import SubprocessScriptLauncher
+from lightning_megatron.lightning._private import Launcher, SubprocessScriptLauncher, with_other_path
+from lightning_megatron.lightning.children import Children
 from lightning_megatron.lightning.last_checkpoint import warn_of_new_folder
 from lightning_megatron.lightning.signals import handed_on
+
+Begin = Callable[[Trainer, Any], Any]
+
+
+@dataclass(frozen=True)
+class LaunchCalls:
+    """Calls of a launcher into the strategy.
+
+    Attributes:
+        check: called with everything handed to ``trainer.fit`` (module, loaders, data module); raises to stop.
+        note_error: called with the error that the job ends in, before the other processes are ended.
+        begin: called by all ranks of a fit with the Trainer and ``ckpt_path``; what it gives takes the latter's place.
+        compare: called by all ranks, once they are there, with the Trainer and everything handed to it.
+    """
+
+    check: Callable[..., None]
+    note_error: Callable[[BaseException], None]
+    begin: Begin
+    compare: Callable[..., None]
 
 
 class CheckedLauncher(SubprocessScriptLauncher):
@@ -25,8 +48,8 @@ class CheckedLauncher(SubprocessScriptLauncher):
         cluster_environment: Lightning's.
         num_processes: processes on this node.
         num_nodes: nodes of the job.
-        device: of this process.
-        check: called with everything handed to ``trainer.fit`` (module, loaders, data module); raises to stop.
+        device: this process's.
+        calls: into the strategy.
 
     Raises:
         ConfigError: where somebody else has started processes that Lightning does not see.
@@ -38,21 +61,101 @@ class CheckedLauncher(SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         device: torch.device,
-        check: Callable[..., None],
+        calls: LaunchCalls,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         raise_if_any(launch_problems(cluster_environment))
-        self._device, self._check = device, check
+        self._device, self._calls = device, calls
+        self._children: Children | None = None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Check, spawn, run ``function``."""
-        self._check(*args, *kwargs.values(), trainer=trainer)
+        self._calls.check(*args, *kwargs.values(), trainer=trainer)
         warn_of_new_folder([*args, *kwargs.values()], trainer)
         devices.drop_card(self._device)
+        function = compared(begun(function, trainer, self._calls.begin), trainer, self._calls.compare)
         if self.num_processes == 1 and self.num_nodes == 1:
             return function(*args, **kwargs)  # nothing to spawn: no variables are set, no thread watches for children
         with handed_on(self.kill):
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            try:
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+            except Exception as error:
+                self._calls.note_error(error)
+                self.end_children()
+                raise
+
+    def _call_children_scripts(self) -> None:
+        super()._call_children_scripts()
+        # Lightning's observer kills this process, too, as soon as one of these fails. An empty list keeps it idle.
+        first_rank = self.cluster_environment.node_rank() * self.num_processes
+        self._children, self.procs = Children(self.procs, first_rank), []
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to the processes that this one has launched."""
+        if self._children is not None:
+            self._children.send(signum)
+
+    def end_children(self) -> list[int]:
+        """End the processes that this one has launched, stopped ones too; ranks of those that did not by themselves."""
+        return [] if self._children is None else self._children.end()
+
+    def dead_children(self) -> dict[int, int]:
+        """Exit status of launched ranks that have failed, negative for a signal."""
+        return {} if self._children is None else self._children.failed
+
+
+class JoinedLauncher(Launcher):
+    """The launcher's place taken in a process that somebody else has started.
+
+    Args:
+        calls: into the strategy.
+    """
+
+    is_interactive_compatible = True
+
+    def __init__(self, calls: LaunchCalls) -> None:
+        self._calls = calls
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Compare, check, run ``function``."""
+        self._calls.compare(trainer, *args, *kwargs.values())
+        self._calls.check(*args, *kwargs.values(), trainer=trainer)
+        warn_of_new_folder([*args, *kwargs.values()], trainer)
+        return begun(function, trainer, self._calls.begin)(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Nothing: it has started no process."""
+
+
+def launcher_of(
+    environment: ClusterEnvironment, num_processes: int, num_nodes: int, device: torch.device, calls: LaunchCalls
+) -> Launcher:
+    """The launcher for an environment; arguments as of :class:`CheckedLauncher`."""
+    if environment.creates_processes_externally:
+        return JoinedLauncher(calls)
+    return CheckedLauncher(environment, num_processes, num_nodes, device, calls)
+
+
+def begun(function: Callable[..., Any], trainer: Trainer | None, begin: Begin) -> Callable[..., Any]:
+    """A function that lets the ranks of a fit agree on a checkpoint first, where there are ranks already."""
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = with_other_path(function, args, kwargs, partial(begin, trainer))
+        return function(*given.args, **given.kwargs)
+
+    return run
+
+
+def compared(function: Callable[..., Any], trainer: Trainer | None, compare: Callable[..., None]) -> Callable[..., Any]:
+    """A function that compares ranks first, with everything that it is called with."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        compare(trainer, *args, *kwargs.values())
+        return function(*args, **kwargs)
+
+    return run
 
 
 def launch_problems(environment: ClusterEnvironment | None, variables: Mapping[str, str] = os.environ) -> list[Problem]:

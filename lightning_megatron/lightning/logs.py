@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.lightning.metrics import last_value, show_step, step_reduction
 from lightning_megatron.mesh import Axis
+from lightning_megatron.recorder.form import Kind
 
 
 @dataclass
@@ -184,11 +185,12 @@ class LogSharing:
             row = [torch.as_tensor(v).to(self._device, torch.float32) for v in [float(changed), *plain[: self._ROOM]]]
             packed[: len(row)] = torch.stack(row)
         source = self._axis.ranks[-1]
-        dist.broadcast(packed, source, group=self._axis.group)
+        self._axis.call(Kind.BROADCAST, packed).run(dist.broadcast, packed, source, group=self._axis.group)
         rest: list[float] = []
         if bool(packed[0]):
             box = [(lines, first, [float(v) for v in plain[self._ROOM :]])]
-            dist.broadcast_object_list(box, source, group=self._axis.group, device=self._device)
+            own = {"group": self._axis.group, "device": self._device}
+            self._axis.call(Kind.BROADCAST_OBJECT).run(dist.broadcast_object_list, box, source, **own)
             lines, first, rest = box[0]
             self._known[step] = lines, first
         lines, first = self._known[step]

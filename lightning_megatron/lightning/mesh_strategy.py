@@ -6,7 +6,7 @@ import logging
 import os
 from abc import abstractmethod
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,13 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only as pl_rank_zero_only
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from lightning_megatron import device as devices
 from lightning_megatron.comm.loopback import loopback_store
+from lightning_megatron.comm.meeting import Store
 from lightning_megatron.config import ParallelLayout
-from lightning_megatron.lightning._private import injects_samplers
+from lightning_megatron.lightning._private import default_store, injects_samplers
 from lightning_megatron.lightning.accelerator import preferred_accelerator
 from lightning_megatron.lightning.loaders import (
     refuse_uneven,
@@ -32,7 +34,9 @@ from lightning_megatron.lightning.loaders import (
     start_workers_safely,
 )
 from lightning_megatron.machine.host import raise_open_files
-from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.recorder import Recorder
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +73,8 @@ class MeshStrategy(ParallelStrategy):
         self._backend = process_group_backend
         self._timeout = timeout
         self._mesh: ParallelMesh | None = None
+        self._recorder = Recorder()
+        self._store: Store | None = None
         self._seed = 0
 
     @property
@@ -133,7 +139,7 @@ class MeshStrategy(ParallelStrategy):
 
     # Starting
 
-    def setup_environment(self) -> None:
+    def _take_device(self) -> None:
         """Take this process's card, and room for its connections."""
         files = raise_open_files(self.world_size)
         if files.fault:
@@ -141,6 +147,11 @@ class MeshStrategy(ParallelStrategy):
         ranks = {"world_size": self.world_size, "rank": self.global_rank, "local_rank": self.local_rank}
         devices.take_card(self.root_device, **ranks)
         super().setup_environment()
+        self.set_world_ranks()
+
+    def setup_environment(self) -> None:
+        """Take this process's device."""
+        self._take_device()
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero helpers who we are."""
@@ -149,25 +160,36 @@ class MeshStrategy(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = pl_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
-    def _create_mesh(self) -> ParallelMesh:
+    def _meet(self) -> Store | None:
+        """The store where all ranks meet; ``None`` where there is but one."""
         assert self.cluster_environment is not None
-        if self.world_size > 1 and not dist.is_initialized():
+        if self.world_size == 1:
+            self._store = None
+        elif dist.is_initialized():
+            self._store = default_store()
+        else:
             # The environment variables, not an address: under torchrun the store is torchrun's own.
             os.environ.setdefault("MASTER_ADDR", str(self.cluster_environment.main_address))
             os.environ.setdefault("MASTER_PORT", str(self.cluster_environment.main_port))
             ranks = self.global_rank, self.world_size
-            on_one_machine = self.num_nodes == 1 and not dist.is_torchelastic_launched()
-            port = self.cluster_environment.main_port
+            if self.num_nodes == 1 and not dist.is_torchelastic_launched():
+                self._store = loopback_store(self.cluster_environment.main_port, *ranks, self._timeout)
+            else:
+                self._store, _, _ = next(rendezvous("env://", *ranks, timeout=self._timeout))
+        return self._store
+
+    def _create_mesh(self) -> ParallelMesh:
+        if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group(
                 self._backend or devices.kind_of(self.root_device).backend,
-                store=loopback_store(port, *ranks, self._timeout) if on_one_machine else None,
+                store=self._store,
                 rank=self.global_rank,
                 world_size=self.world_size,
                 timeout=self._timeout,
             )
         if not dist.is_initialized():
-            return ParallelMesh.single(self.root_device)
-        return ParallelMesh.create(self._wished_layout, self.root_device, self._timeout)
+            return ParallelMesh.single(self.root_device, self._recorder)
+        return ParallelMesh.create(self._wished_layout, self.root_device, self._timeout, self._recorder)
 
     def _agree_on_seed(self) -> None:
         """Ranks that build shards of one model must draw the same numbers, also if the user has not seeded anything."""
@@ -195,15 +217,21 @@ class MeshStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         if dist.is_initialized():
-            dist.barrier(device_ids=devices.barrier_device_ids(self.root_device))
+            call = self._axis("world").call(Kind.BARRIER)
+            call.run(dist.barrier, device_ids=devices.barrier_device_ids(self.root_device))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Give all ranks the object of rank ``src``."""
         if not dist.is_initialized():
             return obj
         box = [obj]
-        dist.broadcast_object_list(box, src, group=self.mesh.host_group if self._mesh is not None else None)
+        axis = self._axis("host")
+        axis.call(Kind.BROADCAST_OBJECT).run(dist.broadcast_object_list, box, src, group=axis.group)
         return box[0]
+
+    def _axis(self, name: Literal["world", "host"]) -> Axis:
+        """All ranks, also before there is a mesh."""
+        return Axis(name, lane=self._recorder.main) if self._mesh is None else getattr(self._mesh, name)
 
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
@@ -224,7 +252,8 @@ class MeshStrategy(ParallelStrategy):
         operation = reduce_op if how is None else getattr(dist.ReduceOp, operations.get(how, how.upper()))
         mean = how in ("mean", "avg")
         out = tensor.float() if mean and not tensor.is_floating_point() else tensor.clone()
-        dist.all_reduce(out, op=operation, group=group)
+        known = axis if group is axis.group else Axis("a group of the caller's", lane=self._recorder.main)
+        known.call(Kind.ALL_REDUCE, out).run(dist.all_reduce, out, op=operation, group=group)
         return out / dist.get_world_size(group) if mean else out
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -232,7 +261,7 @@ class MeshStrategy(ParallelStrategy):
         if not dist.is_initialized():
             return decision
         votes = torch.tensor(float(decision), device=self.root_device)
-        dist.all_reduce(votes)
+        self._axis("world").call(Kind.ALL_REDUCE, votes).run(dist.all_reduce, votes)
         return bool(votes == self.world_size) if all else bool(votes > 0)
 
     def on_exception(self, exception: BaseException) -> None:

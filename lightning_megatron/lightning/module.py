@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint.hf.settings import read_settings
 from lightning_megatron.config import ConfigError, ModelShape, Problem, raise_if_any
 from lightning_megatron.data.errors import DataError
 from lightning_megatron.lightning.base_module import MegatronModule
-from lightning_megatron.lightning.hugging_face import hf_config, hf_problems
+from lightning_megatron.lightning.hugging_face import hf_config, hf_problems, weighed_config
 from lightning_megatron.lightning.placement import Placement, carry_over
 from lightning_megatron.lightning.text_batch import (
     check_keys,
@@ -137,7 +137,7 @@ class GPTModule(MegatronModule):
             CheckpointError: if there is no such directory, or its files are at fault.
             ConfigError: for a model that ours cannot reproduce, or whose weights the changed fields do not fit.
         """
-        module = cls(hf_config(path), **arguments)
+        module = cls(weighed_config(path) if weights else hf_config(path), **arguments)
         module.hf_settings = read_settings(path)
         if weights:
             module.load_hf(path)

@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_megatron.checkpoint import State
+from lightning_megatron.checkpoint import State, refuse_nonfinite
 from lightning_megatron.checkpoint.collect import Collectors, HostMemory, export_state, import_state
+from lightning_megatron.checkpoint.together import together
 from lightning_megatron.config import Problem, raise_if_any
 from lightning_megatron.lightning.checkpoints import continue_optimizer, optimizer_part
 from lightning_megatron.mesh import ParallelMesh
@@ -55,6 +56,7 @@ def import_optimizers(
         optimizer.init_state(apart=True)
     state, experts = _state(optimizers, through.mesh, sharded)
     memory = import_state(path, state, experts, through)
+    together(through.mesh, f"loading {path}", lambda: refuse_nonfinite(state, ()))
     for index, optimizer in enumerate(optimizers):
         continue_optimizer(index, optimizer, state)
     return memory

@@ -22,6 +22,7 @@ from lightning_megatron.lightning.precision import PrecisionMode
 from lightning_megatron.lightning.token_mean import TokenWindow
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffer import Slot
+from lightning_megatron.optim.finite_check import FiniteCheck
 from lightning_megatron.optim.norms import norms_by_name
 from lightning_megatron.optim.reach import Vouched
 from lightning_megatron.optim.replicas import ReplicaCheck
@@ -29,6 +30,7 @@ from lightning_megatron.optim.start import start_alike
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs
 from lightning_megatron.pipeline.tied import SharedParameters, held_by_stages, sum_tied_gradients
+from lightning_megatron.recorder.form import Kind
 
 
 @runtime_checkable
@@ -37,6 +39,15 @@ class SeesSteps(Protocol):
 
     def after_optimizer_step(self) -> None:
         """A step has been taken."""
+        ...
+
+
+@runtime_checkable
+class ForgetsSteps(Protocol):
+    """One of these that must not learn from a step that was not taken."""
+
+    def forget_step(self) -> None:
+        """Drop what the forwards of the step have shown."""
         ...
 
 
@@ -73,6 +84,10 @@ class OptimizerSet:
         overlap_param_gather: see ``MegatronStrategy``.
         bucket_size: see ``MegatronStrategy``.
         elementwise: see ``MegatronStrategy``.
+        check_finite: whether losses, gradients and parameters are looked at before each step.
+
+    Attributes:
+        finite_checks: what does, by optimizer.
     """
 
     def __init__(
@@ -88,6 +103,7 @@ class OptimizerSet:
         overlap_param_gather: bool,
         bucket_size: int | None,
         elementwise: Sequence[Vouched] = (),
+        check_finite: bool = True,
     ) -> None:
         self._mesh = mesh
         specs = list(named_specs(module))
@@ -125,7 +141,10 @@ class OptimizerSet:
         for sharded in self.sharded:
             sharded.install_gather_hooks(module)
         self._replica_checks = {sharded: ReplicaCheck(sharded, mesh) for sharded in self.sharded}
+        params = {name: param for name, param, _ in specs}
+        self.finite_checks = {s: FiniteCheck(s, params, mesh) for s in self.sharded} if check_finite else {}
         self._see_steps = [m for m in module.modules() if isinstance(m, SeesSteps)]
+        self._forget_steps: list[ForgetsSteps] = [m for m in module.modules() if isinstance(m, ForgetsSteps)]
         self._tokens = TokenWindow(mesh.dp)
         self._is_automatic = module.automatic_optimization
         self._clears_itself = is_overridden("optimizer_zero_grad", module)
@@ -180,6 +199,7 @@ class OptimizerSet:
         Returns:
             The output; with the mean loss where it said how many tokens its loss is the sum of.
         """
+        self._see_loss(output)
         if output is None or not self._is_automatic:
             return output
         if backward_was_ours:
@@ -188,6 +208,13 @@ class OptimizerSet:
         if self._probe is not None:
             self._probe.plant()
         return self.mean_over_tokens(output, batches)
+
+    def _see_loss(self, output: Any) -> None:
+        """Before it is averaged with that of other replicas, and where it was computed: on the last stage."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and self._mesh.pp.rank == self._mesh.pp.size - 1:
+            for check in self.finite_checks.values():
+                check.see_loss(loss)
 
     def begin_backward(self) -> None:
         """Before Lightning's own backward of a batch: gradients that nobody has cleared are added to."""
@@ -232,15 +259,20 @@ class OptimizerSet:
         """Compare gradients that tensor-parallel ranks should have alike; in the first steps only."""
         self._replica_checks[sharded]()
 
-    def step_is_over(self, optimizer: Optimizer, is_last: bool) -> None:
-        """A step has been taken.
+    def step_is_over(self, optimizer: Optimizer, is_last: bool, is_refused: bool) -> None:
+        """A step has been taken, or refused.
 
         Args:
             optimizer: the user's.
             is_last: whether the epoch is over, whose hooks may look at parameters.
+            is_refused: whether it was not taken because of what its forwards have shown.
         """
         if is_last:
             self.finish_param_gather()
+        if is_refused:
+            for forgetful in self._forget_steps:
+                forgetful.forget_step()
+            return
         if self.sharded and optimizer is self.sharded[0].optimizer:
             for module in self._see_steps:
                 module.after_optimizer_step()
@@ -261,6 +293,7 @@ class OptimizerSet:
         if self._mesh.pp.size == 1:
             return
         for sharded in self.sharded:
+            sharded.look_at_held()
             own = {name for names in sharded.group_names() for name in names}
             shared = {name: sharded.main_grad(name) for name in own.intersection(self._shared.names)}
             self._shared.sum_gradients(shared, self._mesh.rng.device)
@@ -281,6 +314,24 @@ class OptimizerSet:
         for sharded in self.sharded:
             sharded.finish_param_gather()
 
+    def check_params(self) -> None:
+        """Look at all parameters before the first step; every rank must call this.
+
+        Raises:
+            NonFiniteError: on all ranks, naming parameters that are NaN or infinite.
+        """
+        for check in [*self.finite_checks.values()][:1]:
+            check.check_params()
+
+    def settle_finite(self) -> None:
+        """Hear whether the last step was made of finite numbers; every rank must call this.
+
+        Raises:
+            NonFiniteError: on all ranks, if it was not.
+        """
+        for check in self.finite_checks.values():
+            check.settle()
+
     def close(self) -> None:
         """Give parameters storage of their own; optimizer state is gone."""
         for sharded in self.sharded:
@@ -292,7 +343,7 @@ def _names_on_all_stages(own: list[str], mesh: ParallelMesh) -> list[str]:
     if mesh.pp.size == 1:
         return own
     told: list[list[str]] = [[] for _ in range(mesh.world.size)]
-    dist.all_gather_object(told, own, group=mesh.host_group)
+    mesh.host.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, told, own, group=mesh.host_group)
     return list(dict.fromkeys(name for names in told for name in names))
 
 
@@ -328,5 +379,5 @@ def _tied_names(own: Sequence[str], mesh: ParallelMesh) -> frozenset[str]:
     if mesh.pp.size == 1:
         return frozenset(own)
     told: list[list[str]] = [[] for _ in range(mesh.world.size)]
-    dist.all_gather_object(told, list(own), group=mesh.host_group)
+    mesh.host.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, told, list(own), group=mesh.host_group)
     return frozenset(name for names in told for name in names)

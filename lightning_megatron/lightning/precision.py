@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from lightning_megatron.arguments import checked
 from lightning_megatron.config import ConfigError, ParallelLayout, Problem, nearest_names
 from lightning_megatron.device import DeviceKind
+from lightning_megatron.lightning.step_gate import StepGate
+from lightning_megatron.optim.finite_check import FiniteCheck
 from lightning_megatron.optim.scaler import DynamicLossScale
 from lightning_megatron.optim.zero import ShardedOptimizer
 
@@ -62,6 +64,11 @@ class MegatronPrecision(Precision):
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-mixed"`` or ``"64-true"``.
         loss_scale: of ``"16-mixed"``; ``None`` for Megatron's dynamic one (2^32, hysteresis 2).
 
+    Attributes:
+        last_grad_norm: norm before clipping, once it is known in a step.
+        step_gate: asked before every step of an optimizer; ``None`` for nobody.
+        step_is_refused: whether it has refused the last one.
+
     Raises:
         ConfigError: for another precision.
     """
@@ -80,10 +87,13 @@ class MegatronPrecision(Precision):
         self.loss_scale = (loss_scale or DynamicLossScale()) if self.mode.loss_scaled else None
         self._managed: dict[Optimizer, ShardedOptimizer] = {}
         self._check: Callable[[ShardedOptimizer], None] | None = None
+        self._finite_checks: Mapping[ShardedOptimizer, FiniteCheck] = {}
         self._overflow: dict[ShardedOptimizer, bool] = {}
         self._compares = False
         self._compared_in: dict[ShardedOptimizer, int] = {}
         self.last_grad_norm: Tensor | None = None
+        self.step_gate: StepGate | None = None
+        self.step_is_refused = False
 
     @classmethod
     def of(cls, plugin: Precision | None) -> MegatronPrecision:
@@ -124,6 +134,7 @@ class MegatronPrecision(Precision):
         optimizers: Sequence[ShardedOptimizer],
         check: Callable[[ShardedOptimizer], None] | None = None,
         compare_values: bool = False,
+        finite_checks: Mapping[ShardedOptimizer, FiniteCheck] | None = None,
     ) -> None:
         """Take charge of the steps of these optimizers.
 
@@ -132,7 +143,9 @@ class MegatronPrecision(Precision):
             check: called with one whose gradients are complete, before anything uses them.
             compare_values: whether somebody may write to parameters between any two steps, in ways that only comparing
                 them with their main values shows. The first step of an epoch compares anyway.
+            finite_checks: asked before a step, by optimizer, where :attr:`step_gate` does not decide.
         """
+        self._finite_checks = finite_checks or {}
         self._check = check
         self._managed = {sharded.optimizer: sharded for sharded in optimizers}
         self._compares, self._compared_in = compare_values, {}
@@ -186,8 +199,8 @@ class MegatronPrecision(Precision):
     ) -> Any:
         """Run the closure, complete the gradients, let hooks and clipping see them, update, send parameters out.
 
-        A step whose gradients overflow (``16-mixed``) leaves the parameters alone on all ranks together; as in
-        Lightning, learning-rate schedulers move on.
+        A step whose gradients overflow (``16-mixed``), or that :attr:`step_gate` refuses, leaves the parameters alone
+        on all ranks together; as in Lightning, learning-rate schedulers move on.
         """
         if optimizer not in self._managed:  # Lightning's stand-in where configure_optimizers returned None
             return super().optimizer_step(optimizer, model, closure, **kwargs)
@@ -196,14 +209,36 @@ class MegatronPrecision(Precision):
         self._complete(sharded)
         sharded.compare_values = self._compares or self._compared_in.get(sharded) != model.trainer.current_epoch
         self._compared_in[sharded] = model.trainer.current_epoch
-        skip = False
-        if self.loss_scale is not None:
-            skip = self._overflow.pop(sharded, False)
-            self.loss_scale.update(skip)
-            if skip:
-                rank_zero_warn(f"gradient overflow: step skipped, loss scale now {self.loss_scale.scale:g}")
+        overflow = self._overflow.pop(sharded, False)
         self._after_closure(model, optimizer)
-        return result if skip else self._step(sharded, model, result, kwargs)
+        self.step_is_refused = self.step_gate is not None and not self.step_gate.admits(overflow)
+        self._check_finite(sharded, model.trainer.global_step, overflow)
+        if self.step_is_refused:
+            return result
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow)
+            if overflow:
+                rank_zero_warn(f"gradient overflow: step skipped, loss scale now {self.loss_scale.scale:g}")
+        return result if overflow else self._step(sharded, model, result, kwargs)
+
+    def _check_finite(self, sharded: ShardedOptimizer, step: int, overflow: bool) -> None:
+        """Stop where NaN or infinity would be trained on; a gate decides itself, as does a loss scale above its least.
+
+        Raises:
+            NonFiniteError: on all ranks.
+        """
+        check = self._finite_checks.get(sharded)
+        if check is None:
+            return
+        if self.step_gate is not None or (overflow and not self._scale_is_least):
+            check.forget()
+        else:
+            check(step, self.last_grad_norm)
+
+    @property
+    def _scale_is_least(self) -> bool:
+        """True if a smaller loss scale cannot mend an overflow."""
+        return self.loss_scale is not None and self.loss_scale.scale <= self.loss_scale.minimum
 
     def _step(self, sharded: ShardedOptimizer, model: LightningModule, result: Any, kwargs: dict[str, Any]) -> Any:
         """Step with a closure that gives what has been computed: optimizers may ask for it, as in Lightning."""
@@ -251,6 +286,8 @@ class MegatronPrecision(Precision):
         if (sharded := self._sharded(optimizer)) is None:
             return
         self._complete(sharded)
+        if self.step_gate is not None:
+            self.grad_norm()  # the gate is to see the norm before clipping
         sharded.clip_by_value(float(clip_val))
 
     def grad_norm(self) -> Tensor:

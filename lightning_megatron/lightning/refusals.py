@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,8 +31,17 @@ def is_data_parallel_alone(layout: ParallelLayout) -> bool:
     return layout.tp == layout.pp == layout.cp == layout.ep == 1
 
 
+@runtime_checkable
+class ChecksJob(Protocol):
+    """A callback that can say, before a process is started, what it does not go together with."""
+
+    def job_problems(self, callbacks: Sequence[Callback], modules: Sequence[LightningModule]) -> list[Problem]:
+        """Faults of the Trainer's other callbacks and of the module, if it is known."""
+        ...
+
+
 def callback_problems(
-    callbacks: Iterable[Callback], layout: ParallelLayout, modules: Sequence[LightningModule]
+    callbacks: Sequence[Callback], layout: ParallelLayout, modules: Sequence[LightningModule]
 ) -> list[Problem]:
     """Callbacks that cannot work, under a layout and with the user's module, if it is known."""
     found = []
@@ -39,6 +49,8 @@ def callback_problems(
         ancestry = {base.__name__ for base in type(callback).__mro__}
         if "StochasticWeightAveraging" in ancestry:
             found += _averaging_problems(type(callback).__name__, layout, modules)
+        if isinstance(callback, ChecksJob):
+            found += callback.job_problems(callbacks, modules)
         found += [
             Problem("callbacks", type(callback).__name__, advice)
             for name, advice in _CALLBACKS.items()

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint.meta import META
+from lightning_megatron.checkpoint.metadata_file import read_metadata
 from lightning_megatron.config import ConfigError, Problem, raise_if_any
-from lightning_megatron.lightning.hugging_face import computed
+from lightning_megatron.lightning.hugging_face import computed, refuse_unfilled
 from lightning_megatron.lightning.hyper_parameters import config_of, read_meta
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import named_specs
 
 Path = str | os.PathLike[str]
+
+_OF_A_WHOLE_MODEL = "embedding.word.weight"
 
 
 def path_problems(path: Path, model: TransformerConfig) -> list[Problem]:
@@ -49,6 +55,22 @@ def compare(path: Path, meta: Mapping[str, Any], model: object) -> None:
         rank_zero_warn(f"{path} was saved from a model that computes something else with these weights: {told}")
 
 
+def refuse_unfilled_model(path: Path, meta: Mapping[str, Any]) -> None:
+    """Raise where a checkpoint of a whole model describes a far larger one, which is about to be built.
+
+    Raises:
+        CheckpointError: with both sizes.
+    """
+    saved = _saved(meta)
+    if saved is None or not os.path.isdir(path):
+        return
+    entries = read_metadata(pathlib.Path(path)).state_dict_metadata
+    shapes = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    if any(key.endswith(_OF_A_WHOLE_MODEL) for key in shapes):
+        weights = [shape for key, shape in shapes.items() if key.startswith("model.")]
+        refuse_unfilled(f"{os.fspath(path)}/{META}", saved, weights)
+
+
 def _saved(meta: Mapping[str, Any]) -> TransformerConfig | None:
     try:
         return config_of(meta.get("hyper_parameters") or {})
@@ -65,11 +87,15 @@ def _differences(saved: TransformerConfig, model: TransformerConfig) -> dict[str
 
 def _problems(path: Path, saved: TransformerConfig, model: TransformerConfig) -> list[Problem]:
     different = _differences(saved, model)
-    if not different or _shapes(model) == _shapes(saved):
+    if not different or (model.num_layers == saved.num_layers and _shapes(model) == _shapes(saved)):
         return []
     return [Problem(name, ours, f"{path} has {theirs!r}", (theirs,)) for name, (ours, theirs) in different.items()]
 
 
 def _shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return {name: spec.global_shape for name, _, spec in named_specs(GPTModel(config))}
+    """Shapes by name; none where they are beyond what torch can count."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return {name: spec.global_shape for name, _, spec in named_specs(GPTModel(config))}
+    except RuntimeError:
+        return {}

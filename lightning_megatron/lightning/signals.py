@@ -14,6 +14,8 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_megatron.config import Problem, nearest_names
+
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 SAME_PRESS = 1.0
@@ -21,6 +23,13 @@ SAME_PRESS = 1.0
 
 LATE = 1.0
 """Seconds by which a signal may reach one rank later than another."""
+
+
+def signal_problems(names: Sequence[str]) -> list[Problem]:
+    """Names that no system has a signal of."""
+    known = {*(number.name for number in signal.Signals), "SIGUSR1", "SIGUSR2", "SIGHUP"}  # not every system has these
+    unknown = (name for name in names if name not in known)
+    return [Problem("signals", name, "no signal", nearest_names(name, sorted(known))) for name in unknown]
 
 
 class StopSignals:

@@ -43,11 +43,10 @@ class StoppableStrategy(CheckpointStrategy):
         return dataloader
 
     def _end_run(self) -> None:
-        """Leave whole parameters and durable files, and give signals back to Lightning, which gives them back, too."""
+        """Give signals back to Lightning, which gives them back, too."""
         for switch in self._switches:
             switch.give_back()
         if self._run_of is not None and self._own_switch is not None:
             detach(self._own_switch, self._run_of)
         self._own_switch = self._run_of = None
-        self.finish_param_gather()
-        self._close_writer()
+        super()._end_run()

@@ -23,16 +23,19 @@ from lightning_megatron.config import ParallelLayout, Problem, raise_if_any
 from lightning_megatron.lightning.accelerator import be_taken_with, migrate_words, missed_accelerator
 from lightning_megatron.lightning.batch_strategy import BatchStrategy
 from lightning_megatron.lightning.checks import ELSEWHERE, RULES, backend_problems, job_problems
+from lightning_megatron.lightning.comparison import ComparedStrategy
 from lightning_megatron.lightning.engine import StepEngine
+from lightning_megatron.lightning.evaluating_strategy import EvaluatingStrategy
 from lightning_megatron.lightning.grad_reduction import GradReduceDtype, micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.idle import warn_of_idle
-from lightning_megatron.lightning.launcher import CheckedLauncher
+from lightning_megatron.lightning.launcher import LaunchCalls, launcher_of
 from lightning_megatron.lightning.op_report import write_op_report
 from lightning_megatron.lightning.optimizers import OptimizerSet
 from lightning_megatron.lightning.placement import Placement, placement_of, settle
 from lightning_megatron.lightning.precision import MegatronPrecision
+from lightning_megatron.lightning.recorded_strategy import recorded
 from lightning_megatron.lightning.refusals import compile_problems, plugin_problems
-from lightning_megatron.lightning.stoppable_strategy import StoppableStrategy
+from lightning_megatron.lightning.rewind import RewindStrategy
 from lightning_megatron.lightning.watchers import watches_parameters
 from lightning_megatron.lightning.whole_model import introduce
 from lightning_megatron.ops.choice import Ops
@@ -41,12 +44,13 @@ from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.partition import LayerSplit, StageLayers
 from lightning_megatron.pipeline.schedule import schedule_problems
 from lightning_megatron.recompute import RecomputeMethod, RecomputePlan, recompute_problems
+from lightning_megatron.recorder.form import Kind
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 CPCommType = Literal["p2p", "all_gather", "a2a"]
 
 
-class MegatronStrategy(StoppableStrategy, BatchStrategy):
+class MegatronStrategy(EvaluatingStrategy, RewindStrategy, BatchStrategy, ComparedStrategy):
     """Megatron's parallelism for ``Trainer(strategy=MegatronStrategy(tp=8))``.
 
     One batch of the DataLoader is what one data-parallel replica trains on in one step; it is cut into micro-batches of
@@ -93,10 +97,18 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
             device's own, or an error), ``"off"`` (the reference in plain torch), or a variant such as attention's
             ``"fast_softmax"``. ``lightning-megatron ops`` lists them.
         fp8: which linear layers ``ops={"linear_fp8": ...}`` is about, and how they are scaled.
+        check_for_nan_in_loss_and_grad: end the run where a loss, gradient or parameter is NaN or infinite, naming it
+            and its rank, and neither save nor load such a model. ``SpikeGuard`` skips such steps instead.
+        verify_on_load: compare the content of all files of a checkpoint with its manifest before anything is taken from
+            it; ranks share the reading. ``False`` compares lengths.
         async_save: while ``fit`` is running, write checkpoints in the background, from a copy in host memory.
         save_on_signal: end ``fit`` on SIGTERM, SIGUSR1 and Ctrl-C after a step, saved, as ``KillSwitch`` does.
+        record_actions: keep each rank's last actions in ``default_root_dir/.actions`` for ``lightning-megatron why``,
+            until all end well.
         process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
         timeout: after which a collective that nobody answers fails.
+        may_differ: what ranks may be given differently nevertheless, by the names that the error says, e.g.
+            ``["code.*"]``; ``["*"]`` for anything.
         accelerator, parallel_devices, cluster_environment: as in Lightning's strategies.
         checkpoint_io: refused; checkpoints are sharded directories, written by all ranks.
         precision_plugin: a ``MegatronPrecision``, or leave it to ``Trainer(precision=...)``.
@@ -148,16 +160,21 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         gpu_migration: bool = False,
         ops: dict[str, str] | str | None = None,
         fp8: Fp8Recipe | None = None,
+        check_for_nan_in_loss_and_grad: bool = True,
+        verify_on_load: bool = True,
         async_save: bool = False,
         save_on_signal: bool = True,
+        record_actions: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
+        may_differ: list[str] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        self.settings = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         layout = ParallelLayout(
             tp, pp, cp, ep, etp, vpp=vpp, sequence_parallel=sequence_parallel, cp_comm_type=cp_comm_type
         )
@@ -170,15 +187,16 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         self._broadcast_predictions = broadcast_predictions
         self._distributed_optimizer = distributed_optimizer
         self._elementwise = tuple(elementwise_optimizers or ())
-        self._async_save = async_save
-        self._save_on_signal = save_on_signal
+        self._verify_on_load, self._async_save = verify_on_load, async_save
+        self._check_for_nan = check_for_nan_in_loss_and_grad
+        self._record_actions = record_actions
+        self._save_on_signal, self._may_differ = save_on_signal, tuple(may_differ or ())
         self._overlap_grad_reduce = overlap_grad_reduce
         self._overlap_param_gather = overlap_param_gather
         self._grad_reduce_dtype = grad_reduce_dtype
         self._bucket_size = bucket_size
         self._compile = compile
         self._gpu_migration = gpu_migration
-        self._engine: StepEngine | None = None
         self._before: Placement | None = None
         self._accumulating = False
         self._backward_is_done = False
@@ -210,9 +228,9 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         assert self.cluster_environment is not None
         be_taken_with(self.accelerator, type(self))
         raise_if_any(self._environment_problems())
-        if not self.cluster_environment.creates_processes_externally:
-            size = self.num_processes, self.num_nodes
-            self._launcher = CheckedLauncher(self.cluster_environment, *size, self.root_device, self.check)
+        calls = LaunchCalls(self.check, self.note_error, self._begin_fit, self._compare_ranks)
+        job = self.cluster_environment, self.num_processes, self.num_nodes
+        self._launcher = launcher_of(*job, self.root_device, calls)
 
     def _environment_problems(self) -> list[Problem]:
         assert self.parallel_devices is not None
@@ -257,15 +275,21 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         super().setup_environment()
         if self._gpu_migration:
             migrate_words(self.root_device)
-        self.set_world_ranks()
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         self.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
+        self._start_ranks()
+        self._begin_record(trainer)
+        size, dtype = self.micro_batch_size, self.precision_plugin.mode.params
+        self._engine = StepEngine(self.mesh, self.boundary, self._schedule, size, self.root_device, dtype)
+        self._watch_streams(trainer)
+
+    def _start_ranks(self) -> None:
+        """Start the process groups, if they are not there."""
         if self._mesh is None:
+            self._take_device()
             self._before = placement_of(self.lightning_module)
             self._take_place(self._before)
             self._agree_on_seed()
-        size, dtype = self.micro_batch_size, self.precision_plugin.mode.params
-        self._engine = StepEngine(self.mesh, self.boundary, self._schedule, size, self.root_device, dtype)
 
     def _take_place(self, before: Placement | None) -> None:
         """Stand on new groups; or on those of the Trainer before, if what it left behind was built for this layout."""
@@ -274,6 +298,7 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         else:
             self._mesh = self._create_mesh()
 
+    @recorded(Kind.SETUP)
     def setup(self, trainer: Trainer) -> None:
         """Place the model, and for training put it and the optimizers on flat buffers."""
         assert self.accelerator is not None
@@ -281,7 +306,7 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         settle(self.lightning_module, Placement(self.mesh, self.boundary), self._before)
         self.accelerator.setup(trainer)
         self._release_optimizers()
-        self._open_writer(trainer)
+        self._open_saving(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -312,17 +337,14 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
             overlap_param_gather=self._overlap_param_gather and not watched,
             bucket_size=self._bucket_size,
             elementwise=self._elementwise,
+            check_finite=self._check_for_nan,
         )
-        self.precision_plugin.manage(self.sharded_optimizers, self._optimizer_set.check_replicas, watched)
+        found = self._optimizer_set
+        self.precision_plugin.manage(self.sharded_optimizers, found.check_replicas, watched, found.finite_checks)
 
     # Steps
 
-    @property
-    def engine(self) -> StepEngine:
-        """What runs the steps; there once the environment is set up."""
-        assert self._engine is not None
-        return self._engine
-
+    @recorded(Kind.TRAINING_STEP)
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a user's ``training_step``; with several micro-batches, forward and backward of them all.
 
@@ -349,6 +371,7 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
             write_op_report(module, self.ops, self.mesh)
         return optimizers.end_batch(output, batches, self._backward_is_done)
 
+    @recorded(Kind.BACKWARD)
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Differentiate, unless the schedule has done so; the hooks fire either way."""
         assert self.lightning_module is not None
@@ -375,13 +398,15 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         finally:
             self._accumulating = False
 
+    @recorded(Kind.OPTIMIZER_STEP)
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """One step of the user's optimizer."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         devices.mark_step(self.root_device)
         assert self._optimizer_set is not None
         assert self.lightning_module is not None
-        self._optimizer_set.step_is_over(optimizer, self.lightning_module.trainer.is_last_batch)
+        is_last, is_refused = self.lightning_module.trainer.is_last_batch, self.precision_plugin.step_is_refused
+        self._optimizer_set.step_is_over(optimizer, is_last, is_refused)
         return result
 
     def grad_norm(self) -> Tensor:
@@ -394,32 +419,6 @@ class MegatronStrategy(StoppableStrategy, BatchStrategy):
         For ``on_before_optimizer_step``, on all ranks; parameters without a gradient are left out.
         """
         return {} if self._optimizer_set is None else self._optimizer_set.grad_norms()
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A user's ``validation_step`` on every micro-batch."""
-        return self._evaluate("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A user's ``test_step`` on every micro-batch."""
-        return self._evaluate("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A user's ``predict_step`` on every micro-batch, outputs joined."""
-        return self._evaluate("predict_step", *args, **kwargs)
-
-    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        self.finish_param_gather()
-        batch, *rest = [*args, *kwargs.values()]
-        micro_batches = self.engine.split(batch)
-        with self.precision_plugin.forward_context():
-            if micro_batches is None:
-                output = getattr(module, name)(*args, **kwargs)
-                devices.mark_step(self.root_device)
-                return output
-            broadcast = name == "predict_step" and self._broadcast_predictions
-            return self.engine.evaluate(module, name, micro_batches, tuple(rest), broadcast)
 
     def teardown(self) -> None:
         """Let go of the environment. Parameters stay where they are: they are views of flat buffers."""

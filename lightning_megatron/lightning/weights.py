@@ -10,7 +10,8 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_megatron.checkpoint import Loaded, load, local_tensors, model_state
+from lightning_megatron.checkpoint import Check, Loaded, load, local_tensors, model_state, refuse_nonfinite
+from lightning_megatron.checkpoint.together import together
 from lightning_megatron.lightning.foreign import is_foreign, load_foreign_weights
 from lightning_megatron.lightning.hugging_face import take_settings
 from lightning_megatron.lightning.saved_shape import compare
@@ -41,13 +42,18 @@ class Weights:
         """Those of a path, which is remembered from the working directory of today."""
         return cls(Path(path).absolute(), strict, checkpoint)
 
-    def fill(self, module: LightningModule, mesh: ParallelMesh) -> None:
+    def fill(self, module: LightningModule, mesh: ParallelMesh, check: Check = "hashes") -> None:
         """Fill a module whose model is built; all ranks call this.
+
+        Args:
+            module: its model is built.
+            mesh: this rank's.
+            check: the extent to which files are held against what was written.
 
         Raises:
             CheckpointError: on every rank, if anything is wrong on any.
         """
-        load_weights(module, self.path, mesh, strict=self.strict)
+        load_weights(module, self.path, mesh, strict=self.strict, check=check)
         if self.checkpoint is None:
             return
         given = module.state_dict()
@@ -58,8 +64,18 @@ class Weights:
             module.load_state_dict({**given, **edited}, strict=self.strict)
 
 
+def trained_names(module: LightningModule) -> set[str]:
+    """Names of the parameters that must be finite; what is frozen may be a mask."""
+    return {name for name, param in module.named_parameters() if param.requires_grad}
+
+
 def load_weights(
-    module: LightningModule, path: str | os.PathLike[str], mesh: ParallelMesh, *, strict: bool = True
+    module: LightningModule,
+    path: str | os.PathLike[str],
+    mesh: ParallelMesh,
+    *,
+    strict: bool = True,
+    check: Check = "hashes",
 ) -> Loaded | None:
     """Fill the parameters and buffers of a module; all ranks call this, and each reads its own part.
 
@@ -68,6 +84,7 @@ def load_weights(
         path: as :attr:`Weights.path`.
         mesh: this rank's.
         strict: as :attr:`Weights.strict`; of another program's directory all is taken, whatever it says.
+        check: the extent to which files are held against what was written.
 
     Returns:
         What the checkpoint gave beside weights; ``None`` for a directory of another program.
@@ -79,11 +96,13 @@ def load_weights(
         load_foreign_weights(module, path, mesh)
         return None
     specs, tensors = spec_registry(module), local_tensors(module)
-    meta = load(path, {}, mesh).meta
+    meta = load(path, {}, mesh, check=check).meta
     compare(path, meta, getattr(module, "model_shape", None))
     if IMPORTED_FROM in meta:  # it has parameters, and nothing that modules keep beside them
         tensors = {name: tensor for name, tensor in tensors.items() if name in specs}
-    loaded = load(path, model_state(tensors, specs, mesh), mesh, strict=strict)
+    state = model_state(tensors, specs, mesh)
+    loaded = load(path, state, mesh, strict=strict, check="sizes")
+    together(mesh, f"loading {path}", lambda: refuse_nonfinite(state, trained_names(module)))
     take_settings(module, loaded.meta)
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")

@@ -1,10 +1,14 @@
-"""Workers of a DataLoader where a signal goes to all processes of a job: a terminal's Ctrl-C, Slurm's scancel."""
+"""The end of a DataLoader's workers: where a signal goes to all processes of a job, and where their rank is gone."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from types import FrameType
 
 from torch.utils.data import DataLoader
@@ -14,8 +18,8 @@ from torch.utils.data import DataLoader
 class PatientWorker:
     """Start of a worker that leaves it to its rank when to end: the rank's last steps need its batches.
 
-    Of two SIGTERMs the second one counts: torch sends one to a worker that does not end when it should, and Python
-    another when the rank exits.
+    Of two SIGTERMs the second one counts: a rank that exits sends two. A worker that outlives its rank ends itself, in
+    the middle of a sample too, which torch's own look at the rank does not.
 
     Attributes:
         then: what else is to be called at the start; the user's.
@@ -28,12 +32,20 @@ class PatientWorker:
         for name in ("SIGINT", "SIGUSR1"):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _wait_for_another)
+        threading.Thread(target=_end_with_the_rank, name="end-with-the-rank", daemon=True).start()
         if self.then is not None:
             self.then(worker)
 
 
 def _wait_for_another(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
+
+
+def _end_with_the_rank() -> None:
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        rank.join()
+        os._exit(1)
 
 
 def let_workers_outlive_signals(loader: object) -> None:
@@ -44,3 +56,15 @@ def let_workers_outlive_signals(loader: object) -> None:
     """
     if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, PatientWorker):
         loader.worker_init_fn = PatientWorker(loader.worker_init_fn)
+        # Python sends daemonic children one SIGTERM when a process exits, and waits. torch sends another before, unless
+        # an exception still holds its iterator: then workers would wait for their rank, and it for them.
+        Finalize(None, _end_daemons, exitpriority=100)
+
+
+def _end_daemons() -> None:
+    children = [child for child in multiprocessing.active_children() if child.daemon]
+    for seconds in (0.2, 1.0):  # two signals at once would be one
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.join(seconds)

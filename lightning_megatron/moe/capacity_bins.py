@@ -158,6 +158,10 @@ class CapacityBins(nn.Module):
         if interval and int(self.steps) % interval == 0 and self.rows[0] > 0:
             self._cut_anew()
 
+    def forget_step(self) -> None:
+        """Count nothing of a step that was not taken."""
+        self._seen = None
+
     def _cut_anew(self) -> None:
         requested, used = self.rows.tolist()
         if used / requested - 1 > self.config.moe_capacity_bins_max_overhead:

@@ -159,3 +159,8 @@ class Router(nn.Module):
         if counts.any():
             missing = counts.float().mean() - counts.float()
             self.expert_bias += self.config.moe_expert_bias_update_rate * missing.sign()
+
+    def forget_step(self) -> None:
+        """The load of a step that was not taken moves nothing."""
+        self.load.end_batch()
+        self.load.take_step(self.weight.device)

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
+from lightning_megatron.recorder.form import Kind
 
 if TYPE_CHECKING:
     from lightning_megatron.optim.buffer import BufferKey, Slot
@@ -75,8 +77,8 @@ class Bucket:
         self.own_params = params[offset : offset + length]
         self.own_grads = grads[offset : offset + length]
         self.reduce_started = self.is_mean = False
-        self._reducing: tuple[dist.Work, Tensor] | None = None
-        self._gathering: dist.Work | None = None
+        self._reducing: Pending | None = None
+        self._gathering: Pending | None = None
 
     @property
     def own_end(self) -> int:
@@ -91,16 +93,19 @@ class Bucket:
         sent = self.grads.to(dtype)  # itself where the dtype is that already
         if self.sharded:
             own = sent.view(self.axis.size, -1)[self.axis.rank]
-            self._reducing = _reduce_scatter(own, sent, group=self.axis.group, async_op=True), own
+            call = self.axis.call(Kind.REDUCE_SCATTER, sent)
+            work = call.issue(_reduce_scatter, own, sent, group=self.axis.group, async_op=True)
+            self._reducing = Pending(own, work, call)
         else:
-            self._reducing = dist.all_reduce(sent, group=self.axis.group, async_op=True), sent
+            call = self.axis.call(Kind.ALL_REDUCE, sent)
+            work = call.issue(dist.all_reduce, sent, group=self.axis.group, async_op=True)
+            self._reducing = Pending(sent, work, call)
 
     def finish_reduce(self) -> None:
         """Wait for the sum and make it the mean (no AVG on the wire: HCCL has none)."""
         if self._reducing is not None:
-            work, own = self._reducing
-            work.wait()
-            self._reducing = None
+            pending, self._reducing = self._reducing, None
+            own = pending.wait()
             if own.dtype != self.own_grads.dtype:
                 self.own_grads.copy_(own)
         if self.reduce_started and self._mean_over > 1:
@@ -122,10 +127,12 @@ class Bucket:
         """Begin to put the shares of all ranks together in ``params``."""
         self.finish_gather()
         if self.sharded:
-            self._gathering = _all_gather(self.params, self.own_params, group=self.axis.group, async_op=True)
+            call = self.axis.call(Kind.ALL_GATHER, self.params)
+            work = call.issue(_all_gather, self.params, self.own_params, group=self.axis.group, async_op=True)
+            self._gathering = Pending(self.params, work, call)
 
     def finish_gather(self) -> None:
         """Wait until ``params`` is whole; costs nothing if no gather is under way."""
         if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+            pending, self._gathering = self._gathering, None
+            pending.wait()

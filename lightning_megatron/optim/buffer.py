@@ -7,7 +7,7 @@ https://arxiv.org/abs/1910.02054); gradients are accumulated in fp32 whatever th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -261,6 +261,9 @@ class FlatBuffer:
         self.params = torch.zeros(plans[-1].end, dtype=key.dtype, device=device)
         self.grads = torch.zeros(plans[-1].end, dtype=grad_dtype, device=device)
         self.buckets: list[Bucket] = []
+        starts = [start for plan in plans for start in plan.starts]
+        taken = zip(starts, (o.param.numel() for o in backward_order), strict=True)
+        self._gaps = _gaps(taken, plans[-1].end).to(device)
         for plan in plans:
             here = backward_order[plan.first : plan.first + len(plan.starts)]
             slots = [self._slot(o, start, alias_grads, leave_grads) for o, start in zip(here, plan.starts, strict=True)]
@@ -270,6 +273,11 @@ class FlatBuffer:
                     axis, shard, mean_over or axis.size,
                 )
             )  # fmt: skip
+
+    def clear_gaps(self) -> None:
+        """Zeros between parameters: a NaN that gradients are scaled with would stay there, and count in every norm."""
+        if self._gaps.numel():
+            self.grads.index_fill_(0, self._gaps, 0)
 
     def _slot(self, owned: OwnedParam, start: int, aliased: bool, left_alone: bool) -> Slot:
         param = owned.param
@@ -284,6 +292,20 @@ class FlatBuffer:
         if given is not None:
             slot.adopt(given)
         return slot
+
+
+def _gaps(taken: Iterable[tuple[int, int]], end: int) -> Tensor:
+    """Places in a buffer of ``end`` elements that belong to no parameter.
+
+    Args:
+        taken: start and length of the parameters, in order.
+        end: elements of the buffer.
+    """
+    found, free = [torch.empty(0, dtype=torch.int64)], 0
+    for start, length in (*taken, (end, 0)):
+        found.append(torch.arange(free, start))
+        free = start + length
+    return torch.cat(found)
 
 
 def _set_grad_dtype(param: Any, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.buffer import Slot
 from lightning_megatron.optim.main import MainValues
+from lightning_megatron.recorder.form import Kind
 
 
 class OtherRanks:
@@ -55,7 +56,7 @@ class OtherRanks:
     def _agreed(self, bucket: Bucket) -> set[Slot]:
         if bucket not in self._nowhere:
             reached = torch.tensor([float(slot.filled) for slot in bucket.slots], device=bucket.grads.device)
-            dist.all_reduce(reached, group=bucket.axis.group)
+            bucket.axis.call(Kind.ALL_REDUCE, reached).run(dist.all_reduce, reached, group=bucket.axis.group)
             found = zip(bucket.slots, reached.tolist(), strict=True)
             self._nowhere[bucket] = {slot for slot, count in found if not count}
         return self._nowhere[bucket]

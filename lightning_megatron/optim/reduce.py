@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.bucket import Bucket
+from lightning_megatron.recorder.form import Kind
 
 
 class GradReducer:
@@ -25,6 +27,7 @@ class GradReducer:
     Attributes:
         sync: whether the backward that runs now is the last of the step for the parameters it reaches.
         complete: whether :meth:`finish` has run since gradients were last cleared or added to.
+        look: called with each bucket once its gradients are complete and still this rank's own.
 
     Args:
         tp: the ranks that gradients of ``grad_sum_over_tp`` buckets are summed over.
@@ -35,6 +38,7 @@ class GradReducer:
     def __init__(self, tp: Axis, *, dtype: torch.dtype | None, overlap: bool) -> None:
         self.sync = False
         self.complete = False
+        self.look: Callable[[Bucket], None] | None = None
         self._tp = tp
         self._dtype = dtype
         self._overlap = overlap
@@ -100,22 +104,34 @@ class GradReducer:
             self._next += 1
 
     def _start(self, bucket: Bucket) -> None:
+        if self.look is not None and bucket.axis.size > 1:
+            self.look(bucket)
         bucket.start_reduce(self._dtype or bucket.grads.dtype)
 
     def finish(self) -> None:
         """Send what has not been sent, wait for all of it; gradients of own shares are means afterwards."""
         for bucket in self._queue[self._next :]:
             self._start(bucket)
+        self.look_at_late()
+        if self.look is not None:
+            for bucket in self._queue:  # hooks of the user's may have edited what nobody else has been sent
+                self.look(bucket)
         self._sum_over_tp()
         for bucket in self._late:
             self._start(bucket)
         self._end()
 
+    def look_at_late(self) -> None:
+        """Have those looked at that something is still to be added to."""
+        if self.look is not None:
+            for bucket in self._late:
+                self.look(bucket)
+
     def _sum_over_tp(self) -> None:
         if self._tp.size > 1:
             summed = [bucket for bucket in self._late if bucket.key.grad_sum_over_tp]
-            for work in [dist.all_reduce(b.grads, group=self._tp.group, async_op=True) for b in summed]:
-                work.wait()
+            for pending in [_summing(bucket.grads, self._tp) for bucket in summed]:
+                pending.wait()
             for bucket in summed:
                 bucket.is_mean = True
 
@@ -159,6 +175,11 @@ class GradReducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _summing(grads: Tensor, axis: Axis) -> Pending:
+    call = axis.call(Kind.ALL_REDUCE, grads)
+    return Pending(grads, call.issue(dist.all_reduce, grads, group=axis.group, async_op=True), call)
 
 
 def _noting(arrived: WeakMethod[Callable[[int, int], None]], bucket: int, slot: int) -> Callable[[Tensor], None]:

@@ -15,6 +15,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.clip import local_norm
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec
+from lightning_megatron.recorder.form import Kind
 
 STEPS = 3
 TOLERANCE = 1e-2
@@ -50,7 +51,8 @@ class ReplicaCheck:
         if not all_reduce_max(torch.tensor(float(bool(faults)), device=self._mesh.rng.device), self._mesh.world).item():
             return
         told: list[list[str]] = [[] for _ in range(self._mesh.world.size)]
-        torch.distributed.all_gather_object(told, faults, group=self._mesh.host_group)
+        call = self._mesh.host.call(Kind.ALL_GATHER_OBJECT)
+        call.run(torch.distributed.all_gather_object, told, faults, group=self._mesh.host_group)
         names = ", ".join(sorted({name for found in told for name in found}))
         raise ReplicaError(
             f"gradients of {names} differ between tensor-parallel ranks, each of which holds these parameters whole:"

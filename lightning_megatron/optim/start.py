@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.params import ParamSpec
+from lightning_megatron.recorder.form import Kind
 
 
 @torch.no_grad()
@@ -33,4 +34,4 @@ def start_alike(named_params: Iterable[tuple[str, nn.Parameter, ParamSpec]], mes
 
 def _broadcast(param: nn.Parameter, axis: Axis) -> None:
     if axis.size > 1:
-        dist.broadcast(param.data, axis.ranks[0], group=axis.group)
+        axis.call(Kind.BROADCAST, param.data).run(dist.broadcast, param.data, axis.ranks[0], group=axis.group)

@@ -262,6 +262,19 @@ class ShardedOptimizer(HeldState):
     def _grads(self) -> list[Tensor]:
         return [main.grad for main in self.main_params if main.grad is not None]
 
+    def on_local_grads(self, look: Callable[[Bucket], None]) -> None:
+        """Have every bucket looked at when its gradients are complete and still this rank's own; maybe twice."""
+        self._reducer.look = look
+
+    def look_at_held(self) -> None:
+        """Before other pipeline stages' gradients are added to those of tied parameters."""
+        self._reducer.look_at_late()
+
+    def stepped(self) -> Iterator[tuple[Bucket, nn.Parameter, int]]:
+        """The tensors the optimizer updates: main parameters, their bucket, and the place of their first element."""
+        for bucket, main in self._mains.items():
+            yield from ((bucket, part.param, bucket.own_start + part.start) for part in main.parts)
+
     def grad_norm(self) -> Tensor:
         """L2 norm of the whole model's gradient, each element counted once: fp32 scalar, equal on all ranks."""
         self._take_edited_grads()
@@ -301,6 +314,8 @@ class ShardedOptimizer(HeldState):
         """Multiply all gradients (``1 / loss_scale`` undoes a loss scale)."""
         for grad in self._grads():
             grad.mul_(factor)
+        for buffer in self.buffers:
+            buffer.clear_gaps()
 
     def found_inf(self) -> bool:
         """True if any rank's gradient has an infinity or a NaN; agreed by all ranks."""

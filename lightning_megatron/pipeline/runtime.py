@@ -24,6 +24,11 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline.action import Action, Message, message_in, rank_of
 from lightning_megatron.pipeline.schedule import build_schedule, forward_only
 from lightning_megatron.pipeline.transfer import Step, Transfer, add_transfers
+from lightning_megatron.recorder.call import PeerLostError
+from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.recorder import Lane
+
+__all__ = ["PeerLostError", "PipelineRuntime", "StageWork", "evaluation_plan", "training_plan"]
 
 
 class StageWork(Protocol):
@@ -97,14 +102,15 @@ class PipelineRuntime:
             try:
                 if isinstance(step, Transfer):
                     run.post(step)
-                elif step.kind == "F":
-                    run.forward(step, keep=trains)
-                elif final[step.stage, step.kind] == step:
-                    with work.last_backward():
+                    continue
+                with _written_down(step, self._axis.lane):
+                    if step.kind == "F":
+                        run.forward(step, keep=trains)
+                    elif final[step.stage, step.kind] == step:
+                        with work.last_backward():
+                            execute[step.kind](step)
+                    else:
                         execute[step.kind](step)
-                else:
-                    execute[step.kind](step)
-                if isinstance(step, Action):
                     mark_step(self._device)
             except Exception as error:
                 _note(error, f"on pipeline rank {self._axis.rank} of {self._axis.size}, at {step}")
@@ -112,8 +118,20 @@ class PipelineRuntime:
         run.finish()
 
 
-class PeerLostError(RuntimeError):
-    """The other end of a message has failed, is gone or has fallen behind; ``__cause__`` is what the backend says."""
+_KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_BACKWARD, "W": Kind.WEIGHT_BACKWARD}
+
+
+@contextmanager
+def _written_down(action: Action, lane: Lane | None) -> Iterator[None]:
+    if lane is None:
+        yield
+        return
+    lane.stage, lane.microbatch = action.stage, action.microbatch
+    try:
+        with lane.during(_KINDS[action.kind]):
+            yield
+    finally:
+        lane.stage = lane.microbatch = -1
 
 
 @contextmanager
@@ -121,10 +139,10 @@ def _waiting_for(message: Message, axis: Axis, peer: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerLostError(
-            f"waited for the {message}: pipeline rank {peer} (rank {axis.ranks[peer]} of the job) at the other end has"
-            " failed, ended or fallen behind; what it printed itself says why"
-        ) from error
+        said = f"waited for the {message}: pipeline rank {peer} (rank {axis.ranks[peer]} of the job) at the other end"
+        if isinstance(error, PeerLostError):
+            raise PeerLostError(f"{said} did not answer; {error}") from error.__cause__
+        raise PeerLostError(f"{said} has failed, ended or fallen behind; what it printed itself says why") from error
 
 
 def _note(error: Exception, text: str) -> None:

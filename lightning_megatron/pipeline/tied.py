@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_reduce, start_all_reduce
 from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.recorder.form import Kind
 
 Held = Mapping[str, tuple[int, ...]]
 """Parameters of a stage by name, with their local shapes."""
@@ -39,7 +40,8 @@ def held_by_stages(own: Held, mesh: ParallelMesh) -> list[Held]:
     """
     told: list[tuple[int, Held] | None] = [None] * mesh.world.size
     speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
-    dist.all_gather_object(told, (mesh.pp.rank, dict(own)) if speaks else None, group=mesh.host_group)
+    said = (mesh.pp.rank, dict(own)) if speaks else None
+    mesh.host.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, told, said, group=mesh.host_group)
     return [held for _, held in sorted((entry for entry in told if entry is not None), key=lambda entry: entry[0])]
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers.logger import Logger
 
 from lightning_megatron import device as devices
 from lightning_megatron.lightning.strategy import MegatronStrategy
+from lightning_megatron.testing import one_card
 
 
 class PoolEnvironment(ClusterEnvironment):
@@ -53,12 +54,12 @@ class PoolEnvironment(ClusterEnvironment):
         """The group knows."""
 
     def local_rank(self) -> int:
-        """All workers are on one node."""
-        return self.global_rank()
+        """All workers are on one node, or each on one of its own."""
+        return 0 if one_card.enabled() else self.global_rank()
 
     def node_rank(self) -> int:
-        """All workers are on one node."""
-        return 0
+        """All workers are on one node, or each on one of its own."""
+        return self.global_rank() if one_card.enabled() else 0
 
 
 class Recorder(Logger):
@@ -101,11 +102,18 @@ class Recorder(Logger):
         return [row[name] for row in self.rows if name in row]
 
 
+def kind_in_tests() -> devices.DeviceKind:
+    """The kind of device that our strategy trains on in tests; strategies of Lightning's stay on the CPU."""
+    if one_card.enabled():
+        return devices.CUDA
+    return devices.HPU if devices.hpu_available() else devices.CPU
+
+
 def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
     """A Trainer on all ranks of the process group that logs every step to ``logger`` and prints nothing.
 
-    It trains on the CPU; or, with our strategy, on a Gaudi if there is one. Strategies of Lightning's are what runs are
-    compared with, and stay on the CPU.
+    It trains on the CPU; or, with our strategy, on a Gaudi if there is one, or on the card that all ranks share.
+    Strategies of Lightning's are what runs are compared with, and stay on the CPU.
 
     Args:
         strategy: as for ``Trainer``.
@@ -113,7 +121,7 @@ def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
     """
     environment = PoolEnvironment()
     plugins = [environment, *options.pop("plugins", ())]
-    kind = devices.HPU if devices.hpu_available() and isinstance(strategy, MegatronStrategy) else devices.CPU
+    kind = kind_in_tests() if isinstance(strategy, MegatronStrategy) else devices.CPU
     quiet: dict[str, Any] = {
         "accelerator": kind.type,
         "devices": environment.world_size(),
@@ -125,4 +133,7 @@ def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
         "log_every_n_steps": 1,
         "num_sanity_val_steps": 0,
     }
-    return Trainer(strategy=strategy, **quiet | options)
+    chosen = quiet | options
+    if one_card.enabled():
+        chosen |= {"devices": 1, "num_nodes": chosen["devices"]}
+    return Trainer(strategy=strategy, **chosen)

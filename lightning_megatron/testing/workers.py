@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from lightning_megatron import device as devices
-from lightning_megatron.testing import hpu
+from lightning_megatron.testing import hpu, one_card
 
 PRELOAD = [
     "torch",
@@ -39,6 +39,7 @@ PRELOAD = [
     "lightning.pytorch",
     "lightning_megatron",
     "lightning_megatron.testing.workers",
+    "lightning_megatron.testing.preloaded",
 ]
 
 
@@ -55,6 +56,8 @@ class WorkerTimeoutError(TimeoutError):
 
 
 _LEFT = b"left"
+_VICTIMS = ("Connection", "gloo", "PeerLostError")
+"""Words in the errors of ranks whose peers have failed."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,14 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
     backend = devices.CPU.backend
     if hpu.enabled():
         backend = ",".join(f"{kind.type}:{kind.backend}" for kind in (devices.CPU, devices.HPU))
+    if one_card.enabled():
+        one_card.become_a_node(rank)
+        backend = one_card.BACKEND
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     torch.set_num_threads(1)
     stack_file = open(stacks, "w")  # noqa: SIM115 - faulthandler keeps it for the life of the process
     faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
+    environment = dict(os.environ)
     gc.freeze()  # what is imported stays: a collection need not look at it
     while (task := tasks.recv()) is not None:
         store = dist.FileStore(  # type: ignore[attr-defined]
@@ -107,6 +114,10 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
                 with suppress(RuntimeError):  # of a rank that has failed
                     settle(dist.group.WORLD)
             dist.destroy_process_group()
+        # Seeds and the like that a Trainer has left there, of fewer ranks maybe than the next function runs on.
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.use_deterministic_algorithms(False)
         # Groups of a mesh live as long as a Trainer, which is a cycle; each has three threads that wake all the time.
         function = args = kwargs = outcome = payload = None  # type: ignore[assignment]
         gc.collect()
@@ -168,7 +179,7 @@ class WorkerPool:
         # A rank that fails makes its peers fail in gloo: show the one that began it.
         failed = {rank: value for rank, (fine, value) in outcomes.items() if not fine}
         if failed:
-            first = min(failed, key=lambda r: ("Connection" in failed[r][1] or "gloo" in failed[r][1], r))
+            first = min(failed, key=lambda r: (any(word in failed[r][1] for word in _VICTIMS), r))
             error, text = failed[first]
             raise WorkerError(first, text) from error
         return [outcomes[rank][1] for rank in range(world_size)]
@@ -240,6 +251,11 @@ class WorkerPool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of the processes that have been started."""
+        return [process.pid for process, _ in self._workers if process.pid is not None]
 
     def close(self) -> None:
         """End all workers, by force if need be; the next :meth:`run` starts new ones."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from jobs import DP2, PP2, TP2, Layout, Ranks, language_model, on_all, shard, texts, trainer_for
+from layouts import DP2, PP2, TP2, Layout, Ranks, language_model, on_all, shard, texts, trainer_for
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_megatron.checkpoint import draft, publish, transfer, verify
+from lightning_megatron.checkpoint import background, draft, publish, transfer, verify
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.testing.trainer import Recorder
 from lightning_megatron.testing.workers import WorkerError
@@ -25,7 +25,7 @@ from lightning_megatron.testing.workers import WorkerError
 class DiesWriting(FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         file = Path(self.path) / "__1_0.distcp"
-        if file.parent.name == "step=4.ckpt.saving" and dist.get_rank() == 1:
+        if file.parent.name.startswith("step=4.ckpt.") and dist.get_rank() == 1:
             file.write_bytes(b"half")
             os._exit(9)
         return super().write_data(plan, planner)
@@ -35,16 +35,16 @@ def dies(path: Path) -> None:
     os._exit(9)
 
 
-def publishes_once(path: Path) -> None:
+def publishes_once(temporary: Path, path: Path) -> None:
     if path.name == "step=4.ckpt":
         os._exit(9)
-    publish.publish(path)
+    publish.publish(temporary, path)
 
 
 DEATHS: dict[str, tuple[Any, str, Any]] = {
     "while it is written": (transfer, "FileSystemWriter", DiesWriting),
     "before it has its name": (draft, "publish", publishes_once),
-    "before the older one goes": (publish, "remove", dies),
+    "before the older one goes": (background, "remove", dies),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import (
+from layouts import (
     DP2,
     LAYOUTS,
     LIGHTNING_2_6,
@@ -85,7 +85,8 @@ def from_one_device(layout: Layout, folder: str, tied: bool, fits: bool = True) 
     return recorder.series("train_loss"), found
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow, id=""), pytest.param(True, id="tied")])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [pytest.param(False, id=""), pytest.param(True, id="tied")])
 def test_37_a_checkpoint_of_one_device_loads_on_every_layout(ranks: Ranks, tmp_path: Path, tied: bool) -> None:
     # Hugging Face directories: tests/trainer/test_hugging_face.py.
     expected = on_all(ranks, STOCK, one_device, str(tmp_path), tied)

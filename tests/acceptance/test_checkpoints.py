@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs import (
+from layouts import (
     DP2,
     LAYOUTS,
     ONE,
@@ -297,7 +297,7 @@ import lightning as L
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning_megatron import MegatronStrategy
 sys.path.insert(0, {tests!r})
-from jobs import TP2, language_model, loader
+from layouts import TP2, language_model, loader
 
 class FailsAlone(L.Callback):
     def on_train_batch_end(self, trainer, *_):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import (
+from layouts import (
     DP2,
     LAYOUTS,
     LENGTH,
@@ -149,6 +149,7 @@ def scalars(directory: Path) -> dict[tuple[str, int], float]:
     return once
 
 
+@pytest.mark.slow
 def test_19_callback_metrics_are_identical_on_all_ranks_after_every_batch(ranks: Ranks) -> None:
     for layout in (TP2, PP2, TP2PP2):
         seen, bar = on_all(ranks, layout, measured)  # fails where ranks differ
@@ -254,6 +255,7 @@ def monitored(layout: Layout, directory: Path) -> Mapping[str, list[float]]:
     return {word: recorder.series(name) for word, name in wanted.items()}
 
 
+@pytest.mark.slow
 def test_24_monitors_run_and_count_batches_of_the_optimizer(ranks: Ranks, tmp_path: Path) -> None:
     for layout in LAYOUTS:
         series = ranks(layout.world_size, monitored, layout, tmp_path)[0]
@@ -337,7 +339,7 @@ def profiled(layout: Layout, name: str, directory: Path) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
+@pytest.mark.parametrize("name", ["simple", "advanced", pytest.param("pytorch", marks=pytest.mark.slow)])
 def test_26_profilers_report_once_per_rank(ranks: Ranks, tmp_path: Path, name: str) -> None:
     ranks(2, profiled, PP2, name, tmp_path)
     reports = sorted(path for path in tmp_path.iterdir() if path.suffix == ".txt")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import re
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import (
+from layouts import (
     LAYOUTS,
     LIGHTNING_2_6,
     ONE,
@@ -35,13 +36,14 @@ from torch.optim import Optimizer
 
 from lightning_megatron import ConfigError, GPTModule
 from lightning_megatron import device as devices
+from lightning_megatron.testing.trainer import kind_in_tests
 
 # 1, 2
 
 
 def test_01_one_rank_is_stock_lightning_bit_for_bit(ranks: Ranks) -> None:
     stock, ours = on_all(ranks, STOCK, series), on_all(ranks, ONE, series)
-    if devices.hpu_available():  # whose attention and optimizer are not those of the CPU that stock trains on
+    if kind_in_tests() is not devices.CPU:  # whose attention and optimizer are not those of the CPU of the stock run
         assert_close(ours, stock)
     else:
         assert ours == stock
@@ -52,7 +54,9 @@ def ten_steps(layout: Layout, preset: str) -> dict[str, list[float]]:
     return series(layout, module=language_model(preset=preset), max_epochs=3, max_steps=10)
 
 
-@pytest.mark.parametrize("preset", ["gpt-tiny", "llama-tiny", "mixtral-tiny"])
+@pytest.mark.parametrize(
+    "preset", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-tiny", "llama-tiny")), "mixtral-tiny"]
+)
 def test_02_ten_steps_are_equal_on_all_layouts(ranks: Ranks, preset: str) -> None:
     expected = on_all(ranks, ONE, ten_steps, preset)
     assert len(expected["train_loss"]) == 10
@@ -171,6 +175,7 @@ def twice_the_batch(layout: Layout) -> tuple[Any, Any, Any]:
     return accumulated(layout, batches=loader(layout, batch_size=2 * layout.batch_size))
 
 
+@pytest.mark.slow
 def test_05_accumulation_equals_a_larger_batch_and_counts_as_stock(ranks: Ranks) -> None:
     (counts, losses, norms) = on_all(ranks, STOCK, accumulated_two)
     (_, _, norms_of_large_batches) = on_all(ranks, ONE, twice_the_batch)
@@ -220,7 +225,7 @@ def clipped(layout: Layout, algorithm: str, value: float) -> list[float]:
     return series(layout, module=language_model(WithSGD), **options)["train_loss"]
 
 
-@pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.1), ("value", 0.01)])
+@pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.1), pytest.param("value", 0.01, marks=pytest.mark.slow)])
 def test_07_clipping_is_equal_on_all_layouts(ranks: Ranks, algorithm: str, value: float) -> None:
     expected, unclipped = on_all(ranks, STOCK, clipped, algorithm, value), on_all(ranks, STOCK, clipped, "norm", 1e6)
     assert expected[-1] != pytest.approx(unclipped[-1], rel=1e-3)
@@ -250,7 +255,7 @@ STOPS: dict[str, dict[str, Any]] = {
     "limit_train_batches as a share": {"limit_train_batches": 0.75},
     "val_check_interval": {"val_check_interval": 3},
     "val_check_interval as a share": {"val_check_interval": 0.5},
-    "val_check_interval as a time": {"val_check_interval": "00:00:00:01", "max_epochs": 1},
+    "val_check_interval as a time": {"val_check_interval": "00:01:00:00", "max_epochs": 1},
     "val_check_interval across epochs": {"val_check_interval": 3, "check_val_every_n_epoch": None, "max_epochs": 2},
     "check_val_every_n_epoch": {"check_val_every_n_epoch": 2, "max_epochs": 3},
     "overfit_batches": {"overfit_batches": 2, "max_epochs": 2},
@@ -338,7 +343,8 @@ def with_anomalies(layout: Layout, module: type[GPTModule]) -> str:
 @pytest.mark.parametrize("owner", [0, 1])
 def test_10_an_anomaly_is_reported_by_the_stage_that_owns_the_operation(ranks: Ranks, owner: int) -> None:
     texts = ranks(2, with_anomalies, PP2, PoisonedLast if owner else Poisoned)
-    named = ["returned nan values" in text and "Backward0" in text for text in texts]
+    # The other stage's error quotes this one's, if it has been seen by then.
+    named = [re.match(r"Function '\w+Backward0' returned nan values", text) is not None for text in texts]
     assert named == [owner == 0, owner == 1], texts
 
 

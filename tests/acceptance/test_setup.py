@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import (
+from layouts import (
     DP2,
     LAYOUTS,
     ONE,
@@ -44,7 +44,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import ConfigError, GPTModule, MegatronHPUStrategy, MegatronPrecision, MegatronStrategy
 from lightning_megatron import device as devices
 from lightning_megatron.optim.scaler import DynamicLossScale
-from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 
 # 39
 
@@ -180,7 +180,7 @@ def test_42_the_strategy_finds_the_device_of_this_machine() -> None:
 
 @pytest.mark.skipif(devices.hpu_available(), reason="there is one")
 def test_42_an_hpu_that_is_not_there_is_refused_with_the_fix() -> None:
-    with pytest.raises(ConfigError, match=r"habana_frameworks.*nearest valid: auto, cpu"):
+    with pytest.raises(ConfigError, match=r"habana_frameworks.*nearest valid: auto, (cpu|cuda)"):
         Trainer(strategy=MegatronHPUStrategy(), accelerator="hpu", devices=1)
 
 
@@ -359,8 +359,9 @@ def test_50_the_package_imports_without_an_accelerator() -> None:
     subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True, env={**os.environ, **hidden})
 
 
+@pytest.mark.skipif(devices.hpu_available(), reason="there it changes something")
 def test_a_flag_for_gaudi_changes_nothing_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         migrating, _ = fit(ONE, strategy={"gpu_migration": True}, max_steps=1)
     assert migrating.global_step == 1
-    assert caplog.text.count("gpu_migration=True changes nothing on cpu") == 1
+    assert caplog.text.count(f"gpu_migration=True changes nothing on {kind_in_tests().type}") == 1

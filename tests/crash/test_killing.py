@@ -4,7 +4,7 @@ import pytest
 from killing import run
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_killed_jobs_resume_bit_for_bit_and_leave_nothing_half_written(tmp_path):
     # A few; sixty are one call: see killing.py.
     assert sum(run(4, 1, tmp_path).values()) == 4

@@ -39,6 +39,7 @@ from lightning_megatron import (
     ParallelLayout,
     Throughput,
     TransformerConfig,
+    UploadCheckpoints,
     VerifyCheckpoint,
 )
 from lightning_megatron.data import DataError, IndexedDatasetWriter
@@ -98,6 +99,7 @@ STRATEGY: Mapping[str, Sequence[Any]] = {
     "fp8": (None, None, Fp8Recipe(), Fp8Recipe(linears=("fc3",)), Fp8Recipe(margin="1", linears=None)),  # type: ignore[arg-type]
     "process_group_backend": (None, None, "gloo", "nccl", "bogus"),
     "timeout": (timedelta(minutes=1), timedelta(0)),
+    "may_differ": (None, ["code.*"], "code.*"),
 }
 MODULE: Mapping[str, Sequence[Any]] = {
     "config": ("llama-tiny", "gpt-tiny", "mixtral-tiny", "lama-tiny", {"num_layers": 2}, {"n_layer": 2}),
@@ -116,8 +118,9 @@ LAYOUT: Mapping[str, Sequence[Any]] = {
 CALLBACKS: Mapping[Callable[..., Any], Mapping[str, Sequence[Any]]] = {
     Throughput: {"window": (None, 2)},
     ExpertTelemetry: {"every_n_steps": (1, 50), "directory": (None, "pictures", Path("pictures"))},
-    KillSwitch: {"path": (None, "stop", Path("stop")), "check_every": (0, 1.5), "signals": (("SIGTERM",), [])},
+    KillSwitch: {"path": (None, "stop", Path("stop")), "check_every": (0, 1.5), "signals": (("SIGTERM",), ["SIGFOO"])},
     VerifyCheckpoint: {},
+    UploadCheckpoints: {},
 }
 
 

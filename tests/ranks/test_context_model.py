@@ -67,11 +67,18 @@ def check_models(layout: ParallelLayout, rtol: float) -> dict[str, Any]:
     return {case: faults for case, faults in wrong.items() if faults}
 
 
-@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+COMM_TYPES = ("p2p", "all_gather", "a2a")
+SIZES = {"cp2": (1, 2, None), "cp4": (1, 4, None), "tp2cp2sp": (2, 2, True), "tp2cp2": (2, 2, False)}
+OFTEN = [*(("cp2", each) for each in COMM_TYPES), ("cp4", "p2p"), ("tp2cp2sp", "a2a")]
+GRID = [(name, each) for name in SIZES for each in COMM_TYPES]
+
+
 @pytest.mark.parametrize(
-    ("tp", "cp", "sp"),
-    [(1, 2, None), (1, 4, None), (2, 2, True), pytest.param(2, 2, False, marks=pytest.mark.slow)],
-    ids=["cp2", "cp4", "tp2cp2sp", "tp2cp2"],
+    ("tp", "cp", "sp", "comm_type"),
+    [
+        pytest.param(*SIZES[name], each, marks=() if (name, each) in OFTEN else pytest.mark.slow, id=f"{name}-{each}")
+        for name, each in GRID
+    ],
 )
 def test_loss_logits_and_all_gradients_equal_one_process(ranks, tp, cp, sp, comm_type):
     layout = ParallelLayout(tp=tp, cp=cp, sequence_parallel=sp, cp_comm_type=comm_type)

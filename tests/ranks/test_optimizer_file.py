@@ -72,7 +72,7 @@ def test_the_file_is_safetensors_with_whole_tensors(tmp_path, ranks):
         assert found[f"optimizer_0.state.{name}.step"] == 7.0
 
 
-@pytest.mark.parametrize("layout", ["tp2pp2dp2", "tp2dp2ep2"])
+@pytest.mark.parametrize("layout", [pytest.param("tp2pp2dp2", marks=pytest.mark.slow), "tp2dp2ep2"])
 def test_memory_falls_from_level_to_level(tmp_path, ranks, layout, monkeypatch, record_property):
     monkeypatch.setitem(LAYOUTS, "tp2pp2dp2", {"tp": 2, "pp": 2, "dp": 2})
     width, nodes = 512, 2

@@ -108,7 +108,7 @@ def test_a_worker_that_does_not_end_is_killed():
 
 
 @pytest.mark.slow
-def test_workers_that_hang_end_with_the_process_that_made_them():
+def test_workers_that_hang_end_with_the_process_that_made_them(tmp_path):
     code = """
 import os, threading, time
 from lightning_megatron.testing.workers import WorkerPool
@@ -118,7 +118,9 @@ threading.Thread(target=pool.run, args=(2, time.sleep, 600), daemon=True).start(
 time.sleep(1)
 os._exit(0)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # a process that ends so removes nothing
+    words = [sys.executable, "-c", code]
+    result = subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=600)
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("workers"))  # gloo may print others
     workers = [int(word) for word in line.split()[1:]]
     assert len(workers) == 2

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from lightning_megatron import GPTModule, KillSwitch, MegatronStrategy, VerifyCheckpoint
 from lightning_megatron.checkpoint import CheckpointError, transfer, verify
 from lightning_megatron.checkpoint.manifest import read_manifest
+from lightning_megatron.checkpoint.publish import Unfinished
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 PATIENCE = 120.0  # seconds; a disk that nobody lets go in that time is a step that waited for it
@@ -31,7 +32,7 @@ class Disk(FileSystemWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         directory = Path(self.path)
-        folder, name = directory.parent.parent, directory.name.removesuffix(".saving")
+        folder, name = directory.parent.parent, Unfinished.parse(directory).path.name
         begun = time.monotonic()
         while (folder / f"{name}.hold").exists():
             assert time.monotonic() - begun < PATIENCE
@@ -172,7 +173,9 @@ def failing(folder: Path, *callbacks: Callback, kind: type[BaseException] = Chec
     return str(error.value), train.trainer.global_step  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("steps", [6, 5], ids=["at the next save", "at the end"])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(6, marks=pytest.mark.slow, id="at the next save"), pytest.param(5, id="at the end")]
+)
 def test_an_error_of_the_writer_is_told_by_all_ranks_and_the_checkpoint_before_stays(ranks, tmp_path, steps):
     put(tmp_path, "step=4.ckpt.full")
     saver = {"save_top_k": 1, "save_last": "link"}

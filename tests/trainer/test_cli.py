@@ -143,6 +143,7 @@ def test_a_wrong_word_is_told_in_two_lines(word: str, fault: str, capsys: pytest
     assert fault in error
 
 
+@pytest.mark.slow
 def test_missing_data_of_two_ranks_is_told_before_the_second_is_started(tmp_path: Path) -> None:
     """One line for each fault, by its argument, and nothing of gloo's."""
     two = ["--trainer.strategy=lightning_megatron.MegatronStrategy", "--trainer.strategy.tp=2"]

@@ -63,7 +63,11 @@ def both(family: str, options: dict[str, Any], backend: bool | str) -> tuple[lis
 
 @not_lazy
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ()) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else pytest.mark.slow if name == "pp" else ())
+        for name in LAYOUTS
+    ],
 )
 def test_compiled_blocks_train_alike(ranks: Any, name: str) -> None:
     world, family, options = LAYOUTS[name]

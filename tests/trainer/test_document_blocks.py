@@ -28,6 +28,8 @@ from torch.distributed.run import get_args_parser
 from lightning_megatron.cli.main import main
 from lightning_megatron.data import IndexedDataset
 from lightning_megatron.lightning.restore import load_module
+from lightning_megatron.recorder.recorder import Recorder
+from lightning_megatron.recorder.runs import run_folder
 from lightning_megatron.testing.jobs import own_environment
 
 TINY = "num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=300"
@@ -218,6 +220,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         archive.extractall(folder / "golden")
     (folder / "megatron").mkdir()
     (folder / "golden/llama/torch_dist").rename(folder / "megatron/checkpoints")
+    recorder = Recorder()
+    recorder.open(run_folder(folder / "recorded", "1"), 0, 1)
+    recorder.close()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for words in next(b for b in blocks("bash") if b.page == "README.md" and "preprocess" in b.text).commands()[:2]:
@@ -266,6 +271,8 @@ INSTEAD = {
     "--model.dict_kwargs.vocab_size 32000": "--model.dict_kwargs.vocab_size 300",
     "--config llama3.1-8b": "--config megatron.json",
     "--trainer.max_steps 100": "--trainer.max_steps 2",
+    "why RUN_DIR": "why recorded",
+    "why run": "why recorded",
 }
 BEHIND = {
     "fit": "--trainer.devices 1 --trainer.strategy.tp 1 --trainer.logger false --trainer.enable_progress_bar false "
@@ -295,7 +302,7 @@ def run_ours(words: list[str]) -> None:
     said = StringIO()
     with redirect_stdout(said):
         status = main(words)
-    assert status in ((0, 1) if words[0] == "doctor" else (0,)), (text, said.getvalue())
+    assert status in ((0, 1) if words[0] in ("doctor", "why") else (0,)), (text, said.getvalue())
 
 
 def check(words: list[str], home: Path) -> None:

@@ -218,7 +218,10 @@ def on_ranks(kinds: list[type[Net]], options: dict[str, Any]) -> list[Weights]:
     return [train(kind, MegatronStrategy(**options), 2) for kind in kinds]
 
 
-@pytest.mark.parametrize("options", [{}, {"distributed_optimizer": False, "overlap_grad_reduce": False}], ids=str)
+PLAIN = {"distributed_optimizer": False, "overlap_grad_reduce": False}
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=str)
 def test_on_two_ranks(ranks: Ranks, options: dict[str, Any]) -> None:
     kinds = ANYWHERE + ([ReplacesLate] if options else [])
     kinds.remove(WithClosure)

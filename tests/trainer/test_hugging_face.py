@@ -144,7 +144,7 @@ def first_losses(folder: Path, layouts: list[dict[str, Any]]) -> list[tuple[str,
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fit_begins_with_the_loss_of_transformers(ranks: Callable[..., list[Any]], folder: Path, size: int) -> None:
     for found in ranks(size, first_losses, folder, LAYOUTS[size]):
         for family, loss, steps in found:
@@ -231,7 +231,7 @@ def train_and_save(folder: Path, family: str, layout: dict[str, Any], directory:
     trainer.fit(module, samples(), ckpt_path=directory / "last.ckpt")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), *FAMILIES[1:]])
 def test_what_was_trained_in_a_layout_loads_in_transformers(
     ranks: Callable[..., list[Any]], folder: Path, tmp_path: Path, family: str
 ) -> None:

@@ -50,7 +50,7 @@ class Adversaries(LightningModule):
         self.discriminator = Pair((6, 8, 1), mesh)
         numbers = torch.Generator().manual_seed(3)
         for _, param, spec in named_specs(self):
-            whole = torch.randn(spec.global_shape, generator=numbers) / 2
+            whole = torch.randn(spec.global_shape, generator=numbers, device="cpu") / 2
             dim = spec.tp_dim
             nn.init.zeros_(param).data.copy_(whole if dim is None else whole.chunk(mesh.tp.size, dim)[mesh.tp.rank])
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.config import ConfigError
-from lightning_megatron.device import hpu_available
-from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from lightning_megatron.device import CPU
+from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 
 
 class Trust(torch.optim.Optimizer):
@@ -141,10 +141,10 @@ def runs(folder: Path) -> dict[str, tuple[Run, Run, Run]]:
     return found
 
 
-not_on_hpu = pytest.mark.skipif(hpu_available(), reason="DDP stays on the CPU, and its ranks on HCCL")
+only_on_cpus = pytest.mark.skipif(kind_in_tests() is not CPU, reason="DDP stays on the CPU, and its ranks on HCCL")
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=not_on_hpu)])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=only_on_cpus)])
 def test_optimizers_of_whole_parameters_give_the_numbers_of_stock(
     ranks: Callable[..., list[Any]], tmp_path: Path, dp: int
 ) -> None:

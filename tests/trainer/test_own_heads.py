@@ -152,6 +152,7 @@ def check(ranks: Ranks, runs: Sequence[Run]) -> None:
             assert not [name for name in both if not torch.equal(first.whole[name], second.whole[name])], one
 
 
+@pytest.mark.slow
 def test_a_head_on_llama_with_sequence_parallelism_and_in_a_pipeline(ranks: Ranks) -> None:
     check(ranks, [run("OwnLlama", tp=2), run("OwnLlama", pp=2)])
 

@@ -225,6 +225,7 @@ EVALUATIONS: list[tuple[int, dict[str, Any], int]] = [
 """World size, what the strategy is given, samples of one replica's batch."""
 
 
+@pytest.mark.slow
 def test_evaluation_returns_on_every_rank_what_one_process_does_and_counts_a_sample_once(ranks: Ranks) -> None:
     (expected,) = ranks(1, evaluation, {"micro_batch_size": 1}, 4)
     assert expected["fitted"]["tokens"] == 8 * ODD.length

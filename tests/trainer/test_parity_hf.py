@@ -61,7 +61,15 @@ def check(ranks: Callable[..., list[Any]], family: str, tied: bool, runs: list[R
 def test_covering_layouts_equal_hugging_face(
     ranks: Callable[..., list[Any]], record_property: Any, family: str, tied: bool
 ) -> None:
-    check(ranks, family, tied, COVERING, record_property)
+    check(ranks, family, tied, [run for run in COVERING if run.tp < 4], record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tied"), MODELS)
+def test_covering_layouts_over_four_tensor_parallel_ranks_equal_hugging_face(
+    ranks: Callable[..., list[Any]], record_property: Any, family: str, tied: bool
+) -> None:
+    check(ranks, family, tied, [run for run in COVERING if run.tp == 4], record_property)
 
 
 @pytest.mark.exhaustive

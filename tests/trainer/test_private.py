@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
@@ -21,11 +22,15 @@ from lightning_megatron.lightning._private import (
     MockOptimizer,
     SubprocessScriptLauncher,
     asks_for_upload,
+    checkpoint_folder,
+    default_store,
     injects_samplers,
     steps_between_saves,
     summary_options,
     training_data,
+    with_other_path,
 )
+from lightning_megatron.lightning.launcher import JoinedLauncher, LaunchCalls
 from lightning_megatron.mesh import ParallelMesh
 
 
@@ -35,6 +40,28 @@ def test_the_launcher_is_made_and_called_as_we_do() -> None:
     called = inspect.signature(SubprocessScriptLauncher.launch).parameters
     assert list(called) == ["self", "function", "args", "trainer", "kwargs"]
     assert called["trainer"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_what_fit_launches_takes_the_path_of_a_checkpoint_under_this_name() -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    given = with_other_path(trainer._fit_impl, ("module",), {"ckpt_path": "last"}, lambda path: f"run/{path}.ckpt")
+    assert given.arguments["ckpt_path"] == "run/last.ckpt"
+    assert given.args[0] == "module"
+
+
+def test_where_a_callback_saves_can_be_asked_for(tmp_path: Path) -> None:
+    trainer = Trainer(accelerator="cpu", logger=CSVLogger(tmp_path, "runs", version=3))
+    assert checkpoint_folder(ModelCheckpoint("run"), trainer) == str(Path("run").absolute())
+    assert checkpoint_folder(ModelCheckpoint(), trainer) == str(tmp_path / "runs" / "version_3" / "checkpoints")
+
+
+def test_a_launcher_can_be_made_that_launches_nothing() -> None:
+    called: list[Any] = []
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    calls = LaunchCalls(nothing, nothing, lambda trainer, path: path, lambda *given: called.append(given))
+    launcher = JoinedLauncher(calls)
+    assert launcher.launch(max, 1, 2) == 2
+    assert called == [(None, 1, 2)]
 
 
 def test_loggers_say_that_they_upload() -> None:
@@ -149,3 +176,13 @@ def test_a_metric_shows_what_it_last_returned_and_forgets_what_it_computed() -> 
     asked.clear()
     assert float(metric.compute()) == 3.0
     assert asked == ["available", "gather", "gather"]
+
+
+def test_the_store_of_a_process_group_can_be_asked_for(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        default_store().set("key", "value")
+        assert default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()

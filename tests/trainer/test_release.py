@@ -94,6 +94,7 @@ def groups_alive() -> int:
     return names.count("gloo_tcp_loop")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted by Linux")
 def test_process_groups_do_not_pile_up(ranks: Ranks) -> None:
     before = max(ranks(4, groups_alive))

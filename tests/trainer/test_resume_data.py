@@ -118,7 +118,9 @@ CHAINS: dict[str, list[tuple[int, Leg]]] = {
 }
 
 
-@pytest.mark.parametrize("killed", [True, False], ids=["killed", "prolonged"])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(True, id="killed"), pytest.param(False, marks=pytest.mark.slow, id="prolonged")]
+)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_the_order_of_samples_survives_another_number_of_replicas(ranks, data_path, tmp_path, chain, killed):
     found: dict[int, str] = {}

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.config import ConfigError
-from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from lightning_megatron.device import CUDA
+from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 
 
 class Toy(LightningModule):
@@ -127,6 +128,7 @@ def all_runs(tmp_path: Path) -> dict[str, tuple[Run, Run]]:
     return runs
 
 
+@pytest.mark.skipif(kind_in_tests() is CUDA, reason="Lightning's side needs a gloo group alone")
 @pytest.mark.parametrize("dp", [1, 2])
 def test_data_parallelism_alone_gives_the_numbers_of_ddp(
     ranks: Callable[..., list[Any]], tmp_path: Path, dp: int

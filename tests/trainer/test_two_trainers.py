@@ -18,16 +18,16 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron import ColumnParallelLinear, ConfigError, LlamaModule, MegatronStrategy, RowParallelLinear
-from lightning_megatron.device import hpu_available
+from lightning_megatron.device import CPU
 from lightning_megatron.lightning import placement
-from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 from tests.tiny import tiny_llama
 
 Options = Mapping[str, Any]
 TP, DP, PP, STOCK = {"tp": 2}, {"dp": 2}, {"pp": 2, "micro_batch_size": 2}, {"stock": True}
 # Lightning's own strategies stay on the CPU, for which a model that was built for HPUs has not chosen its ops.
-LAST: list[dict[str, Any]] = [] if hpu_available() else [STOCK]
-not_on_hpu = pytest.mark.skipif(hpu_available(), reason="Lightning's own strategies stay on the CPU")
+LAST: list[dict[str, Any]] = [] if kind_in_tests() is not CPU else [STOCK]
+only_on_cpus = pytest.mark.skipif(kind_in_tests() is not CPU, reason="Lightning's own strategies stay on the CPU")
 ZERO_BUBBLE = {**PP, "pipeline_schedule": "zero-bubble"}
 
 
@@ -165,7 +165,7 @@ def test_other_modules_with_parallel_layers_keep_their_layout(ranks: Any) -> Non
         assert "(up, down) were built for an earlier Trainer (tp=2), and this one has dp=2" in told
 
 
-@not_on_hpu
+@only_on_cpus
 def test_copies_and_pickles_of_a_fitted_module_stand_alone() -> None:
     module = LlamaModule(tiny_llama())
     batches: Any = DataLoader(rows(), batch_size=4)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron import KillSwitch, MegatronDataModule, MegatronStrategy
 from lightning_megatron.config import BatchShape, ConfigError, ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.attention import KVCache
@@ -272,6 +273,18 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
             torch.zeros(1, 4, dtype=torch.long), caches=[KVCache(), KVCache()]
         ),
         ["cp=2: decoding with caches needs every token on every rank: load the checkpoint with cp=1; nearest valid: 1"],
+    ),
+    "no such signal": (
+        lambda: KillSwitch(signals=["SIGTERMS"]),
+        ["signals='SIGTERMS': no signal; nearest valid: SIGTERM, SIGVTALRM, SIGTSTP"],
+    ),
+    "a seed below zero": (
+        lambda: MegatronDataModule("nowhere", seq_length=8, seed=-1),
+        ["seed=-1: must be a whole number of at least 0; nearest valid: 0, 1234"],
+    ),
+    "what may differ, as text": (
+        lambda: MegatronStrategy(may_differ="code.*"),
+        ["may_differ='code.*': must be a list or None; nearest valid: None"],
     ),
     "input features do not split": (
         on_tp(4, RowParallelLinear, 6, 8),

@@ -22,8 +22,9 @@ NAMES = [str(path.relative_to(HOUSE)) for path in FILES]
 
 FLOORS = {
     "config": 0, "params": 0, "deferred": 0, "backward_scale": 0, "_compat": 0,
+    "finite": 0, "small_files": 0, "writing": 0,
     "arguments": 1, "device": 1, "machine": 1,
-    "rng": 2,
+    "rng": 2, "recorder": 2,
     "mesh": 3,
     "comm": 4, "ops": 4,
     "context": 5, "layers": 5, "moe": 5, "recompute": 5,
@@ -202,6 +203,7 @@ print(json.dumps({"seconds": spent, "runs": runs, "modules": sorted(sys.modules)
 QUIET_MACHINE = 1.1  # CPU seconds that torch takes to import on the machine that the limit of 5 s was set on
 
 
+@pytest.mark.slow
 def test_the_package_imports_in_under_5_seconds_without_a_compiler_and_without_the_bridge():
     done = subprocess.run([sys.executable, "-c", SPY], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
@@ -216,6 +218,7 @@ def test_the_package_imports_in_under_5_seconds_without_a_compiler_and_without_t
     assert not [name for name in found["modules"] if name.startswith("habana")]
 
 
+@pytest.mark.slow
 def test_rooms_below_lightning_need_no_lightning():
     code = (
         "import sys\n"
@@ -225,3 +228,11 @@ def test_rooms_below_lightning_need_no_lightning():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_modules_of_the_tests_have_names_of_their_own():
+    """pytest puts all folders on the path; those of devices are collected in sessions of their own."""
+    tests = HOUSE.parent / "tests"
+    apart = {tests / "device", tests / "unit/checkpoint/golden", tests / "unit/data/golden"}
+    names = [path.name for path in tests.rglob("*.py") if path.parent not in apart and path.name != "conftest.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

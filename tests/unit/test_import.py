@@ -32,6 +32,7 @@ def test_a_name_that_does_not_exist() -> None:
         _ = lightning_megatron.MegatronTrainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [
@@ -65,7 +66,7 @@ LIGHT = {
 }
 
 
-@pytest.mark.parametrize("absent", LIGHT)
+@pytest.mark.parametrize("absent", ["torch", pytest.param("lightning", marks=pytest.mark.slow)])
 def test_commands_that_need_no_lightning_do_not_wait_for_it(absent: str) -> None:
     done = run(f"""if True:
         import sys

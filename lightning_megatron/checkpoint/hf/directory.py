@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,9 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.manifest import MANIFEST, is_plain_name
 from lightning_megatron.checkpoint.together import CheckpointError
+from lightning_megatron.checkpoint.unpacked import refuse_odd, refuse_packed
 from lightning_megatron.checkpoint.whole import WholeTensor
+from lightning_megatron.small_files import read_object
 
 CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
@@ -132,6 +132,8 @@ def _read(file: Path, name: str) -> Tensor:
 
 def _opened(file: Path) -> Any:
     try:
+        if file.exists() and not file.is_file():  # a pipe would wait to be opened
+            raise OSError("no ordinary file")
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise _unreadable(file, error) from None
@@ -150,16 +152,21 @@ def _unpickle(file: Path, name: str) -> Tensor:
 
 def _mapped(file: Path) -> dict[str, Tensor]:
     """A file of ``torch.save``, mapped: values are read when they are used."""
+    refuse_packed(file)
     try:
         tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # it is a pickle: any error may come out of it
         raise _unreadable(file, error) from None
-    return {name: tensor for name, tensor in tensors.items() if torch.is_tensor(tensor)}
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{file}: holds a {type(tensors).__name__}, and no dictionary of tensors")
+    found = {name: tensor for name, tensor in tensors.items() if torch.is_tensor(tensor)}
+    refuse_odd(file, found)
+    return found
 
 
 def _unreadable(file: Path, error: Exception) -> CheckpointError:
     if not file.is_file():
-        return CheckpointError(f"{file}: missing")
+        return CheckpointError(f"{file}: {'no ordinary file' if file.exists() else 'missing'}")
     return CheckpointError(f"{file}: truncated or no file of its kind: {error}")
 
 
@@ -170,9 +177,6 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: if it cannot be read, or holds something else.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_object(file)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: not a JSON object")
-    return content

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.hf.directory import CONFIG, SAFETENSORS, SAFETENSORS_DTYPES, index_name
+from lightning_megatron.checkpoint.leftovers import sweep
 from lightning_megatron.checkpoint.publish import discard, prepare, publish, sync_file
 from lightning_megatron.checkpoint.together import CheckpointError
 from lightning_megatron.checkpoint.translate import Split
+from lightning_megatron.writing import writing
 
 _KINDS = {dtype: kind for kind, dtype in SAFETENSORS_DTYPES.items()}
 _ALIGNMENT = 8
@@ -58,6 +60,7 @@ def write_hf(
     }
     shards = plan_shards(known, max_shard_size)
     names = shard_names(len(shards))
+    sweep(path.parent)
     directory = prepare(path)
     try:
         values = (value for split in splits for value in split.make())
@@ -75,9 +78,9 @@ def write_hf(
                 sync_file(directory / name)
             else:
                 _write_json(directory / name, content)
-        publish(path)
+        publish(directory, path)
     except BaseException:
-        discard(path)
+        discard(directory)
         raise
 
 
@@ -104,11 +107,12 @@ def shard_names(count: int) -> list[str]:
 
 
 def _write_shard(file: Path, shard: Header, values: Iterator[Tensor]) -> None:
-    with file.open("wb") as stream:
-        stream.write(header_bytes(shard))
-        for dtype, _ in shard.values():
-            _write_tensor(stream, next(values).to(dtype))
-    sync_file(file)
+    with writing(file):
+        with file.open("wb") as stream:
+            stream.write(header_bytes(shard))
+            for dtype, _ in shard.values():
+                _write_tensor(stream, next(values).to(dtype))
+        sync_file(file)
 
 
 def _write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
@@ -133,5 +137,6 @@ def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    sync_file(file)
+    with writing(file):
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        sync_file(file)

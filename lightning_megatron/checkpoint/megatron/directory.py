@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,15 @@ from typing import Any
 from lightning_megatron.checkpoint.manifest import MANIFEST
 from lightning_megatron.checkpoint.megatron.legacy import read_legacy
 from lightning_megatron.checkpoint.megatron.torch_dist import COMMON, read_torch_dist
-from lightning_megatron.checkpoint.megatron.unpickle import load_file
+from lightning_megatron.checkpoint.megatron.unpickle import command_line, load_file
 from lightning_megatron.checkpoint.together import CheckpointError
 from lightning_megatron.checkpoint.whole import WholeTensor
+from lightning_megatron.small_files import read_object
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _METADATA = "metadata.json"
 _RANKS = "mp_rank_*"
+_LONGEST = 64  # bytes of the file that names the last iteration
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,10 @@ def iteration_directory(path: Path) -> Path:
     tracker = path / _LATEST
     if not tracker.is_file():
         return path
-    text = tracker.read_text().strip()
-    if text != "release" and not text.isdigit():
-        raise CheckpointError(f"{tracker} should hold a number or the word release, and holds {text!r}")
+    with tracker.open("rb") as stream:
+        text = stream.read(_LONGEST).decode("ascii", "replace").strip()
+    if text != "release" and not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        raise CheckpointError(f"{tracker} should hold a number or the word release, and holds {text[:20]!r}")
     found = path / (text if text == "release" else f"iter_{int(text):07d}")
     if not found.is_dir():
         raise CheckpointError(f"{tracker} names {found.name}, which is not there")
@@ -84,8 +87,8 @@ def open_megatron(path: str | os.PathLike[str], *, allow_pickle: bool = False) -
 
 def _refuse_other_backend(file: Path) -> None:
     try:
-        backend = json.loads(file.read_text(encoding="utf-8")).get("sharded_backend")
-    except (OSError, ValueError, AttributeError) as error:
+        backend = read_object(file).get("sharded_backend")
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
     if backend != "torch_dist":
         raise CheckpointError(f"{file}: the format is {backend!r}; torch_dist and torch can be read")
@@ -94,5 +97,4 @@ def _refuse_other_backend(file: Path) -> None:
 def _common_arguments(directory: Path, allow_pickle: bool) -> dict[str, Any] | None:
     if not allow_pickle or not (directory / COMMON).is_file():
         return None
-    found = load_file(directory / COMMON, allow_pickle=True).get("args")
-    return None if found is None else dict(vars(found))
+    return command_line(load_file(directory / COMMON, allow_pickle=True), directory / COMMON)

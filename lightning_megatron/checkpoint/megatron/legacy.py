@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.megatron.names import LAYERS, is_of_model, plain_name
-from lightning_megatron.checkpoint.megatron.unpickle import load_file
+from lightning_megatron.checkpoint.megatron.unpickle import command_line, load_file
 from lightning_megatron.checkpoint.together import CheckpointError
+from lightning_megatron.checkpoint.unpacked import refuse_odd
 from lightning_megatron.checkpoint.whole import WholeTensor
 
 _FILE = "model_optim_rng.pt"
@@ -54,13 +55,17 @@ def read_legacy(directory: Path, *, allow_pickle: bool) -> tuple[dict[str, Whole
         CheckpointError: if files are missing or cannot be read, or were saved in a layout that they do not tell.
     """
     files = {folder: load_file(folder / _FILE, allow_pickle=allow_pickle) for folder in _folders(directory)}
-    arguments = _arguments(next(iter(files.values())))
+    first = next(iter(files))
+    arguments = command_line(files[first], first / _FILE) or {}
     etp, tp = (arguments.get(name) for name in ("expert_tensor_parallel_size", "tensor_model_parallel_size"))
     if etp not in (None, tp) and arguments.get("num_experts"):
         raise CheckpointError(
             f"{directory}: experts are cut in {etp} and other layers in {tp}, which its files do not tell apart: let"
             " Megatron save it as torch_dist"
         )
+    for folder, content in files.items():
+        for model in _chunks(directory, content):
+            refuse_odd(folder / _FILE, {name: value for name, value in model.items() if torch.is_tensor(value)})
     ranks = {_place(folder, arguments): content for folder, content in files.items()}
     _refuse_missing(directory, ranks)
     shards = _shards(directory, ranks)
@@ -72,10 +77,6 @@ def _folders(directory: Path) -> list[Path]:
     if not found:
         raise CheckpointError(f"{directory} holds no folder such as mp_rank_00")
     return found
-
-
-def _arguments(content: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(vars(content["args"])) if content.get("args") is not None else {}
 
 
 def _place(folder: Path, arguments: Mapping[str, Any]) -> Place:
@@ -119,7 +120,7 @@ def _chunks(directory: Path, content: Mapping[str, Any]) -> list[Mapping[str, An
         if "model" in content
         else sorted((name for name in content if re.fullmatch(r"model\d+", name)), key=lambda name: int(name[5:]))
     )
-    models: list[Mapping[str, Any]] = [content[name] for name in names]
+    models: list[Mapping[str, Any]] = [content[name] for name in names if isinstance(content[name], dict)]
     if not models or any("language_model" in model for model in models):
         raise CheckpointError(
             f"{directory}: it holds no model of megatron-core (decoder.layers.0...), but {sorted(content)}"

@@ -21,6 +21,7 @@ from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.megatron.names import LAYERS, is_of_model, plain_name
 from lightning_megatron.checkpoint.metadata_file import read_metadata
 from lightning_megatron.checkpoint.transfer import read
+from lightning_megatron.checkpoint.unpacked import refuse_oversized
 from lightning_megatron.checkpoint.whole import WholeTensor
 from lightning_megatron.params import Box
 
@@ -37,6 +38,7 @@ def read_torch_dist(directory: Path) -> dict[str, WholeTensor]:
         CheckpointError: if the directory cannot be read.
     """
     metadata = read_metadata(directory, only_known=False)
+    refuse_oversized(directory, metadata)
     found: dict[str, WholeTensor] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and is_of_model(key):

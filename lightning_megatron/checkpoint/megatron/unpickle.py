@@ -19,6 +19,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from lightning_megatron.checkpoint.together import CheckpointError
+from lightning_megatron.checkpoint.unpacked import refuse_packed
 
 _PICKLES = 5  # of a file from before torch 1.6: magic number, version, machine, object, keys of storages
 
@@ -42,8 +43,8 @@ class StandIn:
         return f"{type(self).__module__}.{type(self).__qualname__}{getattr(self, 'given', ())!r}"
 
 
-def load_file(file: Path, *, allow_pickle: bool) -> Any:
-    """The content of a file that ``torch.save`` wrote; tensors are mapped, and read when they are used.
+def load_file(file: Path, *, allow_pickle: bool) -> dict[str, Any]:
+    """The dictionary in a file that ``torch.save`` wrote; tensors are mapped, and read when they are used.
 
     Args:
         file: the file.
@@ -52,13 +53,14 @@ def load_file(file: Path, *, allow_pickle: bool) -> Any:
     Raises:
         CheckpointError: if it is no such file, or holds objects and ``allow_pickle`` is not set.
     """
+    refuse_packed(file)
     try:
         names = _names_in(file) if allow_pickle else []
         stand_ins: list[tuple[type, str]] = [(_stand_in(name), name) for name in names]
         if allow_pickle:
             stand_ins.append((argparse.Namespace, "argparse.Namespace"))
         with safe_globals(stand_ins):  # type: ignore[arg-type]  # torch 2.6 annotates only callables
-            return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
+            found = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
     except pickle.UnpicklingError as error:
         if allow_pickle:
             raise CheckpointError(f"{file}: cannot be read: {_reason(error)}") from None
@@ -68,7 +70,22 @@ def load_file(file: Path, *, allow_pickle: bool) -> Any:
             " is imported or run"
         ) from None
     except Exception as error:  # a damaged or hostile file raises what it likes
-        raise CheckpointError(f"{file}: missing, truncated or no file of torch.save: {error}") from None
+        raise CheckpointError(f"{file}: truncated, or no file of torch.save: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: holds a {type(found).__name__}, and no dictionary")
+    return found
+
+
+def command_line(content: dict[str, Any], file: Path) -> dict[str, Any] | None:
+    """Megatron's command line in the content of a file, where it is there.
+
+    Raises:
+        CheckpointError: if something else is in its place.
+    """
+    given = content.get("args")
+    if given is not None and not isinstance(given, argparse.Namespace):
+        raise CheckpointError(f"{file}: args is a {type(given).__name__}, and not Megatron's command line")
+    return None if given is None else dict(vars(given))
 
 
 def _reason(error: Exception) -> str:

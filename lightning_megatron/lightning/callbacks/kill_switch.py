@@ -20,13 +20,14 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_megatron.arguments import at_least, checked
+from lightning_megatron.arguments import Check, at_least, checked
 from lightning_megatron.checkpoint.together import gathered
 from lightning_megatron.lightning.agreement import Agreement
 from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
 from lightning_megatron.lightning.requeue import lead_requeued_job, requeue, requeue_signal
 from lightning_megatron.lightning.saving_checks import saves_checkpoints
-from lightning_megatron.lightning.signals import StopSignals
+from lightning_megatron.lightning.signals import StopSignals, signal_problems
+from lightning_megatron.lightning.streams.evaluation import may_stay_away
 
 # What ranks give each other is a signal's number, and more where that should win over another rank's signal.
 _REQUEUE = 1 << 8
@@ -72,7 +73,7 @@ class KillSwitch(Callback):
         reason: why the run was stopped; ``None`` while it was not.
     """
 
-    @checked(check_every=at_least(0))
+    @checked(check_every=at_least(0), signals=Check(signal_problems))
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -129,7 +130,7 @@ class KillSwitch(Callback):
         self._seen_step = trainer.global_step
         strategy = trainer.strategy
         if isinstance(strategy, CheckpointStrategy):
-            self._agreement = Agreement(strategy.mesh.host_group, torch.device("cpu"))
+            self._agreement = Agreement(strategy.mesh.host_group, torch.device("cpu"), strategy.mesh.host)
         else:
             self._agreement = Agreement(dist.group.WORLD if dist.is_initialized() else None, strategy.root_device)
 
@@ -299,9 +300,6 @@ def validate_anew(trainer: Trainer) -> None:
 def _validates_alike(trainer: Trainer) -> bool:
     """True if all ranks go through the same number of validation batches, and so can agree between two of them."""
     strategy, counts = trainer.strategy, list(trainer.num_val_batches)
-    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
-    if not isinstance(strategy, CheckpointStrategy) or any(
-        getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners
-    ):
-        return False  # nor need all ranks come here
+    if not isinstance(strategy, CheckpointStrategy) or may_stay_away(trainer):
+        return False
     return float("inf") not in counts and all(other == counts for other in gathered(strategy.mesh, counts))

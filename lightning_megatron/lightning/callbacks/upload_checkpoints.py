@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_megatron.arguments import checked
 from lightning_megatron.config import ConfigError, Problem
 
 
@@ -26,6 +27,7 @@ class UploadCheckpoints(Callback):
         last: upload the last checkpoint.
     """
 
+    @checked()
     def __init__(self, best: bool = True, last: bool = True) -> None:
         self.best, self.last = best, last
 

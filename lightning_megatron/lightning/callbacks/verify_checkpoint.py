@@ -11,14 +11,14 @@ from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
 
 
 class VerifyCheckpoint(Callback):
-    """Verifies every checkpoint that the Trainer saves, by whichever callback, and every one that it loads.
+    """Verifies every checkpoint that the Trainer saves, by whichever callback.
 
     Before anything is written, the values of parameters and of optimizer state that several ranks hold (over tp, dp,
     and the ends of a pipeline) are compared between them, by hashes. What was written is read again and compared with
     its hashes and check sums, and looked at for completeness. Only then it gets its name and replaces the last one.
 
     A fault ends the run with a ``CheckpointError`` that names file and tensor; the checkpoint before stays where it is,
-    and so does what ``ckpt_path="last"`` and ``"best"`` find on the disk. Resuming compares hashes, not only lengths.
+    and so does what ``ckpt_path="last"`` and ``"best"`` find on the disk.
 
     Args:
         replicas: compare what several ranks hold.

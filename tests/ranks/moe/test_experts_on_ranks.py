@@ -146,7 +146,12 @@ LAYOUTS = {
 SIZES = {name: sizes.get("tp", 1) * sizes.get("dp", 1) for name, sizes in LAYOUTS.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+OFTEN = [name for name in LAYOUTS if SIZES[name] <= 2] + ["dp4 ep2", "tp2 dp2 ep2 etp2"]
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_outputs_and_all_gradients_equal_a_dense_reference(ranks, layout):
     assert ranks(SIZES[layout], check_all, LAYOUTS[layout]) == [{}] * SIZES[layout]
 

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron.checkpoint import publish as publishing
 from lightning_megatron.checkpoint import remove
+from lightning_megatron.checkpoint.leftovers import recover, sweep
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -25,21 +26,25 @@ def write(path, text):
     return temporary
 
 
+def put(path, text):
+    publishing.publish(write(path, text), path)
+
+
 def test_the_name_appears_when_published_and_the_folder_of_unfinished_work_goes(tmp_path):
     path = tmp_path / "last.ckpt"
-    write(path, "new")
+    temporary = write(path, "new")
     assert not path.exists()
-    publishing.publish(path)
+    publishing.publish(temporary, path)
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_an_old_checkpoint_stays_until_the_new_one_is_published(tmp_path, file_system):
     path = tmp_path / "last.ckpt"
     for text in ("old", "new"):
-        write(path, text)
+        temporary = write(path, text)
         if text == "new":
             assert (path / "data").read_text() == "old"
-        publishing.publish(path)
+        publishing.publish(temporary, path)
     assert (path / "data").read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
@@ -47,15 +52,12 @@ def test_an_old_checkpoint_stays_until_the_new_one_is_published(tmp_path, file_s
 def test_a_file_and_a_link_of_that_name_are_replaced_too(tmp_path, file_system):
     path, target = tmp_path / "last.ckpt", tmp_path / "step=1.ckpt"
     path.write_text("a single-file checkpoint")
-    write(path, "new")
-    publishing.publish(path)
+    put(path, "new")
     assert (path / "data").read_text() == "new"
-    write(target, "target")
-    publishing.publish(target)
+    put(target, "target")
     remove(path)
     path.symlink_to(target, target_is_directory=True)
-    write(path, "newer")
-    publishing.publish(path)
+    put(path, "newer")
     assert not path.is_symlink()
     assert (target / "data").read_text() == "target"
 
@@ -63,8 +65,7 @@ def test_a_file_and_a_link_of_that_name_are_replaced_too(tmp_path, file_system):
 def test_a_crash_between_the_two_renames_is_mended(tmp_path, monkeypatch):
     monkeypatch.setattr(publishing, "exchange", lambda a, b: False)
     path = tmp_path / "last.ckpt"
-    write(path, "old")
-    publishing.publish(path)
+    put(path, "old")
     temporary = write(path, "new")
     rename, calls = publishing.os.rename, []
 
@@ -76,14 +77,13 @@ def test_a_crash_between_the_two_renames_is_mended(tmp_path, monkeypatch):
 
     monkeypatch.setattr(publishing.os, "rename", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        publishing.publish(path)
+        publishing.publish(temporary, path)
     monkeypatch.setattr(publishing.os, "rename", rename)
     assert not path.exists()
     assert temporary.exists()
-    publishing.recover(path)
+    recover(path)
     assert (path / "data").read_text() == "old"
-    write(path, "newest")
-    publishing.publish(path)
+    put(path, "newest")
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
@@ -91,6 +91,7 @@ def test_what_an_interrupted_save_left_is_cleared_by_the_next(tmp_path):
     path = tmp_path / "last.ckpt"
     (write(path, "half") / "more").write_text("stale")
     assert [p.name for p in write(path, "whole").iterdir()] == ["data"]
+    assert len(list((tmp_path / publishing.UNFINISHED).iterdir())) == 1
 
 
 def test_lightning_never_takes_unfinished_work_for_a_checkpoint(tmp_path):
@@ -104,8 +105,7 @@ def test_lightning_never_takes_unfinished_work_for_a_checkpoint(tmp_path):
 
 def test_remove_takes_the_name_away_before_the_content(tmp_path, monkeypatch):
     path = tmp_path / "step=1.ckpt"
-    write(path, "x")
-    publishing.publish(path)
+    put(path, "x")
 
     def dies(going, *args, **kwargs):
         raise KeyboardInterrupt
@@ -116,8 +116,7 @@ def test_remove_takes_the_name_away_before_the_content(tmp_path, monkeypatch):
             remove(path)
     assert not path.exists()
     assert not list(tmp_path.glob("*.ckpt"))
-    write(path, "again")
-    publishing.publish(path)
+    put(path, "again")
     remove(path)
     assert list(tmp_path.iterdir()) == []
 
@@ -148,12 +147,13 @@ def test_the_folder_of_unfinished_work_may_be_tidied_away_at_any_moment(tmp_path
     try:
         for number in range(200):
             path = tmp_path / f"{number}.ckpt"
-            (publishing.prepare(path) / "file").write_text("content")
-            publishing.publish(path)
+            temporary = publishing.prepare(path)
+            (temporary / "file").write_text("content")
+            publishing.publish(temporary, path)
             publishing.lead(tmp_path / "last.ckpt", path.name)
             if number:
                 publishing.remove(tmp_path / f"{number - 1}.ckpt")
-            publishing.sweep(tmp_path)
+            sweep(tmp_path)
     finally:
         done.set()
         other.join()
@@ -164,8 +164,7 @@ def test_the_folder_of_unfinished_work_may_be_tidied_away_at_any_moment(tmp_path
 def test_what_a_link_leads_to_is_not_removed(tmp_path):
     old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
     for path in (old, new):
-        publishing.prepare(path)
-        publishing.publish(path)
+        publishing.publish(publishing.prepare(path), path)
     (tmp_path / "last.ckpt").symlink_to("old.ckpt")
     assert publishing.remove_unlinked([old]) == [old]
     assert old.is_dir()

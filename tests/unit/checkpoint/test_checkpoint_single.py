@@ -24,7 +24,7 @@ from lightning_megatron.checkpoint import (
     verify,
 )
 from lightning_megatron.checkpoint.manifest import Manifest
-from lightning_megatron.checkpoint.publish import saving_path
+from lightning_megatron.checkpoint.publish import place_for
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec
 
@@ -110,7 +110,7 @@ def test_what_is_no_checkpoint_is_told_apart(path, tmp_path):
 
 
 def test_an_interrupted_save_is_told(path, tmp_path):
-    half = saving_path(tmp_path / "step=20.ckpt")
+    half = place_for(tmp_path / "step=20.ckpt", "saving")
     shutil.copytree(path, half)
     refused(tmp_path / "step=20.ckpt", {}, "interrupted", "step=10.ckpt")
     refused(half, {}, "never completed")

@@ -19,15 +19,12 @@ from lightning_megatron.checkpoint import (
     SaveGuard,
     load,
     model_state,
-    newest_good,
     optimizer_state,
     save,
-    sweep,
     verify,
 )
 from lightning_megatron.checkpoint.guard import digests, replica_faults
 from lightning_megatron.checkpoint.manifest import FileRecord, Manifest, read_manifest, record
-from lightning_megatron.checkpoint.publish import UNFINISHED, saving_path
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec
 
@@ -262,47 +259,3 @@ def test_replicas_are_compared_box_by_box():
     both_nan = state_of(0)
     both_nan["model.norm"].parts[0].data[2] = float("nan")
     assert replica_faults([digests(three), digests(both_nan)]) == [], "compared by bits"
-
-
-# Beside it
-
-
-def test_the_newest_good_checkpoint_beside_a_damaged_one(tmp_path):
-    for number, name in enumerate(("step=9.ckpt", "step=10.ckpt", "last.ckpt")):
-        file = saved(tmp_path / name, seed=number) / "manifest.json"
-        os.utime(file, ns=(number * 10**9, number * 10**9))
-    last = tmp_path / "last.ckpt"
-    assert newest_good(last) == (last, [])
-    (last / "manifest.json").unlink()
-    found, passed = newest_good(last)
-    assert found == tmp_path / "step=10.ckpt"
-    assert [path for path, _ in passed] == [last]
-    flip_of_data = tmp_path / "step=10.ckpt" / "__0_0.distcp"
-    content = flip_of_data.read_bytes()
-    flip_of_data.write_bytes(content[:-200] + bytes([content[-200] ^ 1]) + content[-199:])
-    assert newest_good(last)[0] == tmp_path / "step=10.ckpt", "lengths alone are right"
-    found, passed = newest_good(last, check="hashes")
-    assert found == tmp_path / "step=9.ckpt"
-    assert "altered" in passed[1][1]
-    shutil.rmtree(tmp_path / "step=9.ckpt")
-    assert newest_good(last, check="hashes")[0] is None
-
-
-# What runs that died have left
-
-
-def test_only_work_that_nobody_touches_any_more_is_swept(tmp_path):
-    for name in ("dead.ckpt", "alive.ckpt"):
-        saving_path(tmp_path / name).mkdir(parents=True)
-        (saving_path(tmp_path / name) / "half").write_text("x")
-    aside = tmp_path / UNFINISHED / "last.ckpt.replaced"
-    shutil.move(saved(tmp_path / "last.ckpt"), aside)
-    (tmp_path / UNFINISHED / "notes.txt").write_text("somebody's")
-    assert sweep(tmp_path) == [], "all is fresh"
-    # A change of the inode counts as a sign of life and cannot be set back: no age can be feigned.
-    assert sweep(tmp_path, dead_after=-1.0) == ["alive.ckpt.saving", "dead.ckpt.saving", "last.ckpt.replaced"]
-    assert verify(tmp_path / "last.ckpt") == []
-    assert [entry.name for entry in (tmp_path / UNFINISHED).iterdir()] == ["notes.txt"]
-    (tmp_path / UNFINISHED / "notes.txt").unlink()
-    assert sweep(tmp_path) == []
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last.ckpt"]

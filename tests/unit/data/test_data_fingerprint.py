@@ -13,6 +13,7 @@ from lightning_megatron.data import (
     IndexedDatasetWriter,
     build_tokenizer,
     data_fingerprint,
+    fingerprint,
     fingerprint_problems,
     tokenizer_fingerprint,
 )
@@ -51,8 +52,24 @@ def test_every_difference_is_named(tmp_path):
     assert found == [f"data.files[0].{name}" for name in ("index", "tokens", "token_bytes")]
 
 
+def test_a_byte_between_the_blocks_of_a_file_of_megabytes_shows(tmp_path, monkeypatch):
+    prefix = written(tmp_path / "a", documents=2, length=2**22)
+    monkeypatch.setattr(fingerprint, "_WHOLE", 0)
+    by_an_older_version = data_fingerprint(prefix, split="1")
+    monkeypatch.undo()
+    before = data_fingerprint(prefix, split="1")
+    assert differs(by_an_older_version, before) == [], "as far as both have looked"
+    tokens = np.memmap(f"{prefix}.bin", np.uint8, "r+")
+    tokens[(len(tokens) - 2**16) * 20 // 63 - 1] ^= 1
+    tokens.flush()
+    now = data_fingerprint(prefix, split="1")
+    assert differs(before, now) == ["data.files[0].tokens"]
+    assert differs(by_an_older_version, now) == []
+
+
 @pytest.mark.parametrize("place", [0, 1, 2**16 * 40, -1])
-def test_long_files_are_compared_in_blocks_that_reach_both_ends(tmp_path, place):
+def test_long_files_are_compared_in_blocks_that_reach_both_ends(tmp_path, place, monkeypatch):
+    monkeypatch.setattr(fingerprint, "_WHOLE", 0)
     prefix = written(tmp_path / "a", documents=2, length=2**22)  # 16 MiB of tokens
     before = data_fingerprint(prefix, split="1")
     tokens = np.memmap(f"{prefix}.bin", np.uint8, "r+")

@@ -161,8 +161,8 @@ def test_faulty_files(tmp_path: Path, folder: Path) -> None:
         build_tokenizer("GPT2BPETokenizer", tmp_path)
     with pytest.raises(DataError, match=r"junk\.json: has no \[UNK\], \[CLS\], \[SEP\], \[PAD\]"):
         build_tokenizer("BertWordPieceCase", junk)
-    with pytest.raises(DataError, match="token id 101 is not in a vocabulary of 101"):
-        build_tokenizer("NullTokenizer", vocab_size=100).encode("3 101")
+    with pytest.raises(DataError, match="token id 100 is not in a vocabulary of 100"):
+        build_tokenizer("NullTokenizer", vocab_size=100).encode("3 100")
     with pytest.raises(DataError, match="reads token ids separated by spaces"):
         build_tokenizer("NullTokenizer", vocab_size=100).encode("three")
 

@@ -79,6 +79,24 @@ def test_gradients_are_views_and_survive_what_users_do_to_them() -> None:
             torch.testing.assert_close(zero.main_grad(name), reference.grad)
 
 
+@pytest.mark.parametrize("clears_itself", [True, False])
+def test_a_norm_of_nan_is_gone_with_its_gradients(clears_itself: bool) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    zero = wrap(model, optimizer)
+    norms = []
+    for step in range(3):
+        zero.zero_grads() if clears_itself else optimizer.zero_grad()
+        zero.reopen()
+        backward(model)
+        if step == 1:
+            model[0].weight.grad.fill_(float("nan"))
+        zero.finish_grad_sync()
+        norms.append(float(zero.clip_by_norm(1.0)))
+    assert norms[1] != norms[1]
+    assert norms[2] == norms[0]
+
+
 def test_a_step_whose_gradients_the_user_dropped_changes_nothing() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,0 +1,47 @@
+"""Texts that ranks exchange at the store where they meet, before there are groups whose collectives could hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but no stub says so
+
+__all__ = ["Meeting", "Store"]
+
+
+class Meeting:
+    """All ranks at one store.
+
+    Args:
+        store: reached by all ranks.
+        rank: of this process.
+        world_size: number of ranks.
+        name: of the meeting; the same on all ranks. A second one of that name is another meeting.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
+        named = PrefixStore(f"lightning_megatron/{name}", store)
+        # Each rank counts for itself, and all come equally often.
+        self._store = PrefixStore(str(named.add(f"meetings of {rank}", 1)), named)
+        self._rank, self._size, self._rounds = rank, world_size, 0
+
+    def judged(self, own: str, judge: Callable[[Sequence[str]], str]) -> str:
+        """Hand in a text and hear what rank 0 makes of all of them. Every rank must call this.
+
+        Args:
+            own: this rank's text.
+            judge: called on rank 0 with the texts of all ranks.
+        """
+        self._rounds += 1
+        said = PrefixStore(f"round {self._rounds}", self._store)
+        said.set(str(self._rank), own)
+        if self._rank == 0:
+            said.set("judgement", judge([said.get(str(rank)).decode() for rank in range(self._size)]))
+        return said.get("judgement").decode()
+
+    def part(self) -> None:
+        """Wait, on rank 0, whose process may hold the store, until all have come here."""
+        if self._store.add("parted", 1) == self._size:
+            self._store.set("all have parted", "")
+        if self._rank == 0:
+            self._store.wait(["all have parted"])

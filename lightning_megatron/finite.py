@@ -1,0 +1,62 @@
+"""NaN and infinity in tensors, found without a pause of the device.
+
+Sums are not finite where an element is not, and take no memory of the tensor's size; elements so large that a sum of
+them overflows count as infinite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+NameT = TypeVar("NameT")
+
+
+def first_bad_row(flat: Tensor, row: int) -> tuple[Tensor, Tensor]:
+    """Least finiteness of rows (0 or 1), and the index of a row that has it: the first bad one where there is any.
+
+    Args:
+        flat: ``[n]``; a rest that fills no row is one of its own.
+        row: elements of a row.
+    """
+    full = flat.detach()[: flat.numel() // row * row].view(-1, row)
+    sums = full.sum(1, dtype=_wide(flat))
+    if full.numel() < flat.numel():
+        sums = torch.cat([sums, flat.detach()[full.numel() :].sum(0, keepdim=True, dtype=_wide(flat))])
+    least, index = sums.isfinite().to(torch.int32).min(0)
+    return least, index
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """True if no element is NaN or infinite: a scalar on the tensor's device."""
+    return x.detach().sum(dtype=_wide(x)).isfinite()
+
+
+def not_finite(named: Iterable[tuple[NameT, Tensor]]) -> list[NameT]:
+    """Names of tensors with a NaN or an infinity; waits for each device once."""
+    known = [(name, x) for name, x in named if x.is_floating_point() and x.numel()]
+    if not known:
+        return []
+    answers: dict[torch.device, list[Tensor]] = {}
+    for _, x in known:
+        answers.setdefault(x.device, []).append(is_finite(x))
+    fine = {device: iter(torch.stack(found).tolist()) for device, found in answers.items()}
+    return [name for name, x in known if not next(fine[x.device]) and not _all_finite(x)]
+
+
+def amount(x: Tensor) -> str:
+    """The number of bad elements in words."""
+    bad = x.numel() - int(x.detach().isfinite().sum())
+    return f"{bad} of {x.numel()} elements are NaN or infinite"
+
+
+def _all_finite(x: Tensor) -> bool:
+    """For certain: a sum may overflow."""
+    return bool(x.detach().isfinite().all())
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,123 @@
+"""The settings of every rank, compared over all ranks: one hash of each, and where hashes differ every difference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
+from itertools import groupby
+from typing import Any
+
+from lightning_megatron.comm.meeting import Meeting, Store
+from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.lightning.comparison.facts import Statement
+from lightning_megatron.lightning.comparison.plain import NOTHING, Facts, Plain, digest_of
+
+_ALIKE = "alike"
+_LONGEST = 60
+
+
+class RankComparison:
+    """Compares the ranks of one start, over the store, for groups may hang on what they differ in.
+
+    Args:
+        store: where all ranks have met; ``None`` for a rank that is alone.
+        rank: of this process.
+        world_size: number of ranks.
+        may_differ: names of facts, with ``*`` and ``?`` for any letters, that are left out.
+    """
+
+    def __init__(self, store: Store | None, rank: int, world_size: int, may_differ: Sequence[str]) -> None:
+        self._meeting = None if store is None else Meeting(store, rank, world_size, "comparison")
+        self._may_differ = tuple(may_differ)
+
+    def compare(self, statement: Statement) -> None:
+        """Compare what ranks say of themselves. Every rank must call this.
+
+        Args:
+            statement: of this rank.
+
+        Raises:
+            ConfigError: on all ranks, with every difference and who has which value.
+        """
+        if self._meeting is None:
+            return
+        groups = {"": statement.shared, **statement.within}
+        digests = {who: digest_of(json.dumps(self._compared(facts), sort_keys=True)) for who, facts in groups.items()}
+        if self._meeting.judged(json.dumps(digests), _judge_digests) == _ALIKE:
+            return
+        told = json.dumps({"groups": groups, "may_differ": self._may_differ})
+        found = json.loads(self._meeting.judged(told, _judge_facts))
+        self._meeting.part()
+        raise_if_any(Problem(argument, value, reason, tuple(nearest)) for argument, value, reason, nearest in found)
+
+    def _compared(self, facts: Facts) -> Facts:
+        return {name: value for name, value in facts.items() if not _is_among(name, self._may_differ)}
+
+
+Difference = tuple[list[str], Plain, str]
+"""Names of a setting, which may be there under several (a field of a configuration that is a hyper-parameter too); the
+first rank's value; who has which."""
+
+
+def differences(facts: Mapping[int, Facts]) -> list[Difference]:
+    """Facts that ranks do not have in common.
+
+    Args:
+        facts: by rank.
+    """
+    found: dict[tuple[str, tuple[str, ...]], Difference] = {}
+    for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
+        values = {rank: of_rank.get(name, NOTHING) for rank, of_rank in facts.items()}
+        ranks: dict[str, list[int]] = {}
+        for rank, value in values.items():
+            ranks.setdefault(repr(value), []).append(rank)
+        if len(ranks) > 1:
+            first, *others = ranks.items()
+            reason = f"on {told(first[1])}, but {' and '.join(f'{_short(v)} on {told(r)}' for v, r in others)}"
+            key = name.rsplit(".", 1)[-1], tuple(map(repr, values.values()))
+            found.setdefault(key, ([], next(iter(values.values())), reason))[0].append(name)
+    return list(found.values())
+
+
+def told(ranks: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``"ranks 0-2, 5"``."""
+    listed = sorted(ranks)
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(listed), lambda pair: pair[1] - pair[0])]
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(listed) > 1 else ''} {text}"
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
+
+
+def _judge_digests(said: Sequence[str]) -> str:
+    known: dict[str, str] = {}
+    for digests in map(json.loads, said):
+        if any(known.setdefault(who, digest) != digest for who, digest in digests.items()):
+            return "different"
+    return _ALIKE
+
+
+def _is_among(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _judge_facts(said: Sequence[str]) -> str:
+    """Arguments of a :class:`Problem` for each difference, and one for the way out."""
+    ranks = [json.loads(text) for text in said]
+    allowed = [pattern for rank in ranks for pattern in rank["may_differ"]]
+    found: list[Difference] = []
+    for who in dict.fromkeys(who for rank in ranks for who in rank["groups"]):
+        found += differences(
+            {
+                number: {name: value for name, value in rank["groups"][who].items() if not _is_among(name, allowed)}
+                for number, rank in enumerate(ranks)
+                if who in rank["groups"]
+            }
+        )
+    names = [name for names, _, _ in found for name in names]
+    reason = "all ranks must be given the same; an argument of the strategy names what may differ nevertheless"
+    problems: list[Any] = [(names[0], value, reason, ()) for names, value, reason in found]
+    return json.dumps([*problems, ("may_differ", ranks[0]["may_differ"], reason, (names,))])

@@ -1,0 +1,67 @@
+"""Marks of what a rank does between the phases of its strategy: waiting for data, hooks of a save or a load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.recorder import Lane
+
+
+class HookMarks(Callback):
+    """Notes what a rank is about; the next phase of the strategy, or the next mark, ends it.
+
+    Args:
+        lane: where.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._token: int | None = None
+        self._trainer: Trainer | None = None
+
+    def attach(self, trainer: Trainer) -> None:
+        """Be the last callback of a Trainer."""
+        self._trainer = trainer
+        trainer.callbacks.append(self)  # type: ignore[attr-defined]
+
+    def detach(self) -> None:
+        """Leave it."""
+        self.end()
+        if self._trainer is not None and self in self._trainer.callbacks:  # type: ignore[attr-defined]
+            self._trainer.callbacks.remove(self)  # type: ignore[attr-defined]
+        self._trainer = None
+
+    def begin(self, kind: Kind) -> None:
+        """From here on a rank is at this."""
+        self.end()
+        if self._trainer is not None:
+            self._lane.step = self._trainer.global_step
+        self._token = self._lane.begin(kind)
+
+    def end(self) -> None:
+        """From here on it is at something else."""
+        token, self._token = self._token, None
+        if token is not None:
+            self._lane.end(token)
+
+    def _wait_for_data(self, *args: Any, **kwargs: Any) -> None:
+        """From the begin of a loop, or the end of a batch."""
+        self.begin(Kind.DATA)
+
+    def _go_on(self, *args: Any, **kwargs: Any) -> None:
+        """A batch is there, or there is none left."""
+        self.end()
+
+    on_train_epoch_start = on_train_batch_end = _wait_for_data
+    on_validation_epoch_start = on_validation_batch_end = _wait_for_data
+    on_test_epoch_start = on_test_batch_end = _wait_for_data
+    on_predict_epoch_start = on_predict_batch_end = _wait_for_data
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _go_on
+    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _go_on
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        """Hooks of a save are running; the writing is a phase of the strategy."""
+        self.begin(Kind.SAVE)

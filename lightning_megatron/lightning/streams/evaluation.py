@@ -1,0 +1,128 @@
+"""Validation, test and prediction end alike on ranks that wait for each other, or in an error on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_megatron import device as devices
+from lightning_megatron.checkpoint.together import gathered
+from lightning_megatron.config import ParallelLayout
+from lightning_megatron.lightning.streams.lengths import are_certain, refuse_uneven
+from lightning_megatron.lightning.streams.vote import Next, StreamVote
+from lightning_megatron.mesh import Axis, ParallelMesh, dense_grid, expert_grid, rank_groups
+
+
+def coupled_ranks(layout: ParallelLayout) -> list[tuple[int, ...]]:
+    """Ranks that wait for each other in every forward: those of a replica, and of replicas that share experts.
+
+    Args:
+        layout: resolved.
+    """
+    parts = [set(ranks) for ranks in rank_groups(dense_grid(layout), ["tp", "cp", "pp"])]
+    for shared in rank_groups(expert_grid(layout), ["etp", "ep"]):
+        joined = [part for part in parts if part & set(shared)]
+        parts = [part for part in parts if part not in joined] + [set().union(*joined)]
+    return sorted(tuple(sorted(part)) for part in parts)
+
+
+class EvaluationWatch(Callback):
+    """Compares numbers of batches before a loop, and where data do not know theirs, lets ranks vote at each batch.
+
+    Replicas that share nothing may have different numbers. ``MegatronStrategy`` brings it along, as the first callback.
+
+    Args:
+        mesh: this rank's.
+        timeout: after which a rank that does not answer is given up.
+    """
+
+    def __init__(self, mesh: ParallelMesh, timeout: timedelta) -> None:
+        self._mesh, self._timeout = mesh, timeout
+        self._coupled = coupled_ranks(mesh.layout)
+        self._hosts: Axis | None = None
+        self._vote = StreamVote()
+        self._batches = 0
+
+    def _begin(self, trainer: Trainer, stage: str, counts: Sequence[float], loaders: Any) -> None:
+        self._batches = 0
+        if len(self._coupled[0]) == 1 or may_stay_away(trainer):
+            return
+        told = gathered(self._mesh, (list(counts), are_certain(counts, loaders)))
+        names = f"{stage} data", f"limit_{stage}_batches"
+        if all(certain for _, certain in told):
+            for ranks in self._coupled:
+                refuse_uneven({rank: told[rank][0] for rank in ranks}, *names)
+        else:
+            self._vote = StreamVote(self._coupled_hosts(), *names)
+
+    def _coupled_hosts(self) -> Axis | None:
+        """Those that this rank waits for; all ranks make their groups together, when they are first needed."""
+        if len(self._coupled) == 1:
+            return self._mesh.host
+        if self._hosts is None:
+            for ranks in self._coupled:
+                group = dist.new_group(list(ranks), timeout=self._timeout, backend=devices.CPU.backend)
+                if (own := self._mesh.rank) in ranks:
+                    name = "coupled hosts"
+                    axis = Axis(name, len(ranks), ranks.index(own), ranks, group)
+                    recorder = self._mesh.recorder
+                    self._hosts = replace(axis, lane=recorder.main, number=recorder.group(name, ranks))
+        return self._hosts
+
+    def _next(self) -> None:
+        self._batches += 1
+        self._vote.begin(Next.MORE, self._batches)
+        self._vote.settle()
+
+    def _end(self) -> None:
+        self._vote.begin(Next.NOTHING, self._batches)
+        self._vote.settle()
+        self._vote = StreamVote()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare; what raises here and below is a ``DataError``, on all ranks concerned."""
+        counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._begin(trainer, "val", counts, trainer.val_dataloaders)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare."""
+        self._begin(trainer, "test", trainer.num_test_batches, trainer.test_dataloaders)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare."""
+        self._begin(trainer, "predict", trainer.num_predict_batches, trainer.predict_dataloaders)
+
+    def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Vote."""
+        self._next()
+
+    def on_test_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Vote."""
+        self._next()
+
+    def on_predict_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Vote."""
+        self._next()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Vote for the end."""
+        self._end()
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Vote for the end."""
+        self._end()
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Vote for the end."""
+        self._end()
+
+
+def may_stay_away(trainer: Trainer) -> bool:
+    """True if a rank with no batch at all need not come to evaluation."""
+    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)

@@ -1,0 +1,113 @@
+"""One collective or message, written down while it is under way; the error of one that fails names who is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_megatron.machine.transport import is_lost_connection
+from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.recorder import Lane
+
+T = TypeVar("T")
+
+
+class PeerLostError(RuntimeError):
+    """Another rank has failed, is gone, stopped or has fallen behind; ``__cause__`` is what the backend says."""
+
+
+class Call:
+    """A collective or a message of one rank.
+
+    Args:
+        lane: where it is written down; ``None`` for a rank that keeps no record.
+        kind: a :class:`Kind`.
+        name: of the group.
+        group: its number in the record.
+        value: a tensor, whose bytes are noted.
+        peer: rank at the other end of a message.
+    """
+
+    __slots__ = ("_group", "_kind", "_lane", "_name", "_peer", "_size", "_token")
+
+    def __init__(
+        self, lane: Lane | None, kind: Kind, name: str, group: int, value: torch.Tensor | None = None, peer: int = -1
+    ) -> None:
+        self._lane, self._kind, self._name, self._group, self._peer = lane, kind, name, group, peer
+        self._size = 0 if value is None else value.nbytes
+        self._token = -1
+
+    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call what does not return before it is done.
+
+        Raises:
+            PeerLostError: if another rank is to blame for its error.
+        """
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with self:
+            return function(*args, **kwargs)
+
+    def issue(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call what only starts it; ``with`` this object, then, one waits for its end.
+
+        Raises:
+            PeerLostError: if another rank is to blame for its error.
+        """
+        if self._lane is not None:
+            self._token = self._lane.begin(self._kind, self._group, self._size, self._peer, False)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            self._blame(error)
+            raise
+
+    def __enter__(self) -> None:
+        lane = self._lane
+        if lane is None:
+            return
+        if self._token < 0:
+            self._token = lane.begin(self._kind, self._group, self._size, self._peer)
+        else:
+            self._token = lane.wait(self._token)
+        if lane.clock is not None:
+            lane.clock.begin_wait()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lane is not None and self._lane.clock is not None:
+            self._lane.clock.end_wait()
+        try:
+            if isinstance(error, RuntimeError):
+                self._blame(error)
+        finally:
+            if self._lane is not None:
+                self._lane.end(self._token)
+
+    def _blame(self, error: RuntimeError) -> None:
+        if self._lane is not None:
+            self._lane.keep_failed(error)
+        if is_lost_connection(error):
+            raise lost(self._lane, str(self)) from error
+
+    def __str__(self) -> str:
+        other = f" with rank {self._peer}" if self._peer >= 0 else ""
+        return f"{self._kind.name.lower()} over {self._name}{other}"
+
+
+def lost(lane: Lane | None, doing: str) -> PeerLostError:
+    """The error of a rank that waited in vain.
+
+    Args:
+        lane: of the thread that waited.
+        doing: what it waited in.
+    """
+    blame = None if lane is None else lane.recorder.blame
+    if blame is None:
+        said = "a rank at the other end has failed, ended or fallen behind; what it printed itself says why"
+        return PeerLostError(f"{doing}: {said}")
+    return PeerLostError(blame(doing))

@@ -1,0 +1,315 @@
+"""Reading the files of a run, of ranks that live and of those that do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.recorder import form
+from lightning_megatron.recorder.form import WORDS, Kind, State
+from lightning_megatron.recorder.process import Process, Seen, look_at
+from lightning_megatron.recorder.recorder import about_path, ring_path
+
+
+@dataclass(frozen=True)
+class Record:
+    """One action of one rank; times are nanoseconds of the clock, 0 for not yet.
+
+    Attributes:
+        number: of the rank's actions, from 1 on.
+        kind: what it is.
+        begun: when it began.
+        waiting: since when the thread is in it; 0 where it was only started.
+        ended: when it ended.
+        size: bytes.
+        within: the how many-th collective of its group.
+        step: optimizer steps taken before.
+        microbatch: number within the step; -1 for none.
+        peer: rank at the other end; -1 for none.
+        group: name of the group.
+        stage: pipeline stage; -1 for none.
+        detail: what it is about.
+    """
+
+    number: int
+    kind: Kind
+    begun: int
+    waiting: int = 0
+    ended: int = 0
+    size: int = 0
+    within: int = 0
+    step: int = 0
+    microbatch: int = -1
+    peer: int = -1
+    group: str = ""
+    stage: int = -1
+    detail: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """True for a collective or a message that this rank waits in for others, or for what all meet at."""
+        meets = self.kind >= Kind.ALL_REDUCE or self.kind == Kind.RENDEZVOUS
+        return meets and self.waiting > 0 and not self.ended
+
+    def __str__(self) -> str:
+        if self.kind < Kind.ALL_REDUCE:
+            word = WORDS.get(self.kind, self.kind.name.lower())
+            place = "".join(
+                f" {name} {value}"
+                for name, value in (("of stage", self.stage), ("micro-batch", self.microbatch))
+                if value >= 0
+            )
+            return word + place + (f" {self.detail}" if self.detail else "")
+        word = self.kind.name.lower()
+        size = f", {_in_bytes(self.size)}" if self.size else ""
+        if self.peer >= 0:
+            return f"{word} {'to' if self.kind == Kind.SEND else 'from'} rank {self.peer} over {self.group}{size}"
+        return f"{word} {self.within} over {self.group}{size}"
+
+
+@dataclass(frozen=True)
+class RankView:
+    """A rank as its file and the system show it.
+
+    Attributes:
+        rank: global rank.
+        pid: its process; 0 where it never came.
+        state: what it says of itself; ``None`` where it never came.
+        error: of a run that has ended in one.
+        host: name of its machine.
+        device: as torch prints it.
+        begun: when its run began.
+        since: when its state began.
+        beat: last sign of life.
+        process: what the system says, or said to another rank.
+        under_way: actions inside each other, the outermost first; of a rank that failed those in which it did.
+        last: actions in order, the newest last.
+        groups: ranks of its groups, by name.
+        world_size: ranks of the job.
+    """
+
+    rank: int
+    pid: int = 0
+    state: State | None = None
+    error: str = ""
+    host: str = ""
+    device: str = ""
+    begun: int = 0
+    since: int = 0
+    beat: int = 0
+    process: Process = field(default_factory=lambda: Process(Seen.NOTHING))
+    under_way: tuple[Record, ...] = ()
+    last: tuple[Record, ...] = ()
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    world_size: int = 0
+
+    @property
+    def is_dead(self) -> bool:
+        """True if its process is gone before its run was over."""
+        return self.state == State.RUNNING and self.process.seen in (Seen.DEAD, Seen.ENDED_BY_LAUNCHER)
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if its process is stopped in the middle of its run."""
+        return self.state == State.RUNNING and self.process.seen == Seen.STOPPED
+
+    @property
+    def is_alive(self) -> bool:
+        """True if its process can go on."""
+        return self.state is not None and self.process.seen == Seen.NOTHING
+
+    @property
+    def waits_in(self) -> Record | None:
+        """The collective or message that it waits in."""
+        return next((record for record in reversed(self.under_way) if record.waits), None)
+
+    @property
+    def active(self) -> int:
+        """Time of its last action."""
+        newest = self.last[-1:]
+        return max([self.begun, *(max(r.begun, r.waiting, r.ended) for r in (*newest, *self.under_way))])
+
+    def reached(self, group: str) -> int:
+        """Number of collectives of a group that it has begun, as far as its last actions show."""
+        return max((record.within for record in self.last if record.group == group), default=0)
+
+
+def read_run(folder: Path, live: bool = True) -> list[RankView]:
+    """All ranks of a run; those that never came are there too.
+
+    Args:
+        folder: of the files.
+        live: ask the system about processes on this host; else what other ranks have seen is all there is.
+    """
+    found = {int(path.stem): path for path in folder.glob("[0-9]*.actions") if path.stem.isdigit()}
+    views = {rank: view for rank in found if (view := read_rank(folder, rank, live)) is not None}
+    newest = max((view.begun for view in views.values()), default=0)
+    size = next((view.world_size for view in views.values() if view.begun == newest), 0)
+    return [views.get(rank, RankView(rank)) for rank in range(size)]
+
+
+def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
+    """One rank; ``None`` if it has no file, or one of another form.
+
+    Args:
+        folder: of the files.
+        rank: whose.
+        live: as of :func:`read_run`.
+    """
+    try:
+        raw = ring_path(folder, rank).read_bytes()
+    except OSError:
+        return None
+    if len(raw) != form.SIZE or not raw.startswith(form.MAGIC):
+        return None
+    _, pid, own, size, state, begun, since, start, beat, seen, _, status = form.HEADER.unpack_from(raw)
+    try:
+        about: dict[str, Any] = json.loads(about_path(folder, rank).read_text())
+    except (OSError, ValueError):
+        about = {}
+    groups = {name: _ranks_of(ranks) for name, ranks in about.get("groups", ())}
+    names = ["", *groups]
+    detail = form.text_in(raw[form.DETAIL_AT : form.DETAIL_AT + form.DETAIL])
+    state = State(state)
+    last = [record for lane in range(form.LANES) for record in _ring(raw, lane, names, detail)]
+    under_way = [record for lane in range(form.LANES) for record in _stack(raw, lane, names, detail)]
+    if state in (State.RAISED, State.LOST):
+        failed = _records(raw, form.FAILED_AT, form.DEPTH, names, detail, last)
+        under_way = [replace(record, ended=0) for record in failed] or under_way
+    noted = Process(Seen(seen), status) if seen else Process(Seen.NOTHING)
+    host = str(about.get("host", ""))
+    if live and host in ("", socket.gethostname()) and noted.seen in (Seen.NOTHING, Seen.STOPPED):
+        looked = look_at(pid, start)
+        noted = noted if looked.seen == Seen.NOTHING and noted.seen == Seen.STOPPED and not _is_there(pid) else looked
+    return RankView(
+        own,
+        pid,
+        state,
+        form.text_in(raw[form.ERROR_AT : form.ERROR_AT + form.ERROR]),
+        host,
+        str(about.get("device", "")),
+        begun,
+        since,
+        beat,
+        noted,
+        tuple(under_way),
+        tuple(sorted(last, key=lambda record: record.begun)),
+        groups,
+        size,
+    )
+
+
+class Glance:
+    """Looks at no more of a rank than whether it has failed, since that is done all the time.
+
+    Args:
+        folder: of the run.
+        rank: whose file.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path, self._about = ring_path(folder, rank), about_path(folder, rank)
+        self._pid, self._is_here = 0, False
+
+    def has_failed(self) -> bool:
+        """True if its run has ended in an error, or its process without an end of the run."""
+        try:
+            with open(self._path, "rb") as file:
+                raw = file.read(form.HEADER.size)
+        except OSError:
+            return False
+        if len(raw) < form.HEADER.size:
+            return False
+        _, pid, _, _, state, _, _, start, *_ = form.HEADER.unpack(raw)
+        if state != State.RUNNING:
+            return state in (State.RAISED, State.LOST)
+        if pid != self._pid:
+            try:
+                self._is_here = json.loads(self._about.read_text()).get("host") == socket.gethostname()
+            except (OSError, ValueError):
+                return False  # it has only begun
+            self._pid = pid
+        return self._is_here and look_at(pid, start).seen == Seen.DEAD
+
+
+def _is_there(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def _ring(raw: bytes, lane: int, names: list[str], detail: str) -> list[Record]:
+    return _records(raw, form.lane_at(lane) + form.STACK, form.LAST, names, detail)
+
+
+def _stack(raw: bytes, lane: int, names: list[str], detail: str) -> list[Record]:
+    ring = _ring(raw, lane, names, detail)
+    return _records(raw, form.lane_at(lane), form.DEPTH, names, detail, ring)
+
+
+def _records(
+    raw: bytes, at: int, count: int, names: list[str], detail: str, ring: list[Record] | None = None
+) -> list[Record]:
+    """The actions at a place.
+
+    Args:
+        raw: the file.
+        at: where they begin.
+        count: how many there are at most.
+        names: of groups, by number.
+        detail: of the header.
+        ring: where those are whole of which only the number is kept.
+    """
+    whole = {record.number: record for record in ring or ()}
+    found = []
+    for slot in range(count):
+        number, begun, waiting, ended, size, within, step, microbatch, peer, kind, group, stage, has = (
+            form.RECORD.unpack_from(raw, at + slot * form.RECORD_SIZE)
+        )
+        if not number:
+            continue
+        if number in whole:
+            found.append(whole[number])
+        elif begun and kind in Kind._value2member_map_:
+            name = names[group] if group < len(names) else f"group {group}"
+            text = detail if has else ""
+            rest = begun, waiting, ended, size, within, step, microbatch, peer, name, stage, text
+            found.append(Record(number, Kind(kind), *rest))
+    return found
+
+
+def _ranks_of(ranks: Any) -> tuple[int, ...]:
+    if isinstance(ranks, dict):
+        first, step, count = int(ranks["first"]), int(ranks["step"]), int(ranks["count"])
+        return tuple(range(first, first + step * count, step))
+    return tuple(int(rank) for rank in ranks)
+
+
+def _in_bytes(size: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Folders of the runs of a directory, the newest first.
+
+    Args:
+        folder: of a run, of all runs, or the ``default_root_dir`` that has them.
+    """
+    if any(folder.glob("[0-9]*.actions")):
+        return [folder]
+    inside = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+    runs = [path for path in inside.iterdir() if path.is_dir() and re.search(r"^run-", path.name)]
+    runs = [path for path in runs if any(path.glob("[0-9]*.actions"))]
+    newest = {path: max(file.stat().st_mtime for file in path.glob("[0-9]*.actions")) for path in runs}
+    return sorted(runs, key=lambda path: newest[path], reverse=True)
+
+
+FOLDER = ".actions"
+"""Folder of the files below a Trainer's ``default_root_dir``."""

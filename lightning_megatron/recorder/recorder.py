@@ -1,0 +1,367 @@
+"""Writing down what a rank does, in a ring that outlives it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import time_ns
+from types import TracebackType
+from typing import Any, Protocol
+
+from lightning_megatron.recorder import form
+from lightning_megatron.recorder.form import Kind, State
+from lightning_megatron.recorder.process import start_of
+
+_RECORD, _ENDED, _NUMBER = form.RECORD.pack_into, form.ENDED.pack_into, form.NUMBER.pack_into
+_SIZE, _LAST, _DEPTH = form.RECORD_SIZE, form.LAST, form.DEPTH
+_NO_DEPTH = 15
+_WAITING, _ENDED_IN, _KIND = 2, 3, 9
+
+
+class WaitClock(Protocol):
+    """Times how long a thread waits for other ranks."""
+
+    def begin_wait(self) -> None:
+        """It waits from here on."""
+        ...
+
+    def end_wait(self) -> None:
+        """It waits no more."""
+        ...
+
+
+class Lane:
+    """The actions of one thread.
+
+    Attributes:
+        recorder: whose part this is.
+        step: optimizer steps taken so far; goes into every action.
+        microbatch: number within the step; -1 outside of any.
+        stage: pipeline stage at work; -1 for none.
+        clock: what times the waiting for other ranks; ``None`` for nobody.
+    """
+
+    __slots__ = (
+        "_base",
+        "_buffer",
+        "_count",
+        "_counts",
+        "_depth",
+        "_ring",
+        "clock",
+        "microbatch",
+        "recorder",
+        "stage",
+        "step",
+    )
+
+    def __init__(self, recorder: Recorder, number: int) -> None:
+        self.recorder = recorder
+        self.step, self.microbatch, self.stage = 0, -1, -1
+        self.clock: WaitClock | None = None
+        self._base = form.lane_at(number)
+        self._ring = self._base + form.STACK
+        self._buffer: bytearray | mmap.mmap = recorder.buffer
+        self._count = self._depth = 0
+        self._counts = [0] * 64
+
+    @property
+    def count(self) -> int:
+        """Number of actions so far."""
+        return self._count
+
+    @property
+    def waiting_since(self) -> int:
+        """Since when, in nanoseconds of the clock, this thread waits for other ranks; 0 where it does not."""
+        depth = self._depth
+        if not depth:
+            return 0
+        number = form.NUMBER.unpack_from(self._buffer, self._base + (depth - 1) * _SIZE)[0]
+        record = form.RECORD.unpack_from(self._buffer, self._ring + (number - 1) % _LAST * _SIZE)
+        waits = record[_KIND] >= Kind.ALL_REDUCE or record[_KIND] == Kind.RENDEZVOUS
+        return int(record[_WAITING]) if waits and record[0] == number and not record[_ENDED_IN] else 0
+
+    def write_to(self, buffer: bytearray | mmap.mmap) -> None:
+        """Go on elsewhere."""
+        self._buffer = buffer
+
+    def begin(
+        self, kind: int, group: int = 0, size: int = 0, peer: int = -1, waits: bool = True, detail: bool = False
+    ) -> int:
+        """Note that an action begins.
+
+        Args:
+            kind: a :class:`Kind`.
+            group: number of the group of a collective; 0 for none.
+            size: bytes.
+            peer: rank at the other end of a message.
+            waits: whether this thread is in it until :meth:`end`, or has but started it.
+            detail: whether the header's detail belongs to it.
+
+        Returns:
+            What :meth:`wait` and :meth:`end` take.
+        """
+        number = self._count
+        self._count = number + 1
+        now = time_ns()
+        within = 0
+        if group and peer < 0:
+            within = self._counts[group] = self._counts[group] + 1
+        at = self._ring + number % _LAST * _SIZE
+        waiting = now if waits else 0
+        place = self.step, self.microbatch, peer, kind, group, self.stage, detail
+        _RECORD(self._buffer, at, number + 1, now, waiting, 0, size, within, *place)
+        if not waits:
+            return number << 4 | _NO_DEPTH
+        depth = self._depth
+        if depth >= _DEPTH:
+            return number << 4 | _NO_DEPTH
+        slot = self._base + depth * _SIZE
+        if group:  # nothing goes on inside a collective: it is still in the ring
+            _NUMBER(self._buffer, slot, number + 1)
+        else:
+            self._buffer[slot : slot + _SIZE] = self._buffer[at : at + _SIZE]
+        self._depth = depth + 1
+        return number << 4 | depth
+
+    def wait(self, token: int) -> int:
+        """Note that this thread now waits for what it has started; returns what :meth:`end` takes."""
+        number, depth = token >> 4, self._depth
+        if depth >= _DEPTH or self._count - number > _LAST:
+            return token
+        buffer, at = self._buffer, self._ring + number % _LAST * _SIZE
+        _ENDED(buffer, at + form.WAITED_AT, time_ns())
+        _NUMBER(buffer, self._base + depth * _SIZE, number + 1)
+        self._depth = depth + 1
+        return number << 4 | depth
+
+    def end(self, token: int) -> None:
+        """Note that an action has ended; those begun inside it have, too."""
+        number, depth = token >> 4, token & _NO_DEPTH
+        if self._count - number <= _LAST:
+            _ENDED(self._buffer, self._ring + number % _LAST * _SIZE + form.ENDED_AT, time_ns())
+        if depth != _NO_DEPTH:
+            while self._depth > depth:
+                self._depth -= 1
+                _NUMBER(self._buffer, self._base + self._depth * _SIZE, 0)
+
+    def during(self, kind: int, detail: str = "") -> Span:
+        """Bracket a phase.
+
+        Args:
+            kind: a :class:`Kind`.
+            detail: what it is about, such as a path.
+        """
+        return Span(self, kind, detail)
+
+    def keep_failed(self, error: BaseException) -> None:
+        """Keep what is under way now, since an error begins here."""
+        if self.recorder.is_new(error):
+            self._buffer[form.FAILED_AT : form.FAILED_AT + form.STACK] = self._buffer[
+                self._base : self._base + form.STACK
+            ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _fresh_lane, ()
+
+
+class Span:
+    """A phase of one thread, from ``with`` to its end."""
+
+    __slots__ = ("_detail", "_kind", "_lane", "_token")
+
+    def __init__(self, lane: Lane, kind: int, detail: str) -> None:
+        self._lane, self._kind, self._detail, self._token = lane, kind, detail, 0
+
+    def __enter__(self) -> None:
+        if self._detail:
+            self._lane.recorder.detail(self._detail)
+        self._token = self._lane.begin(self._kind, detail=bool(self._detail))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self._lane.keep_failed(error)
+        self._lane.end(self._token)
+
+
+class Recorder:
+    """The file of one rank; nothing but memory until it is opened, and after it is closed.
+
+    Attributes:
+        buffer: what the lanes write to.
+        main: the lane of the main thread, and of the backward that it waits for.
+        beside: the lane of the thread that writes checkpoints in the background.
+        folder: where the files of all ranks are; ``None`` while there are none.
+        blame: says for an action that has failed who is to blame; set by whoever watches the other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.buffer: bytearray | mmap.mmap = bytearray(form.SIZE)
+        self.main, self.beside = Lane(self, 0), Lane(self, 1)
+        self.folder: Path | None = None
+        self.blame: Callable[[str], str] | None = None
+        self._rank = 0
+        self._groups: dict[str, int] = {}
+        self._about: dict[str, Any] = {"groups": []}
+        self._failed: BaseException | None = None
+
+    def group(self, name: str, ranks: Sequence[int]) -> int:
+        """The number of a group of ranks, by name."""
+        if name not in self._groups and len(self._groups) < 60:
+            self._groups[name] = len(self._groups) + 1
+            self._about["groups"].append([name, _compressed(ranks)])
+        return self._groups.get(name, 0)
+
+    def open(self, folder: str | os.PathLike[str], rank: int, world_size: int) -> None:
+        """Write to a file from here on.
+
+        Args:
+            folder: of this run; it is made.
+            rank: of this process.
+            world_size: ranks of the job.
+
+        Raises:
+            OSError: if the file cannot be made.
+        """
+        self.close()
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        now = time_ns()
+        self._rank = rank
+        fresh = bytearray(form.SIZE)
+        ids = os.getpid(), rank, world_size, int(State.RUNNING)
+        form.HEADER.pack_into(fresh, 0, form.MAGIC, *ids, now, now, start_of(os.getpid()), now, 0, 0, 0)
+        path = ring_path(folder, rank)
+        with open(
+            f"{path}.new", "w+b"
+        ) as file:  # whole when it has its name; a stale one of this name keeps its readers
+            file.write(fresh)
+            file.flush()
+            os.replace(f"{path}.new", path)
+            self._write_to(mmap.mmap(file.fileno(), form.SIZE))
+        self.folder = folder
+        self._failed = None
+
+    def describe(self, about: Mapping[str, Any]) -> None:
+        """Write beside the file who this is: host, device, groups.
+
+        Args:
+            about: what fits into JSON.
+        """
+        self._about |= about
+        if self.folder is not None:
+            path = about_path(self.folder, self._rank)
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps(self._about))
+            os.replace(new, path)
+
+    def detail(self, text: str) -> None:
+        """Note what the action that begins now is about."""
+        self.buffer[form.DETAIL_AT : form.DETAIL_AT + form.DETAIL] = form.as_text(text, form.DETAIL)
+
+    def set_state(self, state: State, text: str = "") -> None:
+        """Say how the run of this rank has ended.
+
+        Args:
+            state: the first one that is not RUNNING stays.
+            text: of the error.
+        """
+        if self.state == State.RUNNING:
+            self.buffer[form.ERROR_AT : form.ERROR_AT + form.ERROR] = form.as_text(text, form.ERROR)
+            form.SINCE.pack_into(self.buffer, form.SINCE_AT, time_ns())
+            form.STATE.pack_into(self.buffer, form.STATE_AT, int(state))
+
+    @property
+    def state(self) -> State:
+        """State of this rank's run."""
+        return State(form.STATE.unpack_from(self.buffer, form.STATE_AT)[0])
+
+    def beat(self) -> None:
+        """Note that this process is alive."""
+        form.BEAT.pack_into(self.buffer, form.BEAT_AT, time_ns())
+
+    def is_new(self, error: BaseException) -> bool:
+        """True if an error is no consequence of one that was there before."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if cause is self._failed:
+                return False
+            cause = cause.__cause__ or cause.__context__
+        self._failed = error
+        return True
+
+    def forget(self) -> None:
+        """Let go of an error, and of the frames that it holds."""
+        self._failed = None
+
+    def close(self, remove: bool = False) -> None:
+        """Let go of the file.
+
+        Args:
+            remove: the file, since nothing is to be learnt from it.
+        """
+        buffer, folder = self.buffer, self.folder
+        self.folder, self._failed = None, None
+        if isinstance(buffer, mmap.mmap):
+            self._write_to(bytearray(form.SIZE))
+            buffer.close()
+        if remove and folder is not None:
+            for path in (ring_path(folder, self._rank), about_path(folder, self._rank)):
+                path.unlink(missing_ok=True)
+
+    def _write_to(self, buffer: bytearray | mmap.mmap) -> None:
+        if isinstance(buffer, mmap.mmap):  # what has happened before the file was there
+            buffer[form.LANES_AT :] = bytes(self.buffer[form.LANES_AT :])
+        self.buffer = buffer
+        self.main.write_to(buffer)
+        self.beside.write_to(buffer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recorder, ()  # a file is of one process
+
+
+def _fresh_lane() -> Lane:
+    return Recorder().main
+
+
+def ring_path(folder: Path, rank: int) -> Path:
+    """The file of a rank."""
+    return folder / f"{rank:05}.actions"
+
+
+def about_path(folder: Path, rank: int) -> Path:
+    """Path of the description of a rank."""
+    return folder / f"{rank:05}.json"
+
+
+def note_seen(folder: Path, rank: int, what: int, status: int) -> None:
+    """Write into the file of another rank what this one has seen of it; the first word stays.
+
+    Args:
+        folder: of the run.
+        rank: of the other one.
+        what: a :class:`~lightning_megatron.recorder.process.Seen`.
+        status: its exit status, negative for a signal.
+    """
+    try:
+        with open(ring_path(folder, rank), "r+b") as file:
+            file.seek(form.SEEN_AT)
+            if form.SEEN.unpack(file.read(form.SEEN.size))[0] == 0:
+                file.seek(form.SEEN_AT)
+                file.write(form.SEEN.pack(what, time_ns(), status))
+    except (OSError, struct.error):
+        pass
+
+
+def _compressed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
+    """Ranks at even distances as three numbers: a group may have thousands."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if step and list(ranks) == list(range(ranks[0], ranks[0] + step * len(ranks), step)):
+        return {"first": ranks[0], "step": step, "count": len(ranks)}
+    return list(ranks)

@@ -1,0 +1,73 @@
+"""Folders of runs: one for each, gone when it ends well."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_megatron.recorder.form import State
+from lightning_megatron.recorder.reading import FOLDER, RankView, read_run, runs_below
+
+KEPT = 3
+"""Runs that ended badly and are kept."""
+_OLD = 7 * 24 * 3600.0
+_OF_A_JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+
+
+def run_folder(root: str | os.PathLike[str], own: str, variables: Mapping[str, str] = os.environ) -> Path:
+    """The folder of a run, which all its ranks know before they have met.
+
+    Args:
+        root: ``default_root_dir``.
+        own: what tells this run from others on the machine: the port at which its ranks meet.
+        variables: of the environment.
+    """
+    parts = [own, *(variables[name] for name in _OF_A_JOB if name in variables)]
+    name = "-".join("".join(c if c.isalnum() else "_" for c in part) for part in parts)
+    return Path(os.path.abspath(root)) / FOLDER / f"run-{name}"
+
+
+def leave(folder: Path) -> None:
+    """Remove the folder of a run if all its ranks have finished; the last one to leave finds them so."""
+    views = read_run(folder)
+    if views and all(view.state == State.FINISHED for view in views):
+        _remove(folder)
+
+
+def sweep(root: str | os.PathLike[str], keep: int = KEPT) -> None:
+    """Remove what earlier runs have left, but for the newest that ended badly.
+
+    Args:
+        root: ``default_root_dir``.
+        keep: how many.
+    """
+    folder = Path(os.path.abspath(root)) / FOLDER
+    if not folder.is_dir():
+        return
+    over = [run for run in runs_below(folder) if _is_over(run)]
+    for run in over:
+        if all(view.state == State.FINISHED for view in read_run(run)):
+            _remove(run)
+    for run in [run for run in over if run.is_dir()][keep:]:
+        _remove(run)
+
+
+def _is_over(run: Path) -> bool:
+    return not any(_runs(view) for view in read_run(run))
+
+
+def _runs(view: RankView) -> bool:
+    """True if a rank may still be at work: on another host, by what it last said."""
+    if view.state != State.RUNNING or view.is_dead:
+        return False
+    return view.is_stopped or time.time() - view.beat / 1e9 < _OLD
+
+
+def _remove(run: Path) -> None:
+    shutil.rmtree(run, ignore_errors=True)
+    with suppress(OSError):  # other runs
+        run.parent.rmdir()

@@ -1,0 +1,84 @@
+"""The table of a run that has failed: all ranks, the culprit on top."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lightning_megatron.recorder.reading import RankView
+from lightning_megatron.recorder.verdict import Verdict, doing, state_of
+
+_SHOWN = 32
+_COLUMNS = ("rank", "host", "device", "pid", "state", "action", "since")
+
+
+def render(views: Sequence[RankView], verdict: Verdict, now: int) -> str:
+    """The table, as lines.
+
+    Args:
+        views: of all ranks.
+        verdict: who comes first.
+        now: nanoseconds of the clock at which to say since when.
+    """
+    order = [*verdict.culprits, *(view.rank for view in views if view.rank not in verdict.culprits)]
+    by_rank = {view.rank: view for view in views}
+    rows = [_row(by_rank[rank], now) for rank in order[:_SHOWN]]
+    widths = [max(len(row[column]) for row in [_COLUMNS, *rows]) for column in range(len(_COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [_COLUMNS, *rows]]
+    head = f"First to blame: {verdict.reason}" if verdict.culprits else "No rank stands out."
+    more = [f"... and {len(order) - _SHOWN} more ranks"] if len(order) > _SHOWN else []
+    return "\n".join([head, *(line.rstrip() for line in lines), *more])
+
+
+def _row(view: RankView, now: int) -> tuple[str, ...]:
+    began = view.under_way[-1].begun if view.under_way else view.active
+    since = f"{max(0, now - began) / 1e9:.1f} s" if began else "-"
+    state = state_of(view)
+    state = state if len(state) <= 60 else state[:57] + "..."
+    return str(view.rank), view.host or "-", view.device or "-", str(view.pid or "-"), state, doing(view), since
+
+
+def last_actions(view: RankView, count: int) -> str:
+    """The last actions of a rank, a line each, the newest last."""
+    lines = []
+    for record in view.last[-count:] if count else ():
+        took = f"{(record.ended - record.begun) / 1e6:.1f} ms" if record.ended else "not ended"
+        before = f"{(view.active - record.begun) / 1e9:8.3f} s before its last"
+        lines.append(f"  {before}: step {record.step}, {record} ({took})")
+    return "\n".join([f"rank {view.rank}, its last actions:", *lines])
+
+
+def as_json(views: Sequence[RankView], verdict: Verdict, last: int) -> dict[str, Any]:
+    """The same for programs.
+
+    Args:
+        views: of all ranks.
+        verdict: of them.
+        last: how many actions of each rank.
+    """
+    return {
+        "culprits": list(verdict.culprits),
+        "is_fact": verdict.is_fact,
+        "reason": verdict.reason,
+        "ranks": [
+            {
+                "rank": view.rank,
+                "host": view.host,
+                "device": view.device,
+                "pid": view.pid,
+                "state": state_of(view),
+                "exit_status": view.process.status,
+                "error": view.error,
+                "action": doing(view),
+                "active": view.active,
+                "under_way": [_plain(record) for record in view.under_way],
+                "last": [_plain(record) for record in view.last[-last:]] if last else [],
+            }
+            for view in views
+        ],
+    }
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    return {**asdict(record), "kind": record.kind.name.lower(), "text": str(record)}

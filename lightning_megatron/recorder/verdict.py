@@ -1,0 +1,148 @@
+"""The rank to blame: the one that died or raised first, is stopped, or has not come where others wait."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_megatron.recorder.form import Kind, State
+from lightning_megatron.recorder.process import Seen, in_words
+from lightning_megatron.recorder.reading import RankView, Record
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement on a run.
+
+    Attributes:
+        culprits: ranks, the first one to blame first; none where nothing is wrong.
+        is_fact: whether the first is dead, has raised, is stopped or never came; else who waits for whom says so.
+        reason: of the first, in words.
+    """
+
+    culprits: tuple[int, ...] = ()
+    is_fact: bool = False
+    reason: str = ""
+
+
+def judge(views: Sequence[RankView]) -> Verdict:
+    """Find the culprit.
+
+    Args:
+        views: of all ranks.
+    """
+    by_rank = {view.rank: view for view in views}
+    aborted = [view.rank for view in views if _aborted(view)]
+    ended = [view for view in views if _ended_by_itself(view)]
+    ended.sort(key=lambda view: view.since if view.state == State.RAISED else view.active)
+    facts = [view.rank for view in ended]
+    facts += [view.rank for view in views if view.is_stopped]
+    if not any(_has_met(view) for view in views):
+        facts += [view.rank for view in views if view.state is None]
+    if facts:
+        return Verdict(tuple(facts), True, _about(by_rank[facts[0]]))
+    roots = _awaited_in_the_end(by_rank)
+    if roots:
+        first = by_rank[roots[0]]
+        waiting = next((view for view in views if view.rank not in roots and view.waits_in is not None), None)
+        for_what = "" if waiting is None else f": others wait for it in {waiting.waits_in}"
+        return Verdict(tuple(roots), False, f"{_about(first)}{for_what}")
+    if aborted:
+        return Verdict(tuple(aborted), True, _about(by_rank[aborted[0]]))
+    at_odds = [view.rank for view in views if view.waits_in is not None]
+    if len(at_odds) > 1 and len({_same(view.waits_in) for view in views if view.waits_in is not None}) > 1:
+        return Verdict(tuple(at_odds), False, "ranks wait for each other in different actions")
+    return Verdict()
+
+
+def _has_met(view: RankView) -> bool:
+    """True if a rank has come further than where all meet: one without a file then writes elsewhere."""
+    return any(record.kind not in (Kind.START, Kind.RENDEZVOUS, Kind.END) for record in view.last)
+
+
+def _ended_by_itself(view: RankView) -> bool:
+    if view.state == State.RAISED:
+        return True
+    return view.is_dead and view.process.seen != Seen.ENDED_BY_LAUNCHER and not _aborted(view)
+
+
+def _aborted(view: RankView) -> bool:
+    """True for what a backend's own watchdog does to a rank whose peers do not come: it is a victim."""
+    return view.is_dead and view.process.status == -signal.SIGABRT
+
+
+def _same(record: Record | None) -> tuple[object, ...]:
+    return () if record is None else (record.kind, record.group, record.within, record.peer)
+
+
+def _awaited(view: RankView, by_rank: Mapping[int, RankView]) -> list[int]:
+    """Ranks that have not come where this one waits."""
+    record = view.waits_in
+    if record is None or record.kind == Kind.RENDEZVOUS:
+        return []
+    if record.peer >= 0:
+        return [record.peer]
+    members = view.groups.get(record.group) or tuple(by_rank)
+    others = [rank for rank in members if rank != view.rank and rank in by_rank]
+    return [rank for rank in others if by_rank[rank].reached(record.group) < record.within]
+
+
+def _awaited_in_the_end(by_rank: Mapping[int, RankView]) -> list[int]:
+    """Follow who waits for whom to those who wait for nobody; who is waited for by most comes first."""
+    counts: dict[int, int] = {}
+    for view in by_rank.values():
+        for rank in _leaves(view, by_rank):
+            counts[rank] = counts.get(rank, 0) + 1
+    return sorted(counts, key=lambda rank: (-counts[rank], by_rank[rank].active, rank))
+
+
+def _leaves(view: RankView, by_rank: Mapping[int, RankView]) -> set[int]:
+    seen, leaves = {view.rank}, set()
+    todo = _awaited(view, by_rank)
+    while todo:
+        rank = todo.pop()
+        if rank in seen or rank not in by_rank:
+            continue
+        seen.add(rank)
+        further = _awaited(by_rank[rank], by_rank)
+        if by_rank[rank].waits_in is None:
+            leaves.add(rank)
+        todo += further
+    return leaves
+
+
+def state_of(view: RankView) -> str:
+    """State of a rank in a few words."""
+    if view.state is None:
+        return "has not come"
+    if view.state == State.FINISHED:
+        return "finished"
+    if view.state == State.RAISED:
+        return f"raised {view.error}"
+    if view.process.seen == Seen.ENDED_BY_LAUNCHER:
+        return "ended by the launcher"
+    if view.state == State.LOST:
+        return "lost a peer"
+    if view.is_dead:
+        return "dead: " + in_words(view.process.status)
+    return "stopped" if view.is_stopped else "running"
+
+
+def doing(view: RankView) -> str:
+    """The action of a rank, with its place in the run."""
+    if view.state is None:
+        return "-"
+    if not view.under_way:
+        before = [record for record in view.last if view.state == State.RUNNING or record.begun < view.since]
+        return f"step {before[-1].step}, after {before[-1]}" if before else "-"
+    step = f"step {view.under_way[-1].step}, "
+    return step + " > ".join(str(record) for record in view.under_way)
+
+
+def _about(view: RankView) -> str:
+    if view.state is None:
+        return f"rank {view.rank} has not come"
+    where = f" on {view.host}" if view.host else ""
+    word = {"running": "is running"}.get(state_of(view), state_of(view))
+    return f"rank {view.rank} (pid {view.pid}{where}) {word} in {doing(view)}"

@@ -1,0 +1,99 @@
+"""Files that are cut off or overwritten while they are read: an error that names them, and no death without a word."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_megatron.data import BlendedDataset, DataError, GPTDataset, IndexedDataset, IndexedDatasetWriter
+from lightning_megatron.testing.workers import PRELOAD
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> GPTDataset:
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        for _ in range(200):
+            writer.add_document(np.arange(1000), [1000])
+    return GPTDataset(IndexedDataset(tmp_path / "x"), seq_length=100)
+
+
+def victims(dataset: GPTDataset) -> list[Path]:
+    folder = Path(dataset.dataset.prefix).parent
+    return [folder / "x.bin", folder / "x.idx", *(folder / "cache").rglob("*.npy")]
+
+
+def read(prefix: str, victim: str, answer: Connection, workers: int) -> None:
+    """In a process of its own, which a signal may end: read, cut a file off, read on."""
+    dataset = GPTDataset(IndexedDataset(prefix), seq_length=100)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+    samples = iter(loader)
+    next(samples)
+    os.truncate(victim, 0)
+    time.sleep(0.05)
+    try:
+        for _ in samples:
+            pass
+    except DataError as error:
+        answer.send(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_file_cut_off_under_a_run_is_named(dataset: GPTDataset, workers: int) -> None:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    for victim in victims(dataset):
+        content = victim.read_bytes()
+        ours, theirs = context.Pipe(duplex=False)
+        job = context.Process(target=read, args=(dataset.dataset.prefix, str(victim), theirs, workers))
+        job.start()
+        theirs.close()
+        try:
+            text = ours.recv()
+        except EOFError:
+            job.join()
+            pytest.fail(f"{victim.name}: the process ended with {job.exitcode}")
+        assert str(victim) in text
+        assert f"cut off while it was in use: 0 bytes, {len(content)} were there" in text
+        job.join()
+        victim.write_bytes(content)
+
+
+def test_data_that_is_replaced_or_removed_stays_readable(dataset: GPTDataset) -> None:
+    before = dataset[3]["tokens"]
+    for victim in victims(dataset):
+        copy = victim.with_suffix(".copy")
+        copy.write_bytes(b"short")
+        os.replace(copy, victim)
+    assert torch.equal(dataset[3]["tokens"], before)
+    for victim in victims(dataset):
+        victim.unlink()
+    assert torch.equal(dataset[3]["tokens"], before)
+
+
+def test_nonsense_in_the_files_of_a_run_names_them(dataset: GPTDataset) -> None:
+    for name, value in (("samples", np.full((4000, 2), 2**30, np.int32)), ("shuffle", np.full(2000, -(10**9)))):
+        other = pickle.loads(pickle.dumps(dataset))
+        object.__setattr__(other.index, name, value)
+        with pytest.raises(DataError, match=r"x: train sample 5 cannot be read .*changed under the run"):
+            other[5]
+    with pytest.raises(IndexError, match="there is no number 99999"):
+        dataset[99999]
+
+
+def test_a_blend_looks_at_its_order(dataset: GPTDataset, tmp_path: Path) -> None:
+    blend = BlendedDataset([dataset, dataset], cache_dir=tmp_path / "blend")
+    blend[0]
+    order = next((tmp_path / "blend").glob("*dataset_index.npy"))
+    os.truncate(order, 100)
+    time.sleep(0.05)
+    with pytest.raises(DataError, match="cut off while it was in use"):
+        blend[1]

@@ -1,0 +1,223 @@
+"""The file of a rank: what is under way, what came last, and that it can be read when the rank is dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.cli.main import main
+from lightning_megatron.machine.transport import is_lost_connection
+from lightning_megatron.recorder.call import Call, PeerLostError
+from lightning_megatron.recorder.form import DEPTH, LAST, Kind, State
+from lightning_megatron.recorder.process import Seen, in_words
+from lightning_megatron.recorder.reading import Glance, RankView, read_rank, read_run
+from lightning_megatron.recorder.recorder import Recorder, note_seen
+from lightning_megatron.recorder.runs import leave, run_folder, sweep
+from lightning_megatron.recorder.verdict import doing
+
+
+def opened(folder: Path, rank: int = 0, world_size: int = 1) -> Recorder:
+    recorder = Recorder()
+    recorder.open(folder, rank, world_size)
+    return recorder
+
+
+def view_of(folder: Path, rank: int = 0) -> RankView:
+    view = read_rank(folder, rank)
+    assert view is not None
+    return view
+
+
+def test_actions_under_way_and_the_last_ones_are_read_with_place_and_group(tmp_path: Path) -> None:
+    recorder, lane = opened(tmp_path), None
+    lane = recorder.main
+    tp, dp = recorder.group("tp", [0, 1]), recorder.group("dp", range(0, 4096, 2))
+    recorder.describe({"host": "", "device": "cpu"})
+    lane.step, lane.microbatch, lane.stage = 7, 2, 1
+    with lane.during(Kind.TRAINING_STEP), lane.during(Kind.FORWARD):
+        early = lane.begin(Kind.ALL_REDUCE, dp, 1 << 20, waits=False)
+        for _ in range(3):
+            lane.end(lane.begin(Kind.ALL_GATHER, tp, 4096))
+        lane.begin(Kind.ALL_GATHER, tp, 4096)
+        view = view_of(tmp_path)
+        assert doing(view) == (
+            "step 7, training step of stage 1 micro-batch 2 > forward of stage 1 micro-batch 2 > "
+            "all_gather 4 over tp, 4.0 KiB"
+        )
+        assert view.waits_in is not None
+        assert (view.waits_in.within, view.reached("tp"), view.reached("dp")) == (4, 4, 1)
+        assert view.groups["dp"] == tuple(range(0, 4096, 2))
+        assert view.is_alive
+    view = view_of(tmp_path)
+    assert not view.under_way
+    assert str(view.last[2]) == "all_reduce 1 over dp, 1.0 MiB"
+    assert not view.last[2].ended
+    early = lane.wait(early)
+    assert str(view_of(tmp_path).waits_in) == "all_reduce 1 over dp, 1.0 MiB"
+    lane.end(early)
+    assert view_of(tmp_path).last[2].ended
+
+
+def test_a_rank_knows_since_when_it_waits_and_sees_others_fail(tmp_path: Path) -> None:
+    recorder, other = opened(tmp_path, 0, 2), opened(tmp_path, 1, 2)
+    lane, group = recorder.main, recorder.group("tp", [0, 1])
+    glance = Glance(tmp_path, 1)
+    assert not lane.waiting_since
+    with lane.during(Kind.FORWARD):
+        assert not lane.waiting_since
+        token = lane.begin(Kind.ALL_REDUCE, group)
+        assert lane.waiting_since == view_of(tmp_path).last[-1].waiting > 0
+        lane.end(token)
+        assert not lane.waiting_since
+    with lane.during(Kind.RENDEZVOUS):
+        assert lane.waiting_since
+    assert not glance.has_failed()
+    other.describe({"host": socket.gethostname()})
+    assert not glance.has_failed()
+    other.set_state(State.RAISED, "x")
+    assert glance.has_failed()
+    assert not Glance(tmp_path, 5).has_failed()
+    child = os.fork()
+    if not child:
+        opened(tmp_path, 1, 2).describe({"host": socket.gethostname()})
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert glance.has_failed()
+
+
+def test_what_was_begun_long_ago_is_still_known_when_the_ring_has_gone_round(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    lane = recorder.main
+    group = recorder.group("tp", [0, 1])
+    with lane.during(Kind.VALIDATION_STEP):
+        for _ in range(3 * LAST):
+            lane.end(lane.begin(Kind.ALL_REDUCE, group))
+        view = view_of(tmp_path)
+        assert [record.kind for record in view.under_way] == [Kind.VALIDATION_STEP]
+        assert len(view.last) == LAST
+        assert view.reached(view.last[-1].group) == 3 * LAST
+    assert not view_of(tmp_path).under_way
+
+
+def test_more_actions_inside_each_other_than_there_is_room_for(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    tokens = [recorder.main.begin(Kind.FORWARD) for _ in range(DEPTH + 3)]
+    assert len(view_of(tmp_path).under_way) == DEPTH
+    for token in reversed(tokens):
+        recorder.main.end(token)
+    assert not view_of(tmp_path).under_way
+
+
+def test_where_an_error_began_is_kept_and_errors_that_follow_from_it_change_nothing(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    lane = recorder.main
+
+    def fail() -> None:
+        with lane.during(Kind.OPTIMIZER_STEP):
+            try:
+                with lane.during(Kind.FORWARD):
+                    raise ValueError("x")
+            except ValueError as error:
+                raise KeyError("y") from error
+
+    with pytest.raises(KeyError):
+        fail()
+    with lane.during(Kind.END):
+        pass
+    recorder.set_state(State.RAISED, "KeyError: y")
+    recorder.set_state(State.FINISHED)
+    view = view_of(tmp_path)
+    assert [record.kind for record in view.under_way] == [Kind.OPTIMIZER_STEP, Kind.FORWARD]
+    assert (view.state, view.error) == (State.RAISED, "KeyError: y")
+
+
+def test_a_backends_complaint_of_a_lost_peer_gets_the_name_that_the_watch_finds(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    recorder.blame = lambda doing: f"{doing}: rank 3 is dead"
+
+    def fail(text: str) -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(PeerLostError, match="all_reduce over tp: rank 3 is dead") as caught:
+        Call(recorder.main, Kind.ALL_REDUCE, "tp", 1).run(fail, "[pair.cc:534] Connection closed by peer [::1]:11922")
+    assert "Connection closed" in str(caught.value.__cause__)
+    call = Call(recorder.main, Kind.ALL_REDUCE, "tp", 1)
+    with pytest.raises(RuntimeError, match="must be contiguous"):
+        call.issue(fail, "Tensors must be contiguous")
+    with pytest.raises(PeerLostError, match="a rank at the other end"):
+        Call(None, Kind.SEND, "pp", 0, peer=1).run(fail, "Timed out waiting 12000ms for recv operation to complete")
+    assert not is_lost_connection(ValueError("connection closed"))
+
+
+def test_a_killed_process_leaves_a_file_that_says_in_what_it_died(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = run_folder(tmp_path, "1234", {})
+    for rank in range(2):
+        child = os.fork()
+        if not child:
+            recorder = opened(folder, rank, 2)
+            group = recorder.group("tp", [0, 1])
+            recorder.describe({"host": "", "device": "cpu"})
+            recorder.main.step = 5
+            recorder.main.begin(Kind.SAVE)
+            if rank:
+                recorder.main.begin(Kind.ALL_GATHER_OBJECT, group)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+    views = read_run(folder)
+    assert [view.is_dead for view in views] == [True, True]
+    assert main(["why", str(tmp_path), "--last", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "First to blame: rank 0" in printed
+    assert "step 5, save > all_gather_object 1 over tp" in printed
+    assert "rank 1, its last actions:" in printed
+    assert main(["why", str(folder), "--json", "--last", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"][1]["last"][0]["kind"] == "all_gather_object"
+    note_seen(folder, 1, Seen.DEAD, -9)
+    assert views[1].process.status is None
+    assert view_of(folder, 1).process.status == -9
+    assert in_words(-9) == "killed by SIGKILL"
+    assert main(["why", str(tmp_path / "nothing")]) == 2
+    assert main(["why", str(Path(__file__).parent)]) == 2
+
+
+def test_a_run_that_all_ranks_finish_leaves_nothing_and_old_ones_are_swept(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, "1", {"SLURM_JOB_ID": "7"})
+    assert folder.name == "run-1-7"
+    recorders = [opened(folder, rank, 2) for rank in range(2)]
+    for recorder in recorders:
+        assert (folder / "00000.actions").exists()
+        recorder.set_state(State.FINISHED)
+        recorder.close()
+        leave(folder)
+    assert not list(tmp_path.iterdir())
+
+    for number in range(6):
+        recorder = opened(run_folder(tmp_path, str(number), {}))
+        recorder.set_state(State.RAISED, "x")
+        recorder.close()
+    running = opened(run_folder(tmp_path, "running", {}))
+    sweep(tmp_path)
+    left = sorted(path.name for path in (tmp_path / ".actions").iterdir())
+    assert len(left) == 4
+    assert "run-running" in left
+    running.close(remove=True)
+
+
+def test_a_record_is_of_one_process_and_goes_on_in_memory_without_a_file(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    copy = pickle.loads(pickle.dumps(recorder.main))
+    assert copy.recorder.folder is None
+    copy.end(copy.begin(Kind.FORWARD))
+    recorder.close()
+    recorder.main.end(recorder.main.begin(Kind.FORWARD))
+    with pytest.raises(NotADirectoryError):
+        recorder.open(Path(__file__) / "below-a-file", 0, 1)
