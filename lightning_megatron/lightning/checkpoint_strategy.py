@@ -27,6 +27,7 @@ from lightning_megatron.lightning.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.optimizer_file import export_optimizers, import_optimizers
 from lightning_megatron.lightning.optimizers import Holder, OptimizerSet
 from lightning_megatron.lightning.progress import follow_batch_size
+from lightning_megatron.lightning.random_state import random_state
 from lightning_megatron.lightning.saving_checks import address_problems
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -52,6 +53,7 @@ class CheckpointStrategy(FolderStrategy):
     _optimizer_set: OptimizerSet | None = None
     _loaded_model: dict[str, Any] | None = None
     _saved_randomness: dict[str, Any] | None = None
+    _validation_randomness: dict[str, Any] | None = None
 
     @property
     def sharded_optimizers(self) -> tuple[ShardedOptimizer, ...]:
@@ -235,11 +237,26 @@ class CheckpointStrategy(FolderStrategy):
         if self.lightning_module is not None:
             warn_of_missed_saves(self.lightning_module.trainer)
 
-    def on_validation_end(self) -> None:
-        """A run that resumes with a validation goes on with the random numbers of the uninterrupted run, too."""
+    def on_validation_start(self) -> None:
+        """Draw in a validation that is begun anew the random numbers that it drew before."""
         assert self.lightning_module is not None
-        if self._saved_randomness is not None and not self.lightning_module.trainer.sanity_checking:
+        if self.lightning_module.trainer.sanity_checking:
+            return
+        if self._saved_randomness is not None:
             continue_randomness(self._saved_randomness, self.mesh)
+        self._validation_randomness = random_state(self.mesh.rng)
+
+    def on_validation_end(self) -> None:
+        """Let the first batch after a validation that was begun anew continue from here, as the uninterrupted run."""
+        assert self.lightning_module is not None
+        self._validation_randomness = None
+        if self._saved_randomness is not None and not self.lightning_module.trainer.sanity_checking:
+            self._saved_randomness = random_state(self.mesh.rng)
+
+    def rewind_validation(self) -> None:
+        """Set every generator to where the validation under way began, which a resumed run begins anew."""
+        if self._validation_randomness is not None:
+            continue_randomness(self._validation_randomness, self.mesh)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take over what a hook has put into ``state_dict``; :meth:`load_checkpoint` has filled the parameters."""

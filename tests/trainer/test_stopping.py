@@ -52,6 +52,13 @@ class Kill(Callback):
             self._act(trainer)
 
 
+class Draws(Callback):
+    """Validates with random numbers, as kernels that take a seed and masked language models do."""
+
+    def on_validation_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        torch.rand(3, device=module.device)
+
+
 def texts() -> list[dict[str, torch.Tensor]]:
     tokens = torch.randint(32, (STEPS * 4, 9), generator=torch.Generator().manual_seed(2))
     return [{"tokens": t[:-1], "labels": t[1:]} for t in tokens]
@@ -67,7 +74,7 @@ def train(folder: Path, layout: dict[str, int], *callbacks: Callback, ckpt_path:
         logger=recorder,
         enable_checkpointing=True,
         val_check_interval=3,
-        callbacks=[*callbacks, ModelCheckpoint(folder, monitor="val_loss", filename="{step}", save_last="link")],
+        callbacks=[*callbacks, Draws(), ModelCheckpoint(folder, monitor="val_loss", filename="{step}", save_last="link")],
     )
     before = [signal.getsignal(number) for number in SIGNALS]
     batches = MegatronSampler(len(rows), batch_size=4)

@@ -203,6 +203,8 @@ class KillSwitch(Callback):
 
     def _leave_validation(self, trainer: Trainer) -> NoReturn:
         validate_anew(trainer)
+        if isinstance(trainer.strategy, CheckpointStrategy):
+            trainer.strategy.rewind_validation()
         self._save(trainer)
         self._leave(trainer)
 
