@@ -17,10 +17,10 @@ import torch
 
 from lightning_megatron.config import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.recompute import RecomputePlan
 from lightning_megatron.testing.activations import MiddleStage
 from lightning_megatron.testing.workers import WorkerPool
+from lightning_megatron.transformer_config import TransformerConfig
 
 LAYERS = 2
 

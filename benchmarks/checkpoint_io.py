@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.checkpoint import BackgroundWriter, Draft, State, load, model_state, save
-from lightning_megatron.checkpoint.publish import remove, sync_file
+from lightning_megatron.checkpoint.directory.atomic_dir import remove, sync_file
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.testing.trainer import quiet_trainer
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import LlamaModule, MegatronStrategy, SpikeGuard, StragglerMonitor
 from lightning_megatron.lightning.callbacks.recent import Recent
-from lightning_megatron.lightning.step_clock import HostClock
+from lightning_megatron.lightning.monitoring.step_clock import HostClock
 from lightning_megatron.recorder.call import Call
 from lightning_megatron.recorder.form import Kind
 from lightning_megatron.recorder.recorder import Lane, Recorder

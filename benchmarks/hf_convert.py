@@ -17,14 +17,14 @@ from pathlib import Path
 
 import torch
 
-from lightning_megatron.checkpoint.hf import FAMILIES
-from lightning_megatron.checkpoint.hf.write import write_hf
-from lightning_megatron.checkpoint.translate import Split, to_theirs
-from lightning_megatron.checkpoint.weight_map import WeightMap
-from lightning_megatron.checkpoint.whole import WholeTensor
-from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.checkpoint.formats.hf import FAMILIES
+from lightning_megatron.checkpoint.formats.hf.write import write_hf
+from lightning_megatron.checkpoint.formats.translate import Split, to_theirs
+from lightning_megatron.checkpoint.formats.weight_map import WeightMap
+from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import spec_registry
+from lightning_megatron.transformer_config import TransformerConfig
 
 MB = 1e6
 

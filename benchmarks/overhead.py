@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronStrategy
-from lightning_megatron.lightning.logs import LogSharing
+from lightning_megatron.lightning.step.log_capture import LogSharing
 from lightning_megatron.testing.trainer import quiet_trainer
 from lightning_megatron.testing.workers import WorkerPool
 

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.config import ParallelLayout
-from lightning_megatron.deferred import DeferredGradients
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.action import Action, Kind, Message, message_in, message_out
 from lightning_megatron.pipeline.draw import COLOURS
@@ -33,6 +32,7 @@ from lightning_megatron.pipeline.runtime import PipelineRuntime, training_plan
 from lightning_megatron.pipeline.schedule import build_schedule
 from lightning_megatron.pipeline.simulate import Costs, Simulation, simulate
 from lightning_megatron.testing.workers import WorkerPool
+from lightning_megatron.weight_grad_store import DeferredGradients
 
 CPU = torch.device("cpu")
 

@@ -25,10 +25,10 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_megatron import LlamaModule, MegatronDataModule, MegatronHPUStrategy, Throughput
 from lightning_megatron.data import build_tokenizer
-from lightning_megatron.data.preprocess import TokenizerSpec, preprocess
-from lightning_megatron.data.train_tokenizer import train_tokenizer
+from lightning_megatron.data.preprocessing.preprocess import TokenizerSpec, preprocess
+from lightning_megatron.data.preprocessing.train_tokenizer import train_tokenizer
 from lightning_megatron.device import CPU, best_available
-from lightning_megatron.lightning.restore import load_module
+from lightning_megatron.lightning.pretrained.restore import load_module
 from lightning_megatron.models.generate import generate
 
 TOKENIZER = "GPTSentencePieceTokenizer"

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from lightning_megatron.lightning.datamodule import MegatronDataModule
     from lightning_megatron.lightning.module import GPTModule, LlamaModule, MixtralModule
     from lightning_megatron.lightning.precision import MegatronPrecision
-    from lightning_megatron.lightning.strategy import MegatronHPUStrategy, MegatronStrategy
-    from lightning_megatron.models.config import TransformerConfig
+    from lightning_megatron.lightning.strategy.megatron import MegatronHPUStrategy, MegatronStrategy
+    from lightning_megatron.transformer_config import TransformerConfig
 
 _MODULES = {
     "config": ("ConfigError", "ParallelLayout"),

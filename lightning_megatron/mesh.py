@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ParallelLayout
-from lightning_megatron.deferred import DeferredGradients
 from lightning_megatron.params import ShardRanks
 from lightning_megatron.recorder.call import Call
 from lightning_megatron.recorder.form import Kind
 from lightning_megatron.recorder.recorder import Lane, Recorder
 from lightning_megatron.rng import RNGStreams
+from lightning_megatron.weight_grad_store import DeferredGradients
 
 
 def dense_grid(layout: ParallelLayout) -> dict[str, int]:

@@ -1,18 +1,20 @@
 """Checkpoints that outlive the layout: sharded, published at once, verified, loaded under any other layout."""
 
-from lightning_megatron.checkpoint.background import BackgroundWriter
-from lightning_megatron.checkpoint.dcp import Loaded, load, save
-from lightning_megatron.checkpoint.draft import Draft, complete
-from lightning_megatron.checkpoint.fault import Fault
+from lightning_megatron.checkpoint.all_ranks import CheckpointError
+from lightning_megatron.checkpoint.async_save import BackgroundWriter
+from lightning_megatron.checkpoint.directory.atomic_dir import remove, remove_unlinked
+from lightning_megatron.checkpoint.directory.leftovers import sweep
+from lightning_megatron.checkpoint.directory.newest import Candidate, candidates, newest_good
 from lightning_megatron.checkpoint.fragment import Fragment
-from lightning_megatron.checkpoint.guard import SaveGuard
-from lightning_megatron.checkpoint.integrity import Check, faults_of
-from lightning_megatron.checkpoint.leftovers import sweep
-from lightning_megatron.checkpoint.manifest import Progress
-from lightning_megatron.checkpoint.newest import Candidate, candidates, newest_good
-from lightning_megatron.checkpoint.publish import remove, remove_unlinked
-from lightning_megatron.checkpoint.sound_values import refuse_nonfinite
-from lightning_megatron.checkpoint.state import (
+from lightning_megatron.checkpoint.integrity.fault import Fault
+from lightning_megatron.checkpoint.integrity.finite_values import refuse_nonfinite
+from lightning_megatron.checkpoint.integrity.hashes import Check, faults_of
+from lightning_megatron.checkpoint.integrity.manifest import Progress
+from lightning_megatron.checkpoint.integrity.save_guard import SaveGuard
+from lightning_megatron.checkpoint.integrity.verify import verify
+from lightning_megatron.checkpoint.load import Loaded, load, save
+from lightning_megatron.checkpoint.save import Draft, complete
+from lightning_megatron.checkpoint.state_dict import (
     State,
     local_tensors,
     model_state,
@@ -20,8 +22,6 @@ from lightning_megatron.checkpoint.state import (
     regrouped,
     shared_state,
 )
-from lightning_megatron.checkpoint.together import CheckpointError
-from lightning_megatron.checkpoint.verify import verify
 
 __all__ = [
     "BackgroundWriter",

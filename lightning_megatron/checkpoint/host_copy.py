@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_megatron import device as devices
 from lightning_megatron.checkpoint.fragment import Fragment, Part
-from lightning_megatron.checkpoint.state import State
+from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.params import Box
 
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint.all_ranks import CheckpointError, gathered
 from lightning_megatron.checkpoint.fragment import Fragment, Part
-from lightning_megatron.checkpoint.state import State
-from lightning_megatron.checkpoint.together import CheckpointError, gathered
+from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.comm.p2p import receive, send
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box, is_calibration

@@ -14,11 +14,11 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.checkpoint.hf.directory import is_hf_directory
+from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.config import ConfigError, Problem
-from lightning_megatron.lightning.hugging_face import weighed_config
-from lightning_megatron.lightning.hyper_parameters import config_of, module_arguments
+from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, module_arguments
 from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.pretrained.hugging_face import weighed_config
 from lightning_megatron.models.presets import PRESETS
 
 _WORDS = ("last", "best", "hpc", "registry")

@@ -12,7 +12,7 @@ from lightning_megatron.cli.ending import ending_by_signal
 from lightning_megatron.cli.sizes import size_in_bytes
 
 if TYPE_CHECKING:
-    from lightning_megatron.models.config import TransformerConfig
+    from lightning_megatron.transformer_config import TransformerConfig
 
 _DESCRIPTION = """\
 Convert LLaMA 2/3.x, GPT-2 and Mixtral, tensor by tensor, in one process: the memory it takes is that of the largest
@@ -79,7 +79,11 @@ def convert_command(argv: Sequence[str]) -> int:
     import torch  # seconds, with Lightning, which --help need not wait
 
     from lightning_megatron.checkpoint import CheckpointError
-    from lightning_megatron.lightning.convert import checkpoint_to_hf, hf_to_checkpoint, megatron_to_checkpoint
+    from lightning_megatron.lightning.pretrained.convert import (
+        checkpoint_to_hf,
+        hf_to_checkpoint,
+        megatron_to_checkpoint,
+    )
 
     dtype = None if args.dtype is None else getattr(torch, _DTYPES[args.dtype])
     written = ""
@@ -106,9 +110,9 @@ def transformer_config(text: str) -> TransformerConfig:
     Raises:
         argparse.ArgumentTypeError: if it is neither, or is no configuration.
     """
-    from lightning_megatron.models.config import TransformerConfig
+    from lightning_megatron.files.small import read_object
     from lightning_megatron.models.presets import preset
-    from lightning_megatron.small_files import read_object
+    from lightning_megatron.transformer_config import TransformerConfig
 
     try:
         if not Path(text).is_file():

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_megatron import device as devices
 from lightning_megatron.config import ConfigError
-from lightning_megatron.ops.choice import Ops
+from lightning_megatron.ops.registry import Ops
 from lightning_megatron.ops.report import op_table
 
 _DESCRIPTION = """\

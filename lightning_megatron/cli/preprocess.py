@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from lightning_megatron.cli.ending import ending_by_signal
 from lightning_megatron.cli.sizes import size_in_bytes
-from lightning_megatron.data.preprocess import TokenizerSpec, preprocess
-from lightning_megatron.data.textfiles import LONGEST_LINE
+from lightning_megatron.data.preprocessing.preprocess import TokenizerSpec, preprocess
+from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES
 
 _DESCRIPTION = """\

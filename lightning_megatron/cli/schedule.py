@@ -10,10 +10,10 @@ from typing import NoReturn
 
 from lightning_megatron.config import ConfigError, Problem, nearest_names
 from lightning_megatron.pipeline.action import format_schedule
-from lightning_megatron.pipeline.check import Report, check_schedule
 from lightning_megatron.pipeline.draw import draw_png, draw_text
 from lightning_megatron.pipeline.schedule import SCHEDULES, build_schedule, forward_only
 from lightning_megatron.pipeline.simulate import Costs, Simulation, ideal_bubble, simulate
+from lightning_megatron.pipeline.validate import Report, check_schedule
 
 _COST_NAMES = {
     "F": "forward",

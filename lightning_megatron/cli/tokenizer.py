@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from lightning_megatron.cli.preprocess import one_line
 from lightning_megatron.cli.sizes import size_in_bytes
-from lightning_megatron.data.textfiles import LONGEST_LINE
-from lightning_megatron.data.train_tokenizer import train_tokenizer
+from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE
+from lightning_megatron.data.preprocessing.train_tokenizer import train_tokenizer
 
 _DESCRIPTION = """\
 Train a sentencepiece tokenizer on text or JSON lines. The same input gives the same file."""

@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_megatron.data.errors import DataError
-from lightning_megatron.data.growing_file import GrowingFile
-from lightning_megatron.data.mapped_files import MappedFiles
-from lightning_megatron.small_files import read_json
-from lightning_megatron.writing import writing
+from lightning_megatron.files.growing import GrowingFile
+from lightning_megatron.files.mapped import MappedFiles
+from lightning_megatron.files.small import read_json
+from lightning_megatron.files.writing import writing
 
 Arrays = dict[str, NDArray[Any]]
 

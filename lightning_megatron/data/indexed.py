@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_megatron.data.errors import DataError
-from lightning_megatron.data.mapped_files import MappedFiles
+from lightning_megatron.files.mapped import MappedFiles
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from lightning_megatron.config import ConfigError, Problem
 from lightning_megatron.data.errors import DataError
-from lightning_megatron.data.growing_file import GrowingFile, sweep
 from lightning_megatron.data.indexed import (
     CODE_OF_DTYPE,
     HEADER,
@@ -23,7 +22,8 @@ from lightning_megatron.data.indexed import (
     index_path,
     tokens_path,
 )
-from lightning_megatron.writing import writing
+from lightning_megatron.files.growing import GrowingFile, sweep
+from lightning_megatron.files.writing import writing
 
 _COPY_TOKENS = 1 << 22
 

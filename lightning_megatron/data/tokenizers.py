@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning_megatron.config import ConfigError, Problem, nearest_names
 from lightning_megatron.data.errors import DataError
-from lightning_megatron.small_files import LONGEST, read_json, read_object
+from lightning_megatron.files.small import LONGEST, read_json, read_object
 
 
 @runtime_checkable

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.config import Problem, divisors, nearest_to, raise_if_any
-from lightning_megatron.context.attention import CONTEXT_ATTENTION, core_attention
+from lightning_megatron.context_parallel.attention import CONTEXT_ATTENTION, core_attention
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.choice import ANY_DEVICE, Ops
+from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
 
 

@@ -32,12 +32,12 @@ from lightning_megatron.comm.collectives import (
     start_reduce_scatter,
 )
 from lightning_megatron.config import Problem, divisors, multiples_around, nearest_to, raise_if_any
-from lightning_megatron.deferred import DeferredGradients
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.ops.implementation import Choice
 from lightning_megatron.ops.matmul import PLAIN, Products, linear
-from lightning_megatron.ops.version import Choice
 from lightning_megatron.params import ParamSpec
+from lightning_megatron.weight_grad_store import DeferredGradients
 
 
 class _Linear(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.choice import ANY_DEVICE, Ops
+from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
 
 

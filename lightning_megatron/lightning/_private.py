@@ -17,7 +17,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 
-from lightning_megatron.comm.meeting import Store
+from lightning_megatron.comm.rendezvous import Store
 
 __all__ = [
     "Launcher",

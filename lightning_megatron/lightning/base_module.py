@@ -12,11 +12,11 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_megatron.config import ModelShape
-from lightning_megatron.lightning.hyper_parameters import build_module, read_meta, target_device
+from lightning_megatron.lightning.checkpointing.hyper_parameters import build_module, read_meta, target_device
 from lightning_megatron.lightning.placement import Placement
-from lightning_megatron.lightning.saved_shape import refuse_unfilled_model
-from lightning_megatron.lightning.strategy import MegatronStrategy
-from lightning_megatron.lightning.weights import Weights
+from lightning_megatron.lightning.pretrained.saved_shape import refuse_unfilled_model
+from lightning_megatron.lightning.pretrained.weights import Weights
+from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import named_specs
 

@@ -32,7 +32,7 @@ from lightning_megatron.data.fingerprint import (
 from lightning_megatron.data.resumable_loader import ResumableDataLoader
 from lightning_megatron.data.sampler import MegatronSampler
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer
-from lightning_megatron.lightning.strategy import MegatronStrategy
+from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 
 ELSEWHERE = {
     "micro_batch_size": "it is an argument of the strategy",

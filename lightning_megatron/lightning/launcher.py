@@ -17,9 +17,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_megatron import device as devices
 from lightning_megatron.config import Problem, raise_if_any
 from lightning_megatron.lightning._private import Launcher, SubprocessScriptLauncher, with_other_path
+from lightning_megatron.lightning.checkpointing.last_checkpoint import warn_of_new_folder
 from lightning_megatron.lightning.children import Children
-from lightning_megatron.lightning.last_checkpoint import warn_of_new_folder
-from lightning_megatron.lightning.signals import handed_on
+from lightning_megatron.lightning.stopping.signals import handed_on
 
 Begin = Callable[[Trainer, Any], Any]
 

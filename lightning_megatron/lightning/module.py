@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from lightning_megatron.arguments import Rule, at_least, checked
 from lightning_megatron.backward_scale import BackwardScale
-from lightning_megatron.checkpoint.hf.settings import read_settings
+from lightning_megatron.checkpoint.formats.hf.settings import read_settings
 from lightning_megatron.config import ConfigError, ModelShape, Problem, raise_if_any
 from lightning_megatron.data.errors import DataError
 from lightning_megatron.lightning.base_module import MegatronModule
-from lightning_megatron.lightning.hugging_face import hf_config, hf_problems, weighed_config
 from lightning_megatron.lightning.placement import Placement, carry_over
+from lightning_megatron.lightning.pretrained.hugging_face import hf_config, hf_problems, weighed_config
 from lightning_megatron.lightning.text_batch import (
     check_keys,
     id_fault,
@@ -28,13 +28,13 @@ from lightning_megatron.lightning.text_batch import (
     without_faults,
 )
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import configuration
 from lightning_megatron.ops.adamw import beyond_fused_adamw
-from lightning_megatron.ops.choice import Ops
-from lightning_megatron.ops.version import Choice
+from lightning_megatron.ops.implementation import Choice
+from lightning_megatron.ops.registry import Ops
 from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR, schedule_problems
+from lightning_megatron.transformer_config import TransformerConfig
 
 ConfigLike = str | TransformerConfig | Mapping[str, Any]
 GPTModuleT = TypeVar("GPTModuleT", bound="GPTModule")

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.checkpoint import local_tensors, model_state
+from lightning_megatron.checkpoint.all_ranks import gathered
 from lightning_megatron.checkpoint.reshard import reshard
-from lightning_megatron.checkpoint.together import gathered
 from lightning_megatron.config import ConfigError, ParallelLayout, Problem, raise_if_any
 from lightning_megatron.mesh import Axis, ParallelMesh
-from lightning_megatron.ops.choice import ANY_DEVICE, Ops
+from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ShardRanks, spec_registry
-from lightning_megatron.pipeline.boundary import StageBoundary
 from lightning_megatron.pipeline.partition import StageLayers
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.stage import StageBoundary
 
 _PATIENCE = timedelta(minutes=1)
 _SHOWN = 4

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from lightning_megatron.arguments import checked
 from lightning_megatron.config import ConfigError, ParallelLayout, Problem, nearest_names
 from lightning_megatron.device import DeviceKind
-from lightning_megatron.lightning.step_gate import StepGate
+from lightning_megatron.lightning.step.step_gate import StepGate
 from lightning_megatron.optim.finite_check import FiniteCheck
-from lightning_megatron.optim.scaler import DynamicLossScale
+from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.optim.zero import ShardedOptimizer
 
 

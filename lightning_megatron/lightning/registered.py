@@ -5,7 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_megatron.lightning import callbacks, datamodule, module
 from lightning_megatron.lightning.accelerator import HPUAccelerator
-from lightning_megatron.lightning.strategy import MegatronStrategy
+from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 
 __all__ = ["callbacks", "datamodule", "module"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_megatron.config import Problem, nearest_names, raise_if_any
 from lightning_megatron.layers.rotary import RopeScaling
-from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.transformer_config import TransformerConfig
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int, positions: int, **other: Any) -> TransformerConfig:

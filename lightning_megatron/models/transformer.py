@@ -25,12 +25,12 @@ from lightning_megatron.layers.init import normal_
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import NORMS
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.moe.layer import MoELayer
-from lightning_megatron.ops.choice import ANY_DEVICE, Ops
 from lightning_megatron.ops.matmul import linear
+from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.transformer_config import TransformerConfig
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.moe.balance import count_tokens
+from lightning_megatron.moe.aux_loss import count_tokens
 
 
 def expert_capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:

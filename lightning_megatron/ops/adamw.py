@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Optimizer
 
-from lightning_megatron.ops.bridge import bridge, needs
-from lightning_megatron.ops.version import Op, Version
+from lightning_megatron.ops.hpu_bridge import bridge, needs
+from lightning_megatron.ops.implementation import Op, Version
 
 Groups = Iterable[Any]
 

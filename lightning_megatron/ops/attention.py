@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.ops.bridge import bridge, needs
 from lightning_megatron.ops.dropout import dropout as drop
+from lightning_megatron.ops.hpu_bridge import bridge, needs
+from lightning_megatron.ops.implementation import Op, Version
 from lightning_megatron.ops.matmul import widens
-from lightning_megatron.ops.version import Op, Version
 
 
 def attention_reference(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_megatron.arguments import OneOf, at_least, field_problems
 from lightning_megatron.config import Problem, nearest_names
-from lightning_megatron.ops.bridge import lacks
-from lightning_megatron.ops.version import Op, Version
+from lightning_megatron.ops.hpu_bridge import lacks
+from lightning_megatron.ops.implementation import Op, Version
 
 LARGEST = {torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}
 """By format. Gaudi 2 ends E4M3 at 240, where others reach 448; a Gaudi 3 is kept to that too."""

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.ops.implementation import Op, Version
 from lightning_megatron.ops.matmul import matmul_into, widens
-from lightning_megatron.ops.version import Op, Version
 
 
 class _GroupedLinear(torch.autograd.Function):

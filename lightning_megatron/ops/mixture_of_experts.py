@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.ops.activation import swiglu
-from lightning_megatron.ops.bridge import lacks
 from lightning_megatron.ops.grouped_linear import grouped_linear
-from lightning_megatron.ops.version import Op, Version
+from lightning_megatron.ops.hpu_bridge import lacks
+from lightning_megatron.ops.implementation import Op, Version
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.ops.bridge import bridge, needs
-from lightning_megatron.ops.version import Op, Version
+from lightning_megatron.ops.hpu_bridge import bridge, needs
+from lightning_megatron.ops.implementation import Op, Version
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatron.ops.choice import OPS, Ops
-from lightning_megatron.ops.version import Choice
+from lightning_megatron.ops.implementation import Choice
+from lightning_megatron.ops.registry import OPS, Ops
 
 
 def op_table(ops: Ops) -> list[dict[str, Any]]:

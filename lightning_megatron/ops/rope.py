@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.ops.bridge import bridge, needs
-from lightning_megatron.ops.version import Op, Version
+from lightning_megatron.ops.hpu_bridge import bridge, needs
+from lightning_megatron.ops.implementation import Op, Version
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

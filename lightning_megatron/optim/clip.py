@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
 from lightning_megatron.mesh import Axis, ParallelMesh
-from lightning_megatron.optim.bucket import Bucket
-from lightning_megatron.optim.plan import ALIGNMENT
+from lightning_megatron.optim.buffers.bucket import Bucket
+from lightning_megatron.optim.buffers.bucket_plan import ALIGNMENT
 
 
 def counts_here(bucket: Bucket, mesh: ParallelMesh) -> bool:

@@ -19,9 +19,9 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_max
 from lightning_megatron.finite import first_bad_row, not_finite
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.bucket import Bucket
-from lightning_megatron.optim.buffer import Slot
-from lightning_megatron.optim.plan import ALIGNMENT
+from lightning_megatron.optim.buffers.bucket import Bucket
+from lightning_megatron.optim.buffers.bucket_plan import ALIGNMENT
+from lightning_megatron.optim.buffers.buffer import Slot
 from lightning_megatron.optim.zero import ShardedOptimizer
 
 _SHOWN = 3

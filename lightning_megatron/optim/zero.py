@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.bucket import Bucket
-from lightning_megatron.optim.buffer import FlatBuffer, Slot
+from lightning_megatron.optim.buffers.allgather import ParamGather
+from lightning_megatron.optim.buffers.bucket import Bucket
+from lightning_megatron.optim.buffers.bucket_plan import default_bucket_size
+from lightning_megatron.optim.buffers.buffer import FlatBuffer, Slot
+from lightning_megatron.optim.buffers.edits import refuse_replaced, take_edited_grads, take_written_values
+from lightning_megatron.optim.buffers.main_values import MainValues
+from lightning_megatron.optim.buffers.overlap import GradReducer
+from lightning_megatron.optim.buffers.unreached import OtherRanks
 from lightning_megatron.optim.clip import any_nonfinite, counts_here, global_norm
-from lightning_megatron.optim.edits import refuse_replaced, take_edited_grads, take_written_values
-from lightning_megatron.optim.gather import ParamGather
-from lightning_megatron.optim.groups import assign
-from lightning_megatron.optim.held import HeldState
-from lightning_megatron.optim.main import MainValues
-from lightning_megatron.optim.plan import default_bucket_size
+from lightning_megatron.optim.held_state import HeldState
+from lightning_megatron.optim.optimizer_state import pieces_of
+from lightning_megatron.optim.param_groups import assign
 from lightning_megatron.optim.reach import Reach, Vouched, has_modes, reach_of
-from lightning_megatron.optim.reached import OtherRanks
-from lightning_megatron.optim.reduce import GradReducer
-from lightning_megatron.optim.state import pieces_of
-from lightning_megatron.optim.swap import SteppingGroups
+from lightning_megatron.optim.stepping_groups import SteppingGroups
 from lightning_megatron.params import ParamSpec
 
 
@@ -49,7 +49,7 @@ class ShardedOptimizer(HeldState):
     Between steps the optimizer's groups hold the user's parameters, and ``param.grad`` means what it does in plain
     torch: a parameter whose gradient is ``None`` (no backward reached it, it is frozen, or somebody cleared it) is left
     alone by the step. With several data-parallel ranks it is left alone if no rank has a gradient for it, see
-    :class:`~lightning_megatron.optim.reached.OtherRanks`.
+    :class:`~lightning_megatron.optim.buffers.unreached.OtherRanks`.
 
     Parameters that begin to need a gradient, and groups that are added, join at the next step.
 

@@ -18,15 +18,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.comm.p2p import start_receive, start_send
-from lightning_megatron.deferred import Collection, DeferredGradients
 from lightning_megatron.device import mark_step
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline.action import Action, Message, message_in, rank_of
 from lightning_megatron.pipeline.schedule import build_schedule, forward_only
-from lightning_megatron.pipeline.transfer import Step, Transfer, add_transfers
+from lightning_megatron.pipeline.send_recv import Step, Transfer, add_transfers
 from lightning_megatron.recorder.call import PeerLostError
 from lightning_megatron.recorder.form import Kind
 from lightning_megatron.recorder.recorder import Lane
+from lightning_megatron.weight_grad_store import Collection, DeferredGradients
 
 __all__ = ["PeerLostError", "PipelineRuntime", "StageWork", "evaluation_plan", "training_plan"]
 

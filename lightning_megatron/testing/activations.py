@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.pipeline.boundary import StageBoundary, StageReached
 from lightning_megatron.pipeline.partition import StageLayers
 from lightning_megatron.recompute import RecomputePlan
+from lightning_megatron.stage import StageBoundary, StageReached
+from lightning_megatron.transformer_config import TransformerConfig
 
 # A backend's own threads may hold what they have sent for a moment longer.
 _READINGS = 10

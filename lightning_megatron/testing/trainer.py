@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import Logger
 
 from lightning_megatron import device as devices
-from lightning_megatron.lightning.strategy import MegatronStrategy
+from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import one_card
 
 

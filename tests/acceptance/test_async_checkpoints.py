@@ -16,7 +16,11 @@ from layouts import DP2, PP2, TP2, Layout, Ranks, language_model, on_all, shard,
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_megatron.checkpoint import background, draft, publish, transfer, verify
+from lightning_megatron.checkpoint import async_save as background
+from lightning_megatron.checkpoint import dcp_storage as transfer
+from lightning_megatron.checkpoint import save as draft
+from lightning_megatron.checkpoint import verify
+from lightning_megatron.checkpoint.directory import atomic_dir as publish
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.testing.trainer import Recorder
 from lightning_megatron.testing.workers import WorkerError

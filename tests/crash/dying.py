@@ -32,7 +32,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.checkpoint.guard import SaveGuard
+from lightning_megatron.checkpoint.integrity.save_guard import SaveGuard
 from lightning_megatron.recorder.reading import read_run, runs_below
 from lightning_megatron.recorder.verdict import judge
 from lightning_megatron.testing.workers import PRELOAD

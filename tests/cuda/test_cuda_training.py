@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronPrecision, MegatronStrategy, MixtralModule
 from lightning_megatron.checkpoint import verify
-from lightning_megatron.optim.scaler import DynamicLossScale
+from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.testing import one_card
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 

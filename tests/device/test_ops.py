@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.layers.fp8 import Fp8Steps, multiply_in_fp8
+from lightning_megatron.layers.fp8_linear import Fp8Steps, multiply_in_fp8
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.activation import gelu_tanh, swiglu
 from lightning_megatron.ops.adamw import beyond_fused_adamw
-from lightning_megatron.ops.choice import OPS, Ops
 from lightning_megatron.ops.fp8 import LINEAR_FP8, REFERENCE_KERNELS, Fp8Recipe
+from lightning_megatron.ops.implementation import REFERENCE
+from lightning_megatron.ops.registry import OPS, Ops
 from lightning_megatron.ops.report import choices_of, op_table
-from lightning_megatron.ops.version import REFERENCE
 from lightning_megatron.testing import hpu
 from lightning_megatron.testing.parity import assert_same
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer

@@ -12,7 +12,7 @@ from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronHPUStrategy, MixtralModule
-from lightning_megatron.ops.choice import OPS
+from lightning_megatron.ops.registry import OPS
 from lightning_megatron.testing import hpu
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 

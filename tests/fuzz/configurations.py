@@ -44,7 +44,7 @@ from lightning_megatron import (
 )
 from lightning_megatron.data import DataError, IndexedDatasetWriter
 from lightning_megatron.ops.fp8 import Fp8Recipe
-from lightning_megatron.optim.scaler import DynamicLossScale
+from lightning_megatron.optim.loss_scale import DynamicLossScale
 
 NAN, INF = float("nan"), float("inf")
 WRONG: Sequence[Any] = (

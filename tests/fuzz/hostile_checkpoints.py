@@ -155,7 +155,7 @@ def checkpoints(mark: Path) -> Iterator[Case]:
 
     def names(where: str) -> Spoil:
         def edit(file: Path) -> None:
-            from lightning_megatron.checkpoint.manifest import Manifest
+            from lightning_megatron.checkpoint.integrity.manifest import Manifest
 
             manifest = Manifest.parse(file.read_text())
             files = {**manifest.files, where: next(iter(manifest.files.values()))}

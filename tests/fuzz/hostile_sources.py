@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.checkpoint.manifest import MANIFEST, Manifest, record
+from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, record
 from lightning_megatron.data import IndexedDatasetWriter
-from lightning_megatron.data.train_tokenizer import train_tokenizer
-from lightning_megatron.lightning.convert import checkpoint_to_hf
+from lightning_megatron.data.preprocessing.train_tokenizer import train_tokenizer
+from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf
 from lightning_megatron.testing.trainer import quiet_trainer
 
 VOCAB, SAMPLE = 300, 8

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronStrategy, MixtralModule
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.lightning.convert import checkpoint_to_hf
+from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf
 from lightning_megatron.optim.finite_check import NonFiniteError
 from lightning_megatron.testing.trainer import quiet_trainer
 from lightning_megatron.testing.workers import WorkerPool

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint import State, model_state, optimizer_state
-from lightning_megatron.checkpoint.state import Piece
+from lightning_megatron.checkpoint.state_dict import Piece
 from lightning_megatron.config import ParallelLayout
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec

@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.lightning.agreement import Agreement
+from lightning_megatron.lightning.stopping.agreement import Agreement
 
 
 def ask(numbers: list[list[int]]) -> list[int]:

@@ -8,7 +8,9 @@ import torch
 from checkpoint_toy import Toy, mesh_of
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_megatron.checkpoint import CheckpointError, Fragment, draft, load, save, transfer, verify
+from lightning_megatron.checkpoint import CheckpointError, Fragment, load, save, verify
+from lightning_megatron.checkpoint import dcp_storage as transfer
+from lightning_megatron.checkpoint import save as draft
 from lightning_megatron.testing.workers import WorkerError
 
 

@@ -7,7 +7,7 @@ import torch
 from checkpoint_toy import mesh_of
 
 from lightning_megatron.checkpoint import CheckpointError, faults_of, load, model_state, save
-from lightning_megatron.checkpoint.manifest import BLOCK
+from lightning_megatron.checkpoint.integrity.manifest import BLOCK
 from lightning_megatron.mesh import ParallelMesh
 
 SIZE = 3 * BLOCK  # bytes of the tensor

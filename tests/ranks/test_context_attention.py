@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.config import ParallelLayout
-from lightning_megatron.context.attention import CONTEXT_ATTENTION
-from lightning_megatron.context.split import gather_context, split_context
+from lightning_megatron.context_parallel.attention import CONTEXT_ATTENTION
+from lightning_megatron.context_parallel.zigzag import gather_context, split_context
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.attention import attention_reference
 from lightning_megatron.testing.parity import differences

@@ -11,8 +11,8 @@ from checkpoint_toy import GROUPS, Toy, mesh_of, specs_of_whole, whole
 from test_checkpoint_layouts import LAYOUTS, toy_of, world
 
 from lightning_megatron.checkpoint import Fragment, State
-from lightning_megatron.checkpoint.collect import Collectors, export_state, import_state
-from lightning_megatron.checkpoint.levels import MEMORY_LEVELS, collecting_steps
+from lightning_megatron.checkpoint.optimizer_export.export import Collectors, export_state, import_state
+from lightning_megatron.checkpoint.optimizer_export.memory_levels import MEMORY_LEVELS, collecting_steps
 from lightning_megatron.config import ConfigError, ParallelLayout
 
 LEVELS = tuple(MEMORY_LEVELS)

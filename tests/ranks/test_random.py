@@ -15,13 +15,13 @@ from lightning_megatron.config import ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.models.transformer import Block
 from lightning_megatron.pipeline.partition import partition
 from lightning_megatron.recompute import recomputed
 from lightning_megatron.testing.parity import whole_parameters
+from lightning_megatron.transformer_config import TransformerConfig
 
 GPT = TransformerConfig(3, 16, 4, 37, 12, vocab_multiple=4)
 LLAMA = preset("llama-tiny").replace(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronHPUStrategy, TransformerConfig
-from lightning_megatron.checkpoint.hf import FAMILIES
+from lightning_megatron.checkpoint.formats.hf import FAMILIES
 from lightning_megatron.device import hpu_available
 from lightning_megatron.params import load_full
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer

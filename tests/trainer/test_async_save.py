@@ -16,9 +16,10 @@ from test_checkpoint_callbacks import SIZES, After, At, loader, nudge_a_norm
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_megatron import GPTModule, KillSwitch, MegatronStrategy, VerifyCheckpoint
-from lightning_megatron.checkpoint import CheckpointError, transfer, verify
-from lightning_megatron.checkpoint.manifest import read_manifest
-from lightning_megatron.checkpoint.publish import Unfinished
+from lightning_megatron.checkpoint import CheckpointError, verify
+from lightning_megatron.checkpoint import dcp_storage as transfer
+from lightning_megatron.checkpoint.directory.atomic_dir import Unfinished
+from lightning_megatron.checkpoint.integrity.manifest import read_manifest
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 PATIENCE = 120.0  # seconds; a disk that nobody lets go in that time is a step that waited for it

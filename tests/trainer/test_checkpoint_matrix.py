@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import MegatronDataModule, MegatronStrategy, MixtralModule
 from lightning_megatron.checkpoint import local_tensors, model_state
-from lightning_megatron.checkpoint.collect import Collectors, export_state
+from lightning_megatron.checkpoint.optimizer_export.export import Collectors, export_state
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.params import spec_registry
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer

@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser
 
 from lightning_megatron.cli.main import main
 from lightning_megatron.data import IndexedDataset
-from lightning_megatron.lightning.restore import load_module
+from lightning_megatron.lightning.pretrained.restore import load_module
 from lightning_megatron.recorder.recorder import Recorder
 from lightning_megatron.recorder.runs import run_folder
 from lightning_megatron.testing.jobs import own_environment

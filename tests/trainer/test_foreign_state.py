@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_megatron import LlamaModule, MegatronStrategy, MixtralModule, TransformerConfig
-from lightning_megatron.lightning.convert import megatron_to_checkpoint
+from lightning_megatron.lightning.pretrained.convert import megatron_to_checkpoint
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 GOLDEN = Path(__file__).parents[1] / "unit" / "checkpoint" / "golden" / "megatron.zip"

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron import device as devices
-from lightning_megatron.lightning.grad_reduction import micro_batches_of_step, reduce_dtype
+from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
 from lightning_megatron.testing.trainer import quiet_trainer
 
 
@@ -38,7 +38,7 @@ def test_the_rule_is_asked_with_micro_batches_and_its_answer_is_used_and_said(
     samples: int, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The CPU passes for a Gaudi while optimizers are set up; nothing is trained."""
-    from lightning_megatron.lightning import strategy as module
+    from lightning_megatron.lightning.strategy import megatron as module
 
     given: list[Any] = []
 

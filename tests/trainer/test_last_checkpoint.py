@@ -17,11 +17,12 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from test_checkpoint_callbacks import At, train
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.checkpoint import CheckpointError, draft, verify
-from lightning_megatron.checkpoint.folder_lock import FolderInUseError, FolderLock
-from lightning_megatron.checkpoint.manifest import Progress, read_manifest
-from lightning_megatron.checkpoint.publish import place_for
-from lightning_megatron.lightning.run_folders import patience
+from lightning_megatron.checkpoint import CheckpointError, verify
+from lightning_megatron.checkpoint import save as draft
+from lightning_megatron.checkpoint.directory.atomic_dir import place_for
+from lightning_megatron.checkpoint.directory.folder_lock import FolderInUseError, FolderLock
+from lightning_megatron.checkpoint.integrity.manifest import Progress, read_manifest
+from lightning_megatron.lightning.checkpointing.run_folders import patience
 from lightning_megatron.testing.trainer import quiet_trainer
 
 TP2 = {"tp": 2}
@@ -147,7 +148,7 @@ def fails(folder: Path) -> None:
 
 def refused(folder: Path, ckpt_path: str | None) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_megatron.lightning.run_folders.PATIENCE", 0.5)
+        patch.setattr("lightning_megatron.lightning.checkpointing.run_folders.PATIENCE", 0.5)
         with pytest.raises(FolderInUseError) as error:
             train(folder, TP2, ckpt_path=ckpt_path)
     assert train.losses == []  # type: ignore[attr-defined]

@@ -215,7 +215,7 @@ def test_on_one_rank(kind: type[Adversaries]) -> None:
 @pytest.mark.parametrize("can_alias", [True, False])
 def test_bf16_mixed_is_close(monkeypatch: pytest.MonkeyPatch, can_alias: bool) -> None:
     if not can_alias:  # a torch in which a gradient has the dtype of its parameter
-        monkeypatch.setattr("lightning_megatron.optim.buffer.supports_grad_dtype", lambda *_: False)
+        monkeypatch.setattr("lightning_megatron.optim.buffers.buffer.supports_grad_dtype", lambda *_: False)
     for kind in KINDS:
         losses, weights = train(kind, MegatronStrategy(), precision="bf16-mixed")
         torch.testing.assert_close(losses, stock(kind)[0], rtol=0.02, atol=0.01)

@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint import CheckpointError, verify
 from lightning_megatron.device import CPU
 from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.optim.finite_check import NonFiniteError
-from lightning_megatron.optim.scaler import DynamicLossScale
+from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.testing.trainer import kind_in_tests, quiet_trainer
 from tests.tiny import tiny_llama
 

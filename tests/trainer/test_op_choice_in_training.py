@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.config import ConfigError
-from lightning_megatron.ops.choice import OPS, Ops
+from lightning_megatron.ops.registry import OPS, Ops
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 STEPS, BATCH, LENGTH, VOCABULARY = 3, 4, 10, 61

@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 
 from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.device import CPU
-from lightning_megatron.ops.choice import OPS
+from lightning_megatron.ops.registry import OPS
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 
 SAMPLES, BATCH = 24, 4

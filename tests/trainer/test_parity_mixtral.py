@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron import MegatronStrategy, MixtralModule, TransformerConfig
-from lightning_megatron.checkpoint.hf import FAMILIES
+from lightning_megatron.checkpoint.formats.hf import FAMILIES
 from lightning_megatron.params import ShardRanks, load_full
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import ConfigError, LlamaModule, MegatronPrecision, MegatronStrategy
 from lightning_megatron import device as devices
 from lightning_megatron.device import hpu_available
-from lightning_megatron.optim.scaler import DynamicLossScale
+from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 
 Ranks = Callable[..., list[Any]]

@@ -16,9 +16,9 @@ import yaml
 from lightning_megatron import MegatronHPUStrategy, MixtralModule
 from lightning_megatron.config import BatchShape, ParallelLayout
 from lightning_megatron.data import IndexedDatasetWriter
-from lightning_megatron.lightning.checks import job_problems
+from lightning_megatron.lightning.validation.job import job_problems
 from lightning_megatron.moe.capacity_bins import bins_problems
-from lightning_megatron.ops.choice import ANY_DEVICE
+from lightning_megatron.ops.registry import ANY_DEVICE
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.testing.jobs import own_environment
 

@@ -14,7 +14,7 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.config import ParallelLayout
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.layers.embedding import padded_vocab_size
-from lightning_megatron.lightning.checks import job_problems
+from lightning_megatron.lightning.validation.job import job_problems
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.pipeline.partition import LayerSplit

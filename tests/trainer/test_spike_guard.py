@@ -20,7 +20,7 @@ from lightning_megatron import ConfigError, GPTModule, MegatronPrecision, Megatr
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.lightning.callbacks.recent import Recent
 from lightning_megatron.lightning.callbacks.spike_guard import SpikeError
-from lightning_megatron.optim.scaler import DynamicLossScale
+from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 Ranks = Callable[..., list[Any]]

@@ -21,7 +21,7 @@ from lightning_megatron import GPTModule, KillSwitch, MegatronStrategy
 from lightning_megatron.checkpoint import verify
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.lightning.callbacks.kill_switch import checkpoint_path
-from lightning_megatron.lightning.worker_signals import PatientWorker
+from lightning_megatron.lightning.stopping.worker_signals import PatientWorker
 from lightning_megatron.testing.trainer import PoolEnvironment, Recorder, quiet_trainer
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32, "vocab_multiple": 2}
@@ -74,7 +74,11 @@ def train(folder: Path, layout: dict[str, int], *callbacks: Callback, ckpt_path:
         logger=recorder,
         enable_checkpointing=True,
         val_check_interval=3,
-        callbacks=[*callbacks, Draws(), ModelCheckpoint(folder, monitor="val_loss", filename="{step}", save_last="link")],
+        callbacks=[
+            *callbacks,
+            Draws(),
+            ModelCheckpoint(folder, monitor="val_loss", filename="{step}", save_last="link"),
+        ],
     )
     before = [signal.getsignal(number) for number in SIGNALS]
     batches = MegatronSampler(len(rows), batch_size=4)

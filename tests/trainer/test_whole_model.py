@@ -16,7 +16,7 @@ from tiny import tiny_llama
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, MegatronStrategy, ParallelLayout, Throughput
-from lightning_megatron.lightning.whole_model import WholeModel, layout_text
+from lightning_megatron.lightning.monitoring.model_summary import WholeModel, layout_text
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 Ranks = Callable[..., list[Any]]

@@ -26,7 +26,7 @@ from lightning_megatron import (
 from lightning_megatron.arguments import above, at_least, checked
 from lightning_megatron.config import problems_of
 from lightning_megatron.data import IndexedDatasetWriter
-from lightning_megatron.optim.scaler import DynamicLossScale
+from lightning_megatron.optim.loss_scale import DynamicLossScale
 
 WHOLE = "must be a whole number of at least 1"
 NAN = float("nan")

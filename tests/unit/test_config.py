@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.config import BatchShape, ConfigError, ParallelLayout, Problem, multiples_around, nearest_to
-from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.presets import preset
+from lightning_megatron.transformer_config import TransformerConfig
 
 sizes = st.integers(1, 9)
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.context.ring import seen_at
-from lightning_megatron.context.split import by_rank, chunks_of, in_order, split_context
+from lightning_megatron.context_parallel.ring import seen_at
+from lightning_megatron.context_parallel.zigzag import by_rank, chunks_of, in_order, split_context
 from lightning_megatron.mesh import Axis
 
 sizes = st.integers(2, 9)

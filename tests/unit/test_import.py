@@ -37,7 +37,7 @@ def test_a_name_that_does_not_exist() -> None:
     "first",
     [
         "import lightning_megatron",
-        "from lightning_megatron.lightning.strategy import MegatronStrategy",
+        "from lightning_megatron.lightning.strategy.megatron import MegatronStrategy",
         "import lightning_megatron, importlib.util; importlib.util.find_spec('lightning.pytorch.trainer')",
     ],
 )

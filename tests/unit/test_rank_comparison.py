@@ -20,7 +20,7 @@ from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.lightning.comparison.code import class_digest, code_facts
 from lightning_megatron.lightning.comparison.compare import RankComparison, differences, told
 from lightning_megatron.lightning.comparison.facts import Statement, loader_statement, start_statement
-from lightning_megatron.lightning.comparison.plain import flat
+from lightning_megatron.lightning.comparison.values import flat
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.lightning.slow_ranks import SlowRanks, Straggler, Window
+from lightning_megatron.lightning.monitoring.slow_ranks import SlowRanks, Straggler, Window
 
 
 def window(compute: float = 1.0, data: float = 0.0, step: float = 2.0, noise: Any = None) -> Window:

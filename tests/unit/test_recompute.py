@@ -15,13 +15,13 @@ from torch.profiler import profile
 from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.config import ConfigError, ParallelLayout
 from lightning_megatron.layers.attention import KVCache
-from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.moe.experts import RoutedExperts
 from lightning_megatron.recompute import LayerGroup, RecomputePlan, recomputed
 from lightning_megatron.rng import RNGStreams
+from lightning_megatron.transformer_config import TransformerConfig
 
 GPT = TransformerConfig(3, 16, 4, 37, 12, hidden_dropout=0.3, attention_dropout=0.3, init_std=0.3)
 LLAMA = preset("llama-tiny").replace(

@@ -26,7 +26,7 @@ from lightning_megatron.checkpoint.meta import is_plain
 from lightning_megatron.checkpoint.plain import plain
 from lightning_megatron.lightning.callbacks import upload_checkpoints
 from lightning_megatron.lightning.launcher import launch_problems
-from lightning_megatron.lightning.saving_checks import address_problems
+from lightning_megatron.lightning.validation.saving import address_problems
 
 
 class Colour(enum.Enum):

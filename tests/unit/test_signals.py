@@ -13,11 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
-from lightning_megatron.lightning import signals as module
-from lightning_megatron.lightning.agreement import Agreement
-from lightning_megatron.lightning.requeue import lead_requeued_job, requeue
-from lightning_megatron.lightning.signals import StopSignals, handed_on
-from lightning_megatron.lightning.worker_signals import PatientWorker
+from lightning_megatron.lightning.stopping import signals as module
+from lightning_megatron.lightning.stopping.agreement import Agreement
+from lightning_megatron.lightning.stopping.requeue import lead_requeued_job, requeue
+from lightning_megatron.lightning.stopping.signals import StopSignals, handed_on
+from lightning_megatron.lightning.stopping.worker_signals import PatientWorker
 
 NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
 

@@ -13,12 +13,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_megatron.lightning.steps import TrainingWork
-from lightning_megatron.lightning.token_mean import TokenWindow
+from lightning_megatron.lightning.step.per_token_loss import TokenWindow
+from lightning_megatron.lightning.step.stage_work import TrainingWork
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
-from lightning_megatron.pipeline.boundary import StageBoundary
+from lightning_megatron.stage import StageBoundary
 
 
 def window() -> TokenWindow:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_megatron.lightning.worker_signals import let_workers_outlive_signals
+from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
 
 FORK = multiprocessing.get_context("fork")
 HELD: list[Any] = []

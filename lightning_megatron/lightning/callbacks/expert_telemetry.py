@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
-from lightning_megatron.lightning.strategy import MegatronStrategy
+from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.picture import heat_map, imbalance, text_table
 from lightning_megatron.moe.router import Router

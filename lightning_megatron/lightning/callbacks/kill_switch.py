@@ -21,13 +21,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron.arguments import Check, at_least, checked
-from lightning_megatron.checkpoint.together import gathered
-from lightning_megatron.lightning.agreement import Agreement
-from lightning_megatron.lightning.checkpoint_strategy import CheckpointStrategy
-from lightning_megatron.lightning.requeue import lead_requeued_job, requeue, requeue_signal
-from lightning_megatron.lightning.saving_checks import saves_checkpoints
-from lightning_megatron.lightning.signals import StopSignals, signal_problems
+from lightning_megatron.checkpoint.all_ranks import gathered
+from lightning_megatron.lightning.stopping.agreement import Agreement
+from lightning_megatron.lightning.stopping.requeue import lead_requeued_job, requeue, requeue_signal
+from lightning_megatron.lightning.stopping.signals import StopSignals, signal_problems
+from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
+from lightning_megatron.lightning.validation.saving import saves_checkpoints
 
 # What ranks give each other is a signal's number, and more where that should win over another rank's signal.
 _REQUEUE = 1 << 8

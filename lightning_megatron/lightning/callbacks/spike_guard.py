@@ -17,8 +17,8 @@ from lightning_megatron.comm.collectives import all_reduce
 from lightning_megatron.config import ConfigError, Problem
 from lightning_megatron.data.resumable_loader import ResumableDataLoader
 from lightning_megatron.lightning.callbacks.recent import Recent
-from lightning_megatron.lightning.rewind import is_usable
-from lightning_megatron.lightning.strategy import MegatronStrategy
+from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
+from lightning_megatron.lightning.strategy.rewind import is_usable
 
 LOSS_FLOOR, NORM_FLOOR = 0.02, 0.2
 """Least deviations, as a share of the median; norms of sound steps have a long tail."""
@@ -189,7 +189,7 @@ class SpikeGuard(Callback):
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def admits(self, overflow: bool) -> bool:
-        """True if the step may be taken; see :class:`~lightning_megatron.lightning.step_gate.StepGate`.
+        """True if the step may be taken; see :class:`~lightning_megatron.lightning.step.step_gate.StepGate`.
 
         Raises:
             SpikeError: on all ranks, if the run is not to go on.

@@ -14,12 +14,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron.arguments import above, at_least, checked
-from lightning_megatron.checkpoint.together import gathered
+from lightning_megatron.checkpoint.all_ranks import gathered
 from lightning_megatron.comm.collectives import Pending, start_all_gather
 from lightning_megatron.config import ConfigError, Problem
-from lightning_megatron.lightning.slow_ranks import SlowRanks, Straggler, Window, excess
-from lightning_megatron.lightning.step_clock import FetchClock, StepClock, step_clock
-from lightning_megatron.lightning.strategy import MegatronStrategy
+from lightning_megatron.lightning.monitoring.slow_ranks import SlowRanks, Straggler, Window, excess
+from lightning_megatron.lightning.monitoring.step_clock import FetchClock, StepClock, step_clock
+from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh, coordinate, dense_grid
 
 

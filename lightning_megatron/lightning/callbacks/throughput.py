@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.device import peak_flops, synchronize
-from lightning_megatron.lightning.strategy import MegatronStrategy
-from lightning_megatron.lightning.whole_model import CountsFlops
+from lightning_megatron.lightning.monitoring.model_summary import CountsFlops
+from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 
 
 @dataclass

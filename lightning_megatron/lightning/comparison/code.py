@@ -12,7 +12,7 @@ from types import CodeType
 from typing import Any
 
 import lightning_megatron
-from lightning_megatron.lightning.comparison.plain import Facts, digest_of
+from lightning_megatron.lightning.comparison.values import Facts, digest_of
 
 _LIBRARIES = ("torch", "lightning", "numpy", "lightning-megatron")
 _OF_LIBRARIES = ("builtins", "torch.", "lightning.", "lightning_megatron.")

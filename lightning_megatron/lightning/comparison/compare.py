@@ -8,10 +8,10 @@ from fnmatch import fnmatch
 from itertools import groupby
 from typing import Any
 
-from lightning_megatron.comm.meeting import Meeting, Store
+from lightning_megatron.comm.rendezvous import Meeting, Store
 from lightning_megatron.config import Problem, raise_if_any
 from lightning_megatron.lightning.comparison.facts import Statement
-from lightning_megatron.lightning.comparison.plain import NOTHING, Facts, Plain, digest_of
+from lightning_megatron.lightning.comparison.values import NOTHING, Facts, Plain, digest_of
 
 _ALIKE = "alike"
 _LONGEST = 60

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron import device as devices
-from lightning_megatron.checkpoint.together import gathered
+from lightning_megatron.checkpoint.all_ranks import gathered
 from lightning_megatron.config import ParallelLayout
 from lightning_megatron.lightning.streams.lengths import are_certain, refuse_uneven
 from lightning_megatron.lightning.streams.vote import Next, StreamVote

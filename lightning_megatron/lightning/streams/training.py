@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
-from lightning_megatron.checkpoint.together import gathered
+from lightning_megatron.checkpoint.all_ranks import gathered
 from lightning_megatron.data.errors import DataError
 from lightning_megatron.lightning.streams.lengths import STREAM, are_certain, refuse_uneven
 from lightning_megatron.lightning.streams.vote import Next, StreamVote

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max, own_slice
 from lightning_megatron.config import ConfigError, ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.moe.balance import count_tokens
+from lightning_megatron.moe.aux_loss import count_tokens
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.dispatch import ExpertGrid, allgather, alltoall, padded_alltoall
 from lightning_megatron.moe.layer import MoELayer

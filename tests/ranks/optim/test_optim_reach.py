@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import load, save
 from lightning_megatron.config import ConfigError, ParallelLayout
-from lightning_megatron.lightning.checkpoints import continue_optimizer, optimizer_part
+from lightning_megatron.lightning.checkpointing.trainer_state import continue_optimizer, optimizer_part
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.reach import Reach, reach_of
 from lightning_megatron.optim.zero import ShardedOptimizer

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from toy_pipeline import CPU, Case, Outcome, ToyWork, engine, evaluate, plain, train
 
-from lightning_megatron.deferred import DeferredGradients
 from lightning_megatron.mesh import Axis
-from lightning_megatron.pipeline.check import check_schedule
 from lightning_megatron.pipeline.runtime import _MOST_SENDING, PipelineRuntime, _starts_at_edges, training_plan
+from lightning_megatron.pipeline.validate import check_schedule
+from lightning_megatron.weight_grad_store import DeferredGradients
 
 Ranks = Callable[..., list[Any]]
 

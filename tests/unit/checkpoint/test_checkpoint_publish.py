@@ -7,9 +7,9 @@ from contextlib import suppress
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron.checkpoint import publish as publishing
 from lightning_megatron.checkpoint import remove
-from lightning_megatron.checkpoint.leftovers import recover, sweep
+from lightning_megatron.checkpoint.directory import atomic_dir as publishing
+from lightning_megatron.checkpoint.directory.leftovers import recover, sweep
 
 
 @pytest.fixture(params=["exchange", "two renames"])

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_megatron.checkpoint import CheckpointError, load, local_tensors, model_state, save
-from lightning_megatron.checkpoint.integrity import faults_of, shares
-from lightning_megatron.checkpoint.manifest import BLOCK
+from lightning_megatron.checkpoint.integrity.hashes import faults_of, shares
+from lightning_megatron.checkpoint.integrity.manifest import BLOCK
 from lightning_megatron.mesh import ParallelMesh
 
 MESH = ParallelMesh.single()

@@ -23,8 +23,8 @@ from lightning_megatron.checkpoint import (
     save,
     verify,
 )
-from lightning_megatron.checkpoint.manifest import Manifest
-from lightning_megatron.checkpoint.publish import place_for
+from lightning_megatron.checkpoint.directory.atomic_dir import place_for
+from lightning_megatron.checkpoint.integrity.manifest import Manifest
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec
 

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.together import CheckpointError, together
+from lightning_megatron.checkpoint.all_ranks import CheckpointError, together
 from lightning_megatron.mesh import ParallelMesh
 
 

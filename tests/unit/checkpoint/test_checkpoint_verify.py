@@ -23,8 +23,8 @@ from lightning_megatron.checkpoint import (
     save,
     verify,
 )
-from lightning_megatron.checkpoint.guard import digests, replica_faults
-from lightning_megatron.checkpoint.manifest import FileRecord, Manifest, read_manifest, record
+from lightning_megatron.checkpoint.integrity.manifest import FileRecord, Manifest, read_manifest, record
+from lightning_megatron.checkpoint.integrity.save_guard import digests, replica_faults
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.checkpoint import folder_lock
-from lightning_megatron.checkpoint.folder_lock import FolderInUseError, FolderLock
-from lightning_megatron.checkpoint.publish import UNFINISHED
+from lightning_megatron.checkpoint.directory import folder_lock
+from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED
+from lightning_megatron.checkpoint.directory.folder_lock import FolderInUseError, FolderLock
 
 FORK = mp.get_context("fork")
 Locks = Callable[[Path], FolderLock]

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.hf import FAMILIES, family_of
-from lightning_megatron.checkpoint.hf.shape import fuse_qkv, split_qkv
+from lightning_megatron.checkpoint.formats.hf import FAMILIES, family_of
+from lightning_megatron.checkpoint.formats.hf.qkv import fuse_qkv, split_qkv
 from lightning_megatron.config import ConfigError
-from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.params import ShardRanks, load_full, spec_registry
+from lightning_megatron.transformer_config import TransformerConfig
 
 transformers = pytest.importorskip("transformers")
 load_file = pytest.importorskip("safetensors.torch").load_file

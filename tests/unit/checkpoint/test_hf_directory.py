@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.checkpoint.hf.directory import is_hf_directory, read_config, read_tensors
-from lightning_megatron.checkpoint.hf.write import plan_shards, shard_names, write_hf
-from lightning_megatron.checkpoint.translate import Split, to_ours, to_theirs
-from lightning_megatron.checkpoint.weight_map import WeightMap, same, stacked
-from lightning_megatron.checkpoint.whole import WholeTensor
+from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory, read_config, read_tensors
+from lightning_megatron.checkpoint.formats.hf.write import plan_shards, shard_names, write_hf
+from lightning_megatron.checkpoint.formats.translate import Split, to_ours, to_theirs
+from lightning_megatron.checkpoint.formats.weight_map import WeightMap, same, stacked
+from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
 from lightning_megatron.config import ConfigError
 
 RULES = WeightMap((same("w", "model.w"), stacked("m", "model.gate", "model.up")), ignored="inv_freq$", prefix="model.")

@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_megatron.checkpoint import BackgroundWriter, Draft, Fragment, background, local_tensors, model_state
+from lightning_megatron.checkpoint import BackgroundWriter, Draft, Fragment, local_tensors, model_state
+from lightning_megatron.checkpoint import async_save as background
 from lightning_megatron.checkpoint.host_copy import HostCopy
 from lightning_megatron.mesh import ParallelMesh
 

@@ -10,10 +10,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from lightning_megatron.checkpoint import load, model_state, save
-from lightning_megatron.checkpoint.dcp import CheckpointError
-from lightning_megatron.checkpoint.manifest import MANIFEST, Manifest, record
-from lightning_megatron.checkpoint.metadata_file import read_metadata
-from lightning_megatron.checkpoint.verify import verify
+from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, record
+from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
+from lightning_megatron.checkpoint.integrity.verify import verify
+from lightning_megatron.checkpoint.load import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 
 MESH = ParallelMesh.single()

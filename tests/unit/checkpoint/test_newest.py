@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint import Progress, candidates, model_state, newest_good, save, sweep, verify
-from lightning_megatron.checkpoint.leftovers import recover
-from lightning_megatron.checkpoint.manifest import Manifest, read_manifest
-from lightning_megatron.checkpoint.owner import Owner
-from lightning_megatron.checkpoint.publish import UNFINISHED, place_for
+from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED, place_for
+from lightning_megatron.checkpoint.directory.leftovers import recover
+from lightning_megatron.checkpoint.directory.owner import Owner
+from lightning_megatron.checkpoint.integrity.manifest import Manifest, read_manifest
 from lightning_megatron.mesh import ParallelMesh
 
 MESH = ParallelMesh.single()

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 
 from lightning_megatron import LlamaModule
 from lightning_megatron.checkpoint import CheckpointError, load, model_state, save, verify
-from lightning_megatron.checkpoint.hf.directory import read_tensors
-from lightning_megatron.checkpoint.manifest import MANIFEST, Manifest, record
-from lightning_megatron.checkpoint.megatron import is_megatron_directory, open_megatron
-from lightning_megatron.checkpoint.megatron.unpickle import load_file
+from lightning_megatron.checkpoint.formats.hf.directory import read_tensors
+from lightning_megatron.checkpoint.formats.megatron import is_megatron_directory, open_megatron
+from lightning_megatron.checkpoint.formats.megatron.unpickle import load_file
+from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, record
 from lightning_megatron.checkpoint.meta import read_meta
+from lightning_megatron.files.small import read_object, read_small
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.small_files import read_object, read_small
 
 MESH = ParallelMesh.single()
 CONFIG = '{"model_type": "llama", "num_hidden_layers": %s, "hidden_size": %s, "num_attention_heads": 2,'

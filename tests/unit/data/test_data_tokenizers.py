@@ -8,8 +8,8 @@ import sentencepiece
 
 from lightning_megatron.config import ConfigError
 from lightning_megatron.data import DataError, Tokenizer, build_tokenizer
+from lightning_megatron.data.preprocessing.train_tokenizer import train_tokenizer
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES
-from lightning_megatron.data.train_tokenizer import train_tokenizer
 
 WORDS = [
     "the",

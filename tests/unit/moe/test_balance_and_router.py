@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.moe.balance import attach, count_tokens, load_balancing_loss, z_loss
+from lightning_megatron.moe.aux_loss import attach, count_tokens, load_balancing_loss, z_loss
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.router import Router
 

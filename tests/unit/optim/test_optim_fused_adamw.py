@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_megatron.checkpoint import load, local_tensors, model_state, optimizer_state, regrouped, save, verify
-from lightning_megatron.checkpoint.state import shared_state
+from lightning_megatron.checkpoint.state_dict import shared_state
 from lightning_megatron.config import ConfigError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_megatron.optim.plan import ALIGNMENT, default_bucket_size, plan_buckets, round_up
+from lightning_megatron.optim.buffers.bucket_plan import ALIGNMENT, default_bucket_size, plan_buckets, round_up
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import load, save
-from lightning_megatron.lightning.checkpoints import continue_optimizer, optimizer_part
+from lightning_megatron.lightning.checkpointing.trainer_state import continue_optimizer, optimizer_part
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_megatron.config import ConfigError
-from lightning_megatron.optim.scaler import DynamicLossScale, grad_reduce_dtype_rule
+from lightning_megatron.optim.loss_scale import DynamicLossScale, grad_reduce_dtype_rule
 
 
 def test_first_overflow_is_tolerated_and_each_later_one_halves() -> None:

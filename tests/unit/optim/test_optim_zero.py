@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_megatron.config import ConfigError
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.buffer import supports_grad_dtype
+from lightning_megatron.optim.buffers.buffer import supports_grad_dtype
 from lightning_megatron.optim.clip import local_norm
 from lightning_megatron.optim.reach import ELEMENTWISE
 from lightning_megatron.optim.zero import ShardedOptimizer

@@ -4,9 +4,9 @@ import pytest
 
 from lightning_megatron.config import ConfigError
 from lightning_megatron.pipeline.action import Action, Message, Schedule, message_in, message_out, parse_schedule
-from lightning_megatron.pipeline.check import check_schedule, check_transfers
 from lightning_megatron.pipeline.schedule import build_schedule, forward_only, interleaved, one_f_one_b, zero_bubble
-from lightning_megatron.pipeline.transfer import Transfer, add_transfers
+from lightning_megatron.pipeline.send_recv import Transfer, add_transfers
+from lightning_megatron.pipeline.validate import check_schedule, check_transfers
 
 
 def rows(*lines: str) -> Schedule:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from lightning_megatron.config import ConfigError
 from lightning_megatron.pipeline.action import Action, Schedule, format_schedule, parse_schedule
-from lightning_megatron.pipeline.check import check_schedule
 from lightning_megatron.pipeline.schedule import (
     SCHEDULES,
     build_schedule,
@@ -20,7 +19,8 @@ from lightning_megatron.pipeline.schedule import (
     schedule_problems,
     zero_bubble,
 )
-from lightning_megatron.pipeline.transfer import add_transfers
+from lightning_megatron.pipeline.send_recv import add_transfers
+from lightning_megatron.pipeline.validate import check_schedule
 
 
 def text(schedule: Schedule) -> list[str]:

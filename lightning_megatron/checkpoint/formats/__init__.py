@@ -1,0 +1,1 @@
+"""Checkpoints of other programs: their files, and their tensors by our names."""

@@ -1,0 +1,97 @@
+"""Settings of a Hugging Face directory that are no part of the model: special tokens, generation, the tokenizer.
+
+No weight depends on them, and without them the model does not know where to stop. So they ride along: read when a
+model comes in, kept in its checkpoints, written when it goes out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.checkpoint.all_ranks import CheckpointError
+from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, read_config, read_json
+
+SETTINGS = "hugging_face"
+"""Key of a checkpoint, and attribute of a module, that holds what :func:`read_settings` found."""
+
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What a family's own entries say in another spelling, and what describes the files that were read.
+_NOT_CARRIED = {
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "partial_rotary_factor",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+    "transformers_version",
+}
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""``config``: contents of ``config.json``; ``generation_config``: those of its file, where there is one."""
+
+
+def read_settings(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """The settings of a directory; empty if it has none.
+
+    Raises:
+        CheckpointError: if a file cannot be read.
+    """
+    found = {}
+    if (Path(path) / CONFIG).is_file():
+        found["config"] = read_config(path)
+    if (Path(path) / GENERATION).is_file():
+        found["generation_config"] = read_json(Path(path) / GENERATION)
+    return found
+
+
+def with_settings(written: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Contents of ``config.json`` for a model, with what its source said beside the model.
+
+    Args:
+        written: what the family says of the model; wins where both say something, but for the ids of special tokens.
+        settings: of the source. Of a model of another family, and of another vocabulary, ids that fit are taken alone.
+    """
+    source = settings.get("config", {})
+    ids = {name: source[name] for name in TOKEN_IDS if name in source and _are_in(source[name], written["vocab_size"])}
+    if source.get("model_type") != written["model_type"]:
+        return {**written, **ids}
+    carried = {name: value for name, value in source.items() if name not in _NOT_CARRIED | set(TOKEN_IDS)}
+    return {**carried, **written, **ids}
+
+
+def _are_in(ids: Any, vocab_size: int) -> bool:
+    """True if an id, or each of a list, is one of the vocabulary; none at all is."""
+    some = ids if isinstance(ids, list) else [ids]
+    return all(one is None or (isinstance(one, int) and 0 <= one < vocab_size) for one in some)
+
+
+def tokenizer_files(path: str | os.PathLike[str]) -> list[Path]:
+    """The files of a directory's tokenizer and chat templates.
+
+    Raises:
+        CheckpointError: if there are none.
+    """
+    known = [Path(path) / name for name in TOKENIZER_FILES]
+    if found := [file for file in known if file.is_file()]:
+        return found
+    raise CheckpointError(f"{path} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")

@@ -1,0 +1,174 @@
+"""Lightning's single files, as its one-device strategies write them: whole tensors under the names of the module."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lightning_megatron.checkpoint.all_ranks import CheckpointError
+from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd, refuse_packed
+from lightning_megatron.checkpoint.fragment import Fragment
+from lightning_megatron.checkpoint.integrity.fault import Fault
+from lightning_megatron.checkpoint.state_dict import MAIN, State
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class SingleFile:
+    """An opened file; its tensors are mapped, and read where a rank needs them.
+
+    Attributes:
+        values: what it holds, by the keys of our checkpoints.
+        meta: all but tensors of the model and its optimizers.
+        layout: that of no checkpoint of ours.
+    """
+
+    values: Mapping[str, Any]
+    meta: dict[str, Any]
+    layout: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path, state: State, weights_only: bool) -> SingleFile:
+        """Read all but tensors.
+
+        Args:
+            path: the file.
+            state: what is to be filled from it: it knows true shapes, and which parameters an optimizer has.
+            weights_only: refuse a file that holds objects.
+
+        Raises:
+            CheckpointError: if it is no such file, or its optimizers do not fit the state's.
+        """
+        refuse_packed(path)
+        try:
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        except Exception as error:  # it is a pickle: any error may come out of it
+            raise CheckpointError(f"the file cannot be read: {error}") from None
+        if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+            raise CheckpointError("it is a file, but not one of Lightning's: it has no state_dict")
+        tensors = content.pop("state_dict")
+        refuse_odd(path, {name: value for name, value in tensors.items() if torch.is_tensor(value)})
+        values: dict[str, Any] = {f"model.{name}": value for name, value in _without_repeats(tensors).items()}
+        if "optimizer_states" in content:
+            for index, saved in enumerate(content["optimizer_states"]):
+                if (groups := state.get(f"optimizer_{index}.param_groups")) is not None:
+                    values |= _optimizer_values(index, saved, groups, values)
+            content["optimizer_states"] = []
+        true = {key: value.shape for key, value in state.items() if isinstance(value, Fragment)}
+        return cls({key: _stripped(value, true.get(key)) for key, value in values.items()}, content, {})
+
+    @property
+    def metadata(self) -> Metadata:
+        """Names and shapes, as a checkpoint of ours tells them."""
+        return Metadata({key: _entry(value) for key, value in self.values.items()})
+
+    def read(self, state: State) -> None:
+        """Fill a state in place."""
+        for key, value in state.items():
+            if not isinstance(value, Fragment):
+                state[key] = self.values[key]
+                continue
+            for part in value.parts:
+                bounds = zip(part.box.offsets, part.box.sizes, strict=True)
+                part.data.copy_(self.values[key][tuple(slice(o, o + n) for o, n in bounds)])
+
+
+def record_faults(path: Path, rank: int, ranks: int) -> list[Fault]:
+    """Records of a file whose check sum is wrong, which ``torch.load`` does not look at.
+
+    Args:
+        path: the file; if it is no archive, opening it says so.
+        rank: which of the ranks that share the reading this is.
+        ranks: their number.
+
+    Raises:
+        CheckpointError: if they are packed.
+    """
+    refuse_packed(path)
+    if not zipfile.is_zipfile(path):
+        return []
+    faults = []
+    with zipfile.ZipFile(path) as archive:
+        records = sorted(archive.infolist(), key=lambda record: -record.file_size)
+        # torch writes 0 where it was told to make no check sums.
+        for record in (record for record in records[rank::ranks] if record.CRC):
+            try:
+                with archive.open(record) as stream:
+                    while stream.read(_BLOCK):
+                        pass
+            except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
+                faults.append(Fault(path.name, f"its record {record.filename} is damaged: the check sum is wrong"))
+    return faults
+
+
+def _without_repeats(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Each tied tensor once, under the first of its names."""
+    seen: set[object] = set()
+    found = {}
+    for name, value in tensors.items():
+        what = (value.data_ptr(), value.shape) if torch.is_tensor(value) and value.numel() else name
+        if what not in seen:
+            found[name] = value
+        seen.add(what)
+    return found
+
+
+def _entry(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not torch.is_tensor(value):
+        return BytesStorageMetadata()
+    whole = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [whole])
+
+
+def _stripped(value: Any, true: tuple[int, ...] | None) -> Any:
+    """Without the padding of a vocabulary, which is zero in parameters and optimizer state alike."""
+    if true is None or not torch.is_tensor(value) or value.dim() != len(true) or tuple(value.shape) == true:
+        return value
+    inner = value
+    for dim, size in enumerate(true):
+        if size > value.shape[dim]:
+            return value
+        inner = inner.narrow(dim, 0, size)
+    return inner if torch.count_nonzero(value) == torch.count_nonzero(inner) else value
+
+
+def _optimizer_values(
+    index: int, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One optimizer's state by names: the file numbers parameters, in order of definition inside each group."""
+    prefix = f"optimizer_{index}"
+    place = {key.removeprefix("model."): number for number, key in enumerate(model)}
+    if len(groups) != len(saved["param_groups"]):
+        raise CheckpointError(f"{prefix} has {len(saved['param_groups'])} groups in the file, {len(groups)} today")
+    values: dict[str, Any] = {}
+    named = []
+    for number, (group, today) in enumerate(zip(saved["param_groups"], groups, strict=True)):
+        names = sorted({name for name in today["params"] if name in place}, key=place.__getitem__)
+        if len(names) != len(group["params"]):
+            count = len(group["params"])
+            raise CheckpointError(f"{prefix}: group {number} has {count} parameters in the file, {len(names)} today")
+        for name, which in zip(names, group["params"], strict=True):
+            whole: Tensor = model[f"model.{name}"]
+            values[f"{prefix}.state.{name}.{MAIN}"] = whole
+            for kind, value in saved["state"].get(which, {}).items():
+                if torch.is_tensor(value) and value.dim() and value.shape != whole.shape:
+                    shapes = f"{kind} is {list(value.shape)}, the parameter {list(whole.shape)}"
+                    raise CheckpointError(f"{prefix}: groups do not list parameters in their order: {name}: {shapes}")
+                values[f"{prefix}.state.{name}.{kind}"] = value if torch.is_tensor(value) else torch.tensor(value)
+        named.append({**group, "params": names})
+    return values | {f"{prefix}.param_groups": named}

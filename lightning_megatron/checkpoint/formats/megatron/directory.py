@@ -1,0 +1,100 @@
+"""What lies at a path: which iteration, in which of Megatron's formats."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.checkpoint.all_ranks import CheckpointError
+from lightning_megatron.checkpoint.formats.megatron.legacy import read_legacy
+from lightning_megatron.checkpoint.formats.megatron.torch_dist import COMMON, read_torch_dist
+from lightning_megatron.checkpoint.formats.megatron.unpickle import command_line, load_file
+from lightning_megatron.checkpoint.integrity.manifest import MANIFEST
+from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.files.small import read_object
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_METADATA = "metadata.json"
+_RANKS = "mp_rank_*"
+_LONGEST = 64  # bytes of the file that names the last iteration
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """A checkpoint of Megatron.
+
+    Attributes:
+        tensors: of the model, by the names of ``names.py``, each read when it is made.
+        arguments: Megatron's command line; ``None`` where it is not there, or was not read.
+    """
+
+    tensors: dict[str, WholeTensor]
+    arguments: dict[str, Any] | None
+
+
+def is_megatron_directory(path: str | os.PathLike[str]) -> bool:
+    """True if a path is a checkpoint of Megatron, or a folder of its checkpoints, and not one of this package."""
+    if (Path(path) / MANIFEST).exists():
+        return False
+    try:
+        directory = iteration_directory(Path(path))
+    except CheckpointError:
+        return True  # it is one, and reading it says what is wrong
+    return (directory / _METADATA).is_file() or any(directory.glob(_RANKS))
+
+
+def iteration_directory(path: Path) -> Path:
+    """The folder of the last iteration, where ``path`` holds several; else ``path``.
+
+    Raises:
+        CheckpointError: if the file that names the last iteration is damaged, or names one that is not there.
+    """
+    tracker = path / _LATEST
+    if not tracker.is_file():
+        return path
+    with tracker.open("rb") as stream:
+        text = stream.read(_LONGEST).decode("ascii", "replace").strip()
+    if text != "release" and not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        raise CheckpointError(f"{tracker} should hold a number or the word release, and holds {text[:20]!r}")
+    found = path / (text if text == "release" else f"iter_{int(text):07d}")
+    if not found.is_dir():
+        raise CheckpointError(f"{tracker} names {found.name}, which is not there")
+    return found
+
+
+def open_megatron(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> MegatronCheckpoint:
+    """Open a checkpoint in either format.
+
+    Args:
+        path: the folder that training saved to, or that of one iteration.
+        allow_pickle: read what holds Megatron's command line: all files of the format ``torch``, and ``common.pt``.
+
+    Raises:
+        CheckpointError: if there is none, it is of another format, it is damaged, or it cannot be read so.
+    """
+    directory = iteration_directory(Path(path))
+    if (directory / _METADATA).is_file():
+        _refuse_other_backend(directory / _METADATA)
+        return MegatronCheckpoint(read_torch_dist(directory), _common_arguments(directory, allow_pickle))
+    if any(directory.glob(_RANKS)):
+        tensors, arguments = read_legacy(directory, allow_pickle=allow_pickle)
+        return MegatronCheckpoint(tensors, arguments)
+    raise CheckpointError(f"{directory} is no checkpoint of Megatron: it has neither {_METADATA} nor {_RANKS}")
+
+
+def _refuse_other_backend(file: Path) -> None:
+    try:
+        backend = read_object(file).get("sharded_backend")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    if backend != "torch_dist":
+        raise CheckpointError(f"{file}: the format is {backend!r}; torch_dist and torch can be read")
+
+
+def _common_arguments(directory: Path, allow_pickle: bool) -> dict[str, Any] | None:
+    if not allow_pickle or not (directory / COMMON).is_file():
+        return None
+    return command_line(load_file(directory / COMMON, allow_pickle=True), directory / COMMON)

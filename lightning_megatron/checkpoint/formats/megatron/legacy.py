@@ -1,0 +1,204 @@
+"""Megatron's format ``torch``: one pickled file a rank of the model, ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``.
+
+``TT`` is the rank on the tensor-parallel axis, ``PPP`` on the pipeline's and ``EEE`` on the experts'; a suffix is left
+out where the axis is 1. A file holds ``model``, or ``model0``, ``model1``, ... where a rank has several chunks of the
+interleaved pipeline, with layers and experts numbered from 0 in each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.all_ranks import CheckpointError
+from lightning_megatron.checkpoint.formats.megatron.names import LAYERS, is_of_model, plain_name
+from lightning_megatron.checkpoint.formats.megatron.unpickle import command_line, load_file
+from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd
+from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+
+_FILE = "model_optim_rng.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+_LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.(.*)")
+_CUT_BY_ROWS = re.compile(r"(linear_qkv|linear_fc1)\.(weight|bias)$|(word_embeddings|output_layer)\.weight$")
+_CUT_BY_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
+
+Place = tuple[int, int, int]
+"""Ranks on the tensor-parallel, pipeline and expert axes."""
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """What a file holds of a tensor; ``make`` brings it into the shape that the format ``torch_dist`` gives it."""
+
+    tensor: Tensor
+    make: Callable[[Tensor], Tensor]
+
+    def on_meta(self) -> Tensor:
+        return self.make(self.tensor.to("meta"))
+
+    def value(self) -> Tensor:
+        return self.make(self.tensor)
+
+
+def read_legacy(directory: Path, *, allow_pickle: bool) -> tuple[dict[str, WholeTensor], dict[str, Any] | None]:
+    """The tensors of the model, merged when they are made, and Megatron's command line.
+
+    Raises:
+        CheckpointError: if files are missing or cannot be read, or were saved in a layout that they do not tell.
+    """
+    files = {folder: load_file(folder / _FILE, allow_pickle=allow_pickle) for folder in _folders(directory)}
+    first = next(iter(files))
+    arguments = command_line(files[first], first / _FILE) or {}
+    etp, tp = (arguments.get(name) for name in ("expert_tensor_parallel_size", "tensor_model_parallel_size"))
+    if etp not in (None, tp) and arguments.get("num_experts"):
+        raise CheckpointError(
+            f"{directory}: experts are cut in {etp} and other layers in {tp}, which its files do not tell apart: let"
+            " Megatron save it as torch_dist"
+        )
+    for folder, content in files.items():
+        for model in _chunks(directory, content):
+            refuse_odd(folder / _FILE, {name: value for name, value in model.items() if torch.is_tensor(value)})
+    ranks = {_place(folder, arguments): content for folder, content in files.items()}
+    _refuse_missing(directory, ranks)
+    shards = _shards(directory, ranks)
+    return {name: _merged(name, parts, _is_gated(name, shards)) for name, parts in shards.items()}, arguments or None
+
+
+def _folders(directory: Path) -> list[Path]:
+    found = sorted(folder for folder in directory.glob("mp_rank_*") if _FOLDER.fullmatch(folder.name))
+    if not found:
+        raise CheckpointError(f"{directory} holds no folder such as mp_rank_00")
+    return found
+
+
+def _place(folder: Path, arguments: Mapping[str, Any]) -> Place:
+    match = _FOLDER.fullmatch(folder.name)
+    assert match is not None
+    tp, first, second = int(match[1]), int(match[2] or 0), int(match[3] or 0)
+    # One number after the first is the pipeline's, unless there is no pipeline.
+    only_experts = match[3] is None and arguments.get("pipeline_model_parallel_size", 2) == 1
+    return (tp, 0, first) if only_experts else (tp, first, second)
+
+
+def _refuse_missing(directory: Path, ranks: Mapping[Place, Any]) -> None:
+    sizes = [max(place[axis] for place in ranks) + 1 for axis in range(3)]
+    wanted = {(t, p, e) for t in range(sizes[0]) for p in range(sizes[1]) for e in range(sizes[2])}
+    if missing := sorted(wanted - ranks.keys()):
+        listed = ", ".join(f"(tp {t}, pp {p}, ep {e})" for t, p, e in missing[:5])
+        raise CheckpointError(f"{directory}: files of {len(missing)} ranks are missing: {listed}")
+
+
+def _shards(directory: Path, ranks: Mapping[Place, Mapping[str, Any]]) -> dict[str, list[_Shard]]:
+    """Under the name of each whole tensor its shards, by tensor-parallel rank."""
+    chunks = {place: _chunks(directory, content) for place, content in ranks.items()}
+    stages = sorted({place[1] for place in ranks})
+    count = len(chunks[0, 0, 0])
+    order = [(v, p) for v in range(count) for p in stages]
+    lengths = [_num_layers(chunks[0, p, 0][v]) for v, p in order]
+    first_layer = dict(zip(order, accumulate([0, *lengths]), strict=False))
+    ep = max(place[2] for place in ranks) + 1
+    found: dict[str, dict[int, _Shard]] = {}
+    for (t, p, e), models in sorted(chunks.items()):
+        for v, model in enumerate(models):
+            for name, shard in _named(model, first_layer[v, p], e, ep):
+                # Of what several files hold, the first is taken: the first stage's, where embeddings are tied.
+                found.setdefault(name, {}).setdefault(t, shard)
+    return {name: [parts[t] for t in sorted(parts)] for name, parts in found.items()}
+
+
+def _chunks(directory: Path, content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    names = (
+        ["model"]
+        if "model" in content
+        else sorted((name for name in content if re.fullmatch(r"model\d+", name)), key=lambda name: int(name[5:]))
+    )
+    models: list[Mapping[str, Any]] = [content[name] for name in names if isinstance(content[name], dict)]
+    if not models or any("language_model" in model for model in models):
+        raise CheckpointError(
+            f"{directory}: it holds no model of megatron-core (decoder.layers.0...), but {sorted(content)}"
+        )
+    return models
+
+
+def _num_layers(model: Mapping[str, Any]) -> int:
+    return len({match[1] for name in model if (match := _LAYER.match(plain_name(name)))})
+
+
+def _named(model: Mapping[str, Any], first_layer: int, ep_rank: int, ep: int) -> Iterator[tuple[str, _Shard]]:
+    for given, tensor in model.items():
+        if not torch.is_tensor(tensor) or not is_of_model(given):
+            continue
+        name = plain_name(given)
+        if layer := _LAYER.fullmatch(name):
+            name = f"{LAYERS}{int(layer[1]) + first_layer}.{layer[2]}"
+        before, experts, after = name.partition(".mlp.experts.")
+        if not experts:
+            yield name, _Shard(tensor, _as_it_is)
+            continue
+        router = model[given.partition(".mlp.experts.")[0] + ".mlp.router.weight"]
+        local = router.shape[0] // ep
+        for number, rest, make in _experts(after, local, router.shape[1], ep_rank * local):
+            yield f"{before}.mlp.experts.{number}.{rest}", _Shard(tensor, make)
+
+
+def _experts(name: str, local: int, hidden: int, first: int) -> Iterator[tuple[int, str, Callable[[Tensor], Tensor]]]:
+    """The experts in a tensor of a rank that holds ``local`` of them, in any of the ways Megatron keeps experts."""
+    if one := re.fullmatch(r"local_experts\.(\d+)\.(linear_fc[12]\.\w+)", name):
+        yield first + int(one[1]), one[2], _as_it_is
+    elif one := re.fullmatch(r"(linear_fc[12])\.(weight|bias)(\d+)", name):  # Transformer Engine's grouped layers
+        yield first + int(one[3]), f"{one[1]}.{one[2]}", _as_it_is
+    elif one := re.fullmatch(r"local_expert_(\d+)_(linear_fc[12])_(\w+)", name):  # Gaudi's fork: numbers are global
+        yield int(one[1]), f"{one[2]}.{one[3]}", _as_it_is
+    elif name in ("weight1", "weight2"):  # all in one matrix, in the order in which it is multiplied with
+        for number in range(local):
+            make = partial(_grouped, local, hidden, number, name == "weight1")
+            yield first + number, f"linear_fc{name[-1]}.weight", make
+    else:
+        yield first, name, _as_it_is  # unknown; it is named when it is looked for in vain
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _grouped(local: int, hidden: int, number: int, first_layer: bool, x: Tensor) -> Tensor:
+    """One expert's ``[F, H]`` of ``weight1``, or ``[H, F]`` of ``weight2``."""
+    experts = x.reshape(local, hidden, -1) if first_layer else x.reshape(local, -1, hidden)
+    return experts[number].t().contiguous()
+
+
+def _is_gated(name: str, shards: Mapping[str, Sequence[_Shard]]) -> bool:
+    """True if a rank's first layer gives twice what the second one takes: its gates, then its ups."""
+    first, _, rest = name.rpartition("linear_fc1.")
+    second = shards.get(f"{first}linear_fc2.weight")
+    if not first or not rest or second is None:
+        return False
+    return shards[name][0].on_meta().shape[0] == 2 * second[0].on_meta().shape[1]
+
+
+def _merged(name: str, shards: Sequence[_Shard], gated: bool) -> WholeTensor:
+    joined = _join(name, gated, [shard.on_meta() for shard in shards])
+    return WholeTensor(
+        tuple(joined.shape), joined.dtype, lambda: _join(name, gated, [shard.value() for shard in shards])
+    )
+
+
+def _join(name: str, gated: bool, shards: Sequence[Tensor]) -> Tensor:
+    if len(shards) == 1:
+        return shards[0]
+    if _CUT_BY_COLUMNS.search(name):
+        return torch.cat(list(shards), dim=1)
+    if not _CUT_BY_ROWS.search(name):
+        return shards[0]
+    if gated:
+        halves = [shard.chunk(2) for shard in shards]
+        return torch.cat([half[i] for i in range(2) for half in halves])
+    return torch.cat(list(shards))

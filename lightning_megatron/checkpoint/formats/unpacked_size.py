@@ -1,0 +1,117 @@
+"""The unpacked size that a file claims, held against its own length before anything is made of it.
+
+``torch.save`` compresses nothing, so whatever is in its archives takes at most the bytes of the file; and a table of
+tensors can speak of no more than its files hold. A few kilobytes that stand for gigabytes are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lightning_megatron.checkpoint.all_ranks import CheckpointError
+from lightning_megatron.checkpoint.integrity.metadata_file import METADATA, Place
+
+
+def refuse_packed(file: Path) -> None:
+    """Raise for an archive of ``torch.save`` that would take more memory than it is long.
+
+    Raises:
+        CheckpointError: naming the file; also if it is no ordinary one.
+        OSError: if it is not there.
+    """
+    if not file.is_file():  # before it is opened, which a pipe would wait in
+        raise CheckpointError(f"{file}: {'no ordinary file' if file.exists() else 'missing'}")
+    with file.open("rb") as stream:
+        _refuse_packed(stream, file.stat().st_size, str(file))
+
+
+def refuse_packed_items(directory: Path, places: Iterable[Place]) -> None:
+    """The same for archives inside the files of a checkpoint.
+
+    Raises:
+        CheckpointError: naming the file.
+        OSError: if a file is not there.
+    """
+    by_file: dict[str, set[Place]] = defaultdict(set)
+    for place in places:
+        by_file[place.relative_path].add(place)
+    for name, found in by_file.items():
+        with (directory / name).open("rb") as stream:
+            for place in sorted(found, key=lambda place: place.offset):
+                _refuse_packed(_Stretch(stream, place), place.length, str(directory / name))
+
+
+def refuse_oversized(directory: Path, metadata: Metadata) -> None:
+    """Raise where the tensors of a table take more bytes than the files that it names have.
+
+    Raises:
+        CheckpointError: naming the table.
+    """
+    entries = metadata.state_dict_metadata.values()
+    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    wanted = sum(prod(entry.size) * entry.properties.dtype.itemsize for entry in tensors)
+    files = {directory / place.relative_path for place in (metadata.storage_data or {}).values()}
+    there = sum(file.stat().st_size for file in files if file.is_file())
+    if wanted > there:
+        raise CheckpointError(
+            f"{directory / METADATA}: the tensors in it take {wanted} bytes, and the files that it names have {there}"
+        )
+
+
+def refuse_odd(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise for tensors of a file that are no numbers in memory, or views that stretch few numbers over many.
+
+    Raises:
+        CheckpointError: naming file and tensor.
+    """
+    length = file.stat().st_size
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            raise CheckpointError(f"{file}: {name} is no plain tensor of numbers")
+        if tensor.nbytes > length:
+            raise CheckpointError(f"{file}: {name} takes {tensor.nbytes} bytes, and the whole file has {length}")
+
+
+def _refuse_packed(stream: Any, length: int, name: str) -> None:
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except Exception:  # no archive, or a broken one: what reads it next says so
+        return
+    if unpacked > length:
+        raise CheckpointError(f"{name}: an archive of {length} bytes that unpacks to {unpacked}: torch.save packs none")
+
+
+class _Stretch(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, stream: IO[bytes], place: Place) -> None:
+        self._stream, self._place, self._at = stream, place, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._place.length}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._place.length - self._at)
+        self._stream.seek(self._place.offset + self._at)
+        content = self._stream.read(left if size < 0 else min(size, left))
+        self._at += len(content)
+        return content

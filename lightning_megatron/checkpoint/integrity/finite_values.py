@@ -1,0 +1,39 @@
+"""Parameters and optimizer state that are NaN or infinite: neither saved nor loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from lightning_megatron.checkpoint.all_ranks import CheckpointError
+from lightning_megatron.checkpoint.fragment import Fragment
+from lightning_megatron.checkpoint.integrity.fault import listed
+from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.finite import amount, not_finite
+
+_MODEL = "model."
+_OPTIMIZERS = "optimizer_"
+
+
+def refuse_nonfinite(state: State, params: Collection[str]) -> None:
+    """Look at what this rank holds of parameters and of optimizers; buffers may hold what they like.
+
+    Args:
+        state: of a checkpoint.
+        params: names of the parameters in it.
+
+    Raises:
+        CheckpointError: naming each that is not finite.
+    """
+    held = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Fragment)
+        and (key.startswith(_OPTIMIZERS) or (key.startswith(_MODEL) and key.removeprefix(_MODEL) in params))
+    }
+    parts = {(key, number): part.data for key, value in held.items() for number, part in enumerate(value.parts)}
+    bad = not_finite(parts.items())
+    if bad:
+        raise CheckpointError(
+            "it would hold values that no run can go on from:\n"
+            + listed([f"{key}: {amount(parts[key, number])}" for key, number in bad])
+        )

@@ -1,0 +1,113 @@
+"""The files of a checkpoint held against what was written, by all ranks, before any tensor is taken from them.
+
+The bytes are shared out: each rank hashes one stretch of all files, laid end to end in the order of the ranks that
+wrote them. So every byte is read once in the job, and under an unchanged layout mostly by the rank that needs it next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from lightning_megatron.checkpoint.all_ranks import gathered, together
+from lightning_megatron.checkpoint.directory.locate import locate
+from lightning_megatron.checkpoint.formats.lightning_file import record_faults
+from lightning_megatron.checkpoint.integrity.fault import Fault
+from lightning_megatron.checkpoint.integrity.manifest import BLOCK, Manifest, Stretch, check_sums, hash_of
+from lightning_megatron.checkpoint.integrity.metadata_file import METADATA
+from lightning_megatron.checkpoint.integrity.verify import hash_faults, size_faults
+from lightning_megatron.checkpoint.meta import META
+from lightning_megatron.mesh import ParallelMesh
+
+Check = Literal["sizes", "hashes"]
+"""Lengths of all files and the content of those that every rank reads whole, or the content of all files."""
+
+
+_Sums = Mapping[tuple[str, int], bytes]
+"""Check sums of stretches, by name of the file and first byte."""
+
+
+class _Found(NamedTuple):
+    """Of one rank: faults that it has seen, and the check sums of its stretches."""
+
+    faults: list[Fault]
+    sums: _Sums
+
+
+def faults_of(path: Path, mesh: ParallelMesh, check: Check = "hashes") -> list[Fault]:
+    """Files that are not what was written; the same list on all ranks, all of which call this.
+
+    Of a single file of Lightning's, the records whose check sums are wrong.
+
+    Args:
+        path: the checkpoint.
+        mesh: the ranks that share the reading.
+        check: the extent of the check.
+
+    Raises:
+        CheckpointError: on every rank, if there is no checkpoint, or a rank cannot read it.
+    """
+
+    def look() -> tuple[Manifest | None, _Found]:
+        if path.is_file():
+            return None, _Found(record_faults(path, mesh.rank, mesh.world.size) if check == "hashes" else [], {})
+        manifest = locate(path)
+        if faults := size_faults(path, manifest) or hash_faults(path, manifest, _read_by_all(manifest)):
+            return manifest, _Found(faults, {})
+        if check == "sizes":
+            return manifest, _Found([], {})
+        own = shares({name: entry.bytes for name, entry in manifest.files.items()}, mesh.world.size)[mesh.rank]
+        sums = {(name, start): check_sums([Stretch(path / name, start, end)]) for name, start, end in own}
+        return manifest, _Found([], sums)
+
+    manifest, own = together(mesh, f"loading {path}", look)
+    found = gathered(mesh, own)
+    faults = list(dict.fromkeys(fault for rank in found for fault in rank.faults))
+    if faults or manifest is None or check == "sizes":
+        return faults
+    return _altered(manifest, [rank.sums for rank in found])
+
+
+def shares(lengths: Mapping[str, int], ranks: int) -> list[list[tuple[str, int, int]]]:
+    """Stretches of files for each rank: name, first byte and end. They are equally long but for one block.
+
+    Args:
+        lengths: bytes of each file, by name.
+        ranks: the number of ranks.
+    """
+    names = sorted(lengths, key=_by_numbers)
+    blocks = [-(-lengths[name] // BLOCK) for name in names]
+    total, found, passed = sum(blocks), [list[tuple[str, int, int]]() for _ in range(ranks)], 0
+    for name, count in zip(names, blocks, strict=True):
+        for rank, stretches in enumerate(found):
+            first = max(total * rank // ranks - passed, 0)
+            end = min(total * (rank + 1) // ranks - passed, count)
+            if first < end:
+                stretches.append((name, first * BLOCK, min(end * BLOCK, lengths[name])))
+        passed += count
+    return found
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """Sort key under which ``__10_0`` comes after ``__9_0``."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _read_by_all(manifest: Manifest) -> list[str]:
+    return [name for name in (META, METADATA) if name in manifest.files]
+
+
+def _altered(manifest: Manifest, by_rank: Sequence[_Sums]) -> list[Fault]:
+    readers: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
+    for rank, sums in enumerate(by_rank):
+        for name, start in sums:
+            readers[name].append((start, rank))
+    faults = []
+    for name, entry in sorted(manifest.files.items()):
+        stretches = sorted(readers[name])
+        if hash_of(b"".join(by_rank[rank][name, start] for start, rank in stretches)) != entry.hash:
+            who = f" (read by rank {', '.join(str(rank) for _, rank in stretches)})" if len(by_rank) > 1 else ""
+            faults.append(Fault(name, f"altered: its hash is not the one that was written{who}"))
+    return faults

@@ -1,0 +1,175 @@
+"""``manifest.json``: what files a checkpoint has, and how each must look.
+
+It is written last, so a directory that has one is complete. It carries a digest of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_megatron.files.small import read_small
+
+MANIFEST = "manifest.json"
+FORMAT = "lightning-megatron"
+VERSION = 3
+_KNOWN = (2, 3)
+
+BLOCK = 1 << 20
+"""Bytes of a file that one check sum is of."""
+
+_PIECE = 1 << 23  # what a thread reads at a time
+_THREADS = 4
+
+
+def is_plain_name(name: str) -> bool:
+    """True if a name that a file gives is that of a file beside it, and leads nowhere else."""
+    return name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0") and Path(name).name == name
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file.
+
+    Attributes:
+        bytes: its length.
+        hash: BLAKE2b of 256 bits over the CRC-32s of its blocks of 1 MiB. It is to find damage, and no signature: over
+            the content itself it would be five times slower than a disk, and a CRC-32 misses one damaged block in four
+            billion.
+    """
+
+    bytes: int
+    hash: str
+
+
+@dataclass(frozen=True, order=True)
+class Progress:
+    """Progress of a run at a save: of two checkpoints the greater one is the newer, whatever the clocks say.
+
+    Attributes:
+        generation: how many times a run was begun in the folder, or begun again from an older checkpoint: what follows
+            is newer than all that was there, also where it has taken fewer steps.
+        step: optimizer steps, as Lightning counts them.
+    """
+
+    generation: int
+    step: int
+
+    def __post_init__(self) -> None:
+        if type(self.generation) is not int or type(self.step) is not int:
+            raise TypeError(f"{self} is no progress")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in ``manifest.json``.
+
+    Attributes:
+        layout: fields of the resolved ``ParallelLayout`` that the checkpoint was saved under.
+        files: every other file of the directory, by name.
+        torch: version that wrote it.
+        version: version of the format.
+        progress: of the run; ``None`` if the save was not told, or no run can go on from it.
+    """
+
+    layout: Mapping[str, Any]
+    files: Mapping[str, FileRecord]
+    torch: str
+    version: int = VERSION
+    progress: Progress | None = None
+
+    def render(self) -> str:
+        """The text of the file; there is only one for a given manifest, so that any edit shows."""
+        content = {"format": FORMAT, **asdict(self)}
+        if self.progress is None:
+            del content["progress"]
+        digest = _digest(json.dumps(content, sort_keys=True).encode())
+        return json.dumps({**content, "digest": digest}, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Manifest:
+        """Read the text of the file.
+
+        Raises:
+            ValueError: if it is not what :meth:`render` gives.
+        """
+        try:
+            content = json.loads(text)
+            if content["format"] != FORMAT:
+                raise ValueError(f"the format is {content['format']!r}, not {FORMAT!r}")
+            if (version := content["version"]) not in _KNOWN:
+                known = " and ".join(map(str, _KNOWN))
+                raise ValueError(f"it has format version {version}, this package knows {known}")
+            files = {name: FileRecord(**record) for name, record in content["files"].items()}
+            if outside := [name for name in files if not is_plain_name(name)]:
+                raise ValueError(f"it names {', '.join(map(repr, outside))}, no files of its directory")
+            progress = Progress(**content["progress"]) if "progress" in content else None
+            manifest = cls(content["layout"], files, content["torch"], version, progress)
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"a field is missing or wrong: {error!r}") from None
+        if manifest.render() != text:
+            raise ValueError("its digest does not match: it was edited or damaged")
+        return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it was edited or damaged.
+    """
+    return Manifest.parse(read_small(path / MANIFEST).decode())
+
+
+def record(file: Path) -> FileRecord:
+    """Length and hash of a file as it is on disk now."""
+    length = file.stat().st_size
+    return FileRecord(length, hash_of(check_sums([Stretch(file, 0, length)])))
+
+
+class Stretch(NamedTuple):
+    """A part of a file that begins with a block; its end is that of a block or of the file."""
+
+    file: Path
+    start: int
+    end: int
+
+
+def check_sums(stretches: Sequence[Stretch]) -> bytes:
+    """The CRC-32s of all blocks of stretches in their order, four bytes each.
+
+    Raises:
+        OSError: for a file that cannot be read.
+    """
+    pieces = [
+        Stretch(file, at, min(at + _PIECE, end)) for file, start, end in stretches for at in range(start, end, _PIECE)
+    ]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return b"".join(threads.map(_piece_sums, pieces))
+
+
+def hash_of(sums: bytes) -> str:
+    """The hash of a file, of the check sums of all its blocks."""
+    return _digest(sums)
+
+
+def _piece_sums(piece: Stretch) -> bytes:
+    found: list[bytes] = []
+    buffer = memoryview(bytearray(BLOCK))
+    with piece.file.open("rb") as stream:
+        stream.seek(piece.start)
+        for start in range(piece.start, piece.end, BLOCK):
+            count = stream.readinto(buffer[: piece.end - start])
+            found.append(zlib.crc32(buffer[:count]).to_bytes(4, "big"))
+    return b"".join(found)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=32).hexdigest()

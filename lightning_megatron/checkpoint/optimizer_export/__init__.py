@@ -1,0 +1,1 @@
+"""Optimizer state of any layout in one file, and the host memory that it costs."""

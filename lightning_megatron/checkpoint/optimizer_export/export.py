@@ -1,0 +1,287 @@
+"""Optimizer state of any layout to one file and back, through the host memory of as few ranks as a level allows."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.all_ranks import CheckpointError, gathered, together
+from lightning_megatron.checkpoint.directory.atomic_dir import sync_file
+from lightning_megatron.checkpoint.formats import safetensors_file as one_file
+from lightning_megatron.checkpoint.formats.safetensors_file import Entry
+from lightning_megatron.checkpoint.fragment import Fragment, Part
+from lightning_megatron.checkpoint.meta import refuse_objects
+from lightning_megatron.checkpoint.optimizer_export.memory_levels import Group, collecting_steps
+from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.comm.p2p import receive, send
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import Box
+
+_SHOWN = 10
+T = TypeVar("T")
+_Kind = tuple[torch.dtype, tuple[int, ...]]
+_Place = tuple[str, Box]
+_Offer = tuple[str, Box, bool]
+"""Key, box, and whether it is of experts: what ranks must know of each other's parts."""
+
+
+@dataclass
+class HostMemory:
+    """What collecting holds on this rank beside the state itself.
+
+    Attributes:
+        now: bytes.
+        peak: the most it has been.
+    """
+
+    now: int = 0
+    peak: int = 0
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Count a tensor."""
+        self.now += tensor.nbytes
+        self.peak = max(self.peak, self.now)
+        return tensor
+
+    def release(self) -> None:
+        """Nothing is held any more."""
+        self.now = 0
+
+
+@dataclass(frozen=True)
+class Collectors:
+    """How the parts of a state come together.
+
+    Attributes:
+        mesh: who takes part; this rank's.
+        level: a name in ``MEMORY_LEVELS``.
+        ranks_per_node: processes on a node.
+    """
+
+    mesh: ParallelMesh
+    level: str
+    ranks_per_node: int
+
+    @property
+    def steps(self) -> list[list[Group]]:
+        """What is collected at once, step by step.
+
+        Raises:
+            ConfigError: for an unknown level.
+        """
+        return collecting_steps(self.mesh.layout, self.ranks_per_node, self.level)
+
+
+def export_state(
+    path: str | os.PathLike[str],
+    state: State,
+    experts: Collection[str],
+    through: Collectors,
+) -> HostMemory:
+    """Write a state to one file, whose bytes are the same at every level and in every layout; all ranks call this.
+
+    Args:
+        path: a safetensors file to make, or to replace at once, on a file system that the collecting nodes share.
+        state: fragments of this rank, and values that are no tensors, the same on all ranks.
+        experts: keys of the state of experts.
+        through: who takes part, and how.
+
+    Returns:
+        What it took of this rank's host memory.
+
+    Raises:
+        ConfigError: for an unknown level.
+        CheckpointError: on every rank, if anything failed on any; a file of that name is then untouched.
+    """
+    path, doing = Path(path), f"exporting {path}"
+    mesh, steps = through.mesh, through.steps
+    packed = together(mesh, doing, lambda: _packed(state))
+    own = _parts(state, only_written=True)
+    offered = gathered(mesh, [(*place, place[0] in experts) for place in own])
+    known = _known(mesh, state, packed)
+    leads, memory = mesh.rank == 0, HostMemory()
+    try:
+        entries = _from_first(mesh, doing, lambda: one_file.begin(path, known))
+        for step in steps:
+            held = {place: x for group in step for place, x in _gather(group, offered, own, known, mesh, memory)}
+            together(mesh, doing, partial(_write, path, entries, held))
+            held.clear()
+            memory.release()
+        plain = {(key, Box.whole(tuple(value.shape))): value for key, value in packed.items()}
+        together(mesh, doing, partial(_write, path, entries, plain if leads else {}))
+        together(mesh, doing, lambda: one_file.finish(path) if leads else None)
+    except CheckpointError:
+        if leads:
+            with suppress(OSError):
+                one_file.unfinished(path).unlink()
+        raise
+    return memory
+
+
+def import_state(
+    path: str | os.PathLike[str],
+    state: State,
+    experts: Collection[str],
+    through: Collectors,
+) -> HostMemory:
+    """Fill a state in place from one file, written in any layout; all ranks call this, with arguments as above.
+
+    Raises:
+        ConfigError: for an unknown level.
+        CheckpointError: on every rank, if the file cannot be read or does not fit.
+    """
+    path, doing = Path(path), f"loading {path}"
+    mesh, steps = through.mesh, through.steps
+    entries = _from_first(mesh, doing, lambda: one_file.read_entries(path))
+    together(mesh, doing, lambda: _refuse_misfit(state, entries))
+    own = _parts(state, only_written=False)
+    wanted = gathered(mesh, [(*place, place[0] in experts) for place in own])
+    memory = HostMemory()
+    for step in steps:
+        mine = [group for group in step if group.collector == mesh.rank]
+        held = together(mesh, doing, partial(_read, path, entries, mine, wanted, memory))
+        for group in step:
+            _scatter(group, wanted, own, held, entries, mesh)
+        held.clear()
+        memory.release()
+    plain = [key for key, value in state.items() if not isinstance(value, Fragment)]
+    state.update(_from_first(mesh, doing, lambda: {key: _unpacked(path, entries[key]) for key in plain}))
+    return memory
+
+
+def _from_first(mesh: ParallelMesh, doing: str, make: Callable[[], dict[str, T]]) -> dict[str, T]:
+    """What rank 0 makes, on all ranks."""
+    return gathered(mesh, together(mesh, doing, lambda: make() if mesh.rank == 0 else {}))[0]
+
+
+def _parts(state: State, *, only_written: bool) -> dict[_Place, list[Part]]:
+    found: dict[_Place, list[Part]] = {}
+    for key, value in state.items():
+        for part in value.parts if isinstance(value, Fragment) else ():
+            if part.write or not only_written:
+                found.setdefault((key, part.box), []).append(part)
+    return found
+
+
+def _known(mesh: ParallelMesh, state: State, packed: Mapping[str, Tensor]) -> dict[str, _Kind]:
+    """Dtypes and shapes of all tensors of the job, in an order that no layout changes."""
+    kinds = {key: (value.dtype, value.shape) for key, value in state.items() if isinstance(value, Fragment)}
+    kinds |= {key: (value.dtype, tuple(value.shape)) for key, value in packed.items()}
+    found = {key: kind for some in gathered(mesh, kinds) for key, kind in some.items()}
+    return dict(sorted(found.items()))
+
+
+def _gather(
+    group: Group,
+    offered: Sequence[Sequence[_Offer]],
+    own: Mapping[_Place, Sequence[Part]],
+    known: Mapping[str, _Kind],
+    mesh: ParallelMesh,
+    memory: HostMemory,
+) -> Iterator[tuple[_Place, Tensor]]:
+    """Send this rank's parts of a group to its collector, or be the collector and receive them."""
+    for member in group.ranks:
+        for key, box, of_experts in offered[member]:
+            if of_experts != group.of_experts:
+                continue
+            if mesh.rank == group.collector:
+                buffer = memory.take(torch.empty(box.sizes, dtype=known[key][0]))
+                if member == mesh.rank:
+                    buffer.copy_(own[key, box][0].data)
+                elif buffer.numel():
+                    receive(_as_bytes(buffer), mesh.host, member)
+                yield (key, box), buffer
+            elif mesh.rank == member and (data := own[key, box][0].data).numel():
+                send(_as_bytes(data), mesh.host, group.collector)
+
+
+def _scatter(
+    group: Group,
+    wanted: Sequence[Sequence[_Offer]],
+    own: Mapping[_Place, Sequence[Part]],
+    held: Mapping[_Place, Tensor],
+    entries: Mapping[str, Entry],
+    mesh: ParallelMesh,
+) -> None:
+    """The way back."""
+    for member in group.ranks:
+        for key, box, of_experts in wanted[member]:
+            if of_experts != group.of_experts:
+                continue
+            if mesh.rank == group.collector:
+                value = held[key, box]
+                if member != mesh.rank and value.numel():
+                    send(_as_bytes(value), mesh.host, member)
+            elif mesh.rank == member:
+                value = torch.empty(box.sizes, dtype=entries[key].dtype)
+                if value.numel():
+                    receive(_as_bytes(value), mesh.host, group.collector)
+            if mesh.rank == member:
+                for part in own[key, box]:
+                    part.data.copy_(value)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """A flat view of the bytes of a contiguous tensor on the host, or of a copy of another one there."""
+    return x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def _read(
+    path: Path,
+    entries: Mapping[str, Entry],
+    groups: Sequence[Group],
+    wanted: Sequence[Sequence[_Offer]],
+    memory: HostMemory,
+) -> dict[_Place, Tensor]:
+    """What the members of groups want, each part once."""
+    held: dict[_Place, Tensor] = {}
+    for group in groups:
+        for key, box, of_experts in (offer for member in group.ranks for offer in wanted[member]):
+            if of_experts == group.of_experts and (key, box) not in held:
+                held[key, box] = memory.take(one_file.read_part(path, entries[key], box))
+    return held
+
+
+def _write(path: Path, entries: Mapping[str, Entry], held: Mapping[_Place, Tensor]) -> None:
+    for (key, box), value in held.items():
+        one_file.write_part(path, entries[key], box, value)
+    if held:  # each collector waits for its own pages: rank 0 cannot for those of another node
+        sync_file(one_file.unfinished(path))
+
+
+def _refuse_misfit(state: State, entries: Mapping[str, Entry]) -> None:
+    faults = []
+    for key, value in state.items():
+        if key not in entries:
+            faults.append(f"{key}: not in the file")
+        elif isinstance(value, Fragment) and entries[key].shape != value.shape:
+            faults.append(f"{key}: shape {entries[key].shape} in the file, {value.shape} in the model")
+    if faults:
+        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        raise CheckpointError("\n  - ".join(["the file does not fit:", *faults[:_SHOWN], *more]))
+
+
+def _packed(state: State) -> dict[str, Tensor]:
+    """Values that are no tensors as the bytes of ``torch.save``."""
+    found = {}
+    for key, value in state.items():
+        if not isinstance(value, Fragment):
+            refuse_objects(value, key, "Turn them into plain containers, numbers, strings or tensors.")
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            found[key] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    return found
+
+
+def _unpacked(path: Path, entry: Entry) -> Any:
+    content = one_file.read_part(path, entry, Box.whole(entry.shape))
+    return torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True)

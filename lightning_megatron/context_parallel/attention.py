@@ -1,0 +1,56 @@
+"""The ways in which context-parallel ranks attend to a sequence that they share, by the name users choose them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_megatron.context_parallel.allgather import gathered_attention
+from lightning_megatron.context_parallel.ring import ring_attention
+from lightning_megatron.context_parallel.ulysses import ulysses_attention
+from lightning_megatron.mesh import Axis
+from lightning_megatron.ops.attention import attention
+from lightning_megatron.ops.implementation import Choice
+from lightning_megatron.ops.registry import Ops
+
+CoreAttention = Callable[..., Tensor]
+
+
+class ContextAttention(Protocol):
+    """Attention of queries, keys and values ``[S/R, B, heads, D]``, zigzag shards, to ``[S/R, B, N, D]``.
+
+    ``core`` is attention on one rank, where a way of sharing ends in that.
+    """
+
+    def __call__(  # noqa: D102
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        axis: Axis,
+        core: CoreAttention = attention,
+        *,
+        causal: bool = True,
+        dropout: float = 0.0,
+    ) -> Tensor: ...
+
+
+CONTEXT_ATTENTION: Mapping[str, ContextAttention] = {
+    "p2p": ring_attention,
+    "all_gather": gathered_attention,
+    "a2a": ulysses_attention,
+}
+
+
+def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> Choice:
+    """Attention on one rank, for ranks that share a sequence in this way.
+
+    Raises:
+        ConfigError: where a kernel of the device is required and these ranks cannot use it.
+    """
+    if axis.size == 1 or cp_comm_type == "a2a":
+        return ops.choose("attention")
+    reason = f"cp_comm_type={cp_comm_type}: what comes in pieces is put together by sums of exponentials"
+    return ops.instead("attention", "block by block", reason, ops.choose("attention").run)

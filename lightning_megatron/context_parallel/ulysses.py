@@ -1,0 +1,58 @@
+"""Context parallelism by heads (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509).
+
+An all-to-all turns a shard of the sequence with all heads into the whole sequence with a share of the heads; attention
+is then what it is on one rank, with every fused kernel and with dropout; a second all-to-all turns its output back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm.collectives import exchange
+from lightning_megatron.context_parallel.zigzag import by_rank, in_order
+from lightning_megatron.mesh import Axis
+from lightning_megatron.ops.attention import attention
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: Axis,
+    core: Callable[..., Tensor] = attention,
+    *,
+    causal: bool = True,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of this rank's queries to the whole sequence.
+
+    Where there are fewer key/value heads than ranks, or they do not split evenly, each is repeated as often as makes
+    them split; the query heads must split.
+
+    Args:
+        q: ``[S/R, B, N, D]``, this rank's zigzag shard.
+        k: ``[S/R, B, G, D]``.
+        v: like ``k``.
+        axis: the context-parallel ranks.
+        core: attention on one rank.
+        causal: whether a token sees only what precedes it.
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        ``[S/R, B, N, D]``.
+    """
+    repeats = axis.size // math.gcd(k.shape[2], axis.size)
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+    # For each rank its heads of all three, so that they travel together.
+    parts = [x.unflatten(2, (axis.size, -1)) for x in (q, k, v)]
+    heads = [part.shape[3] for part in parts]
+    packed = torch.cat(parts, dim=3).movedim(2, 0).flatten(0, 1)
+    whole = in_order(exchange(packed, axis), axis.size)
+    out = core(*whole.split(heads, dim=2), causal=causal, dropout=dropout)
+    back = exchange(by_rank(out, axis.size), axis)
+    return back.unflatten(0, (axis.size, -1)).movedim(0, 2).flatten(2, 3)

@@ -1,0 +1,1 @@
+"""Text to token files, once before training."""

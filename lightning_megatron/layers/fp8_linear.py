@@ -1,0 +1,218 @@
+"""Linear layers whose products are made in fp8, and who keeps their scales.
+
+Collectives, sequence parallelism and the order of gradients stay with the layer: what is exchanged is three products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm.collectives import all_reduce_max
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.ops.fp8 import LARGEST, LINEARS, MULTIPLE, Fp8Kernels, Fp8Recipe, scale_for
+from lightning_megatron.ops.implementation import REFERENCE, Choice
+from lightning_megatron.ops.matmul import PLAIN
+from lightning_megatron.ops.registry import Ops
+
+_FORMATS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
+_INPUT, _WEIGHT, _GRADIENT = range(3)
+
+
+class Cast(NamedTuple):
+    """A tensor in fp8, ``[n, k]``, with its scale and the shape and dtype it had."""
+
+    values: Tensor
+    scale: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Fp8Products(nn.Module):
+    """The products of one linear layer in fp8, with delayed scales.
+
+    Where nothing was seen yet, a tensor is scaled by its own largest element.
+
+    Args:
+        kernels: of the device.
+        recipe: how scales are found.
+        choice: where calls are noted whose number of tokens does not fit.
+        device: of the buffers.
+
+    Attributes:
+        amax_history: ``[steps, 3]``, the newest first: largest magnitude of input, weight and gradient, over all ranks.
+        scale: ``[3]``, from the history; 0 where nothing was seen.
+        seen_forward: ``[2]``, largest magnitudes of input and weight on this rank since the last step.
+        seen_backward: ``[1]``, that of the gradient. It has its own memory because ``torch.compile`` knows buffers that
+            its forward writes, and buffers that its backward writes, but none that both do.
+    """
+
+    amax_history: Tensor
+    scale: Tensor
+    seen_forward: Tensor
+    seen_backward: Tensor
+
+    def __init__(
+        self, kernels: Fp8Kernels, recipe: Fp8Recipe, choice: Choice, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.kernels, self.recipe = kernels, recipe
+        self._noted = choice.fallbacks
+        # Kept in the dtype of parameters: powers of two are exact in all of them.
+        self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, 3, device=device))
+        self.register_buffer("scale", torch.zeros(3, device=device))
+        self.register_buffer("seen_forward", torch.zeros(2, device=device), persistent=False)
+        self.register_buffer("seen_backward", torch.zeros(1, device=device), persistent=False)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """``x W^T + b``, ``[..., in] -> [..., out]``, and the scales of ``x`` and ``W``."""
+        if not self._fits(x):
+            return PLAIN.forward(x, weight, bias)
+        scales = self._scale(x, _INPUT), self._scale(weight, _WEIGHT)
+        a, b = self._cast(x, scales[_INPUT], _INPUT), self._cast(weight, scales[_WEIGHT], _WEIGHT)
+        flat_bias = None if bias is None else bias.flatten()
+        out = self.kernels.product(a.values, b.values.t(), a.scale, b.scale, flat_bias, x.dtype)
+        return out.view(*x.shape[:-1], -1), scales
+
+    def gradient(self, dy: Tensor) -> Cast | Tensor:
+        """What both gradients need of the output's."""
+        return self._cast(dy, self._scale(dy, _GRADIENT), _GRADIENT) if self._fits(dy) else PLAIN.gradient(dy)
+
+    def input_gradient(self, dy: Cast | Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
+        """``dy W``."""
+        if isinstance(dy, Tensor):
+            return PLAIN.input_gradient(dy, weight, kept)
+        b = self._cast(weight, kept[_WEIGHT], _WEIGHT)
+        return self.kernels.product(dy.values, b.values, dy.scale, b.scale, None, dy.dtype).view(*dy.shape[:-1], -1)
+
+    def weight_gradient(self, dy: Cast | Tensor, x: Tensor, kept: Sequence[Tensor]) -> Tensor:
+        """``dy^T x``, ``[out, in]``."""
+        if isinstance(dy, Tensor):
+            return PLAIN.weight_gradient(dy, x, kept)
+        b = self._cast(x, kept[_INPUT], _INPUT)
+        return self.kernels.product(dy.values.t(), b.values, dy.scale, b.scale, None, dy.dtype)
+
+    def _fits(self, x: Tensor) -> bool:
+        tokens = x.shape[:-1].numel()
+        if tokens and tokens % MULTIPLE == 0:
+            return True
+        self._noted.setdefault(f"{tokens} tokens, no multiple of {MULTIPLE}", REFERENCE)
+        return False
+
+    def _cast(self, x: Tensor, scale: Tensor, which: int) -> Cast:
+        return Cast(self.kernels.cast(x.flatten(0, -2), scale, _FORMATS[which]), scale, x.shape, x.dtype)
+
+    def _scale(self, x: Tensor, which: int) -> Tensor:
+        """What to multiply a tensor by, whose largest magnitude is noted on the way."""
+        largest = torch.linalg.vector_norm(x, float("inf")).float()
+        if self.training:
+            seen = self.seen_backward[0] if which == _GRADIENT else self.seen_forward[which]
+            seen.copy_(torch.maximum(seen, largest))
+        delayed, own = self.scale[which].float(), scale_for(largest, LARGEST[_FORMATS[which]], self.recipe.margin)
+        return torch.where(delayed > 0, delayed, own)
+
+    def take_seen(self) -> Tensor:
+        """``[3]``: the largest magnitudes since this was last asked."""
+        seen = torch.cat((self.seen_forward, self.seen_backward)).float()
+        self.seen_forward.zero_()
+        self.seen_backward.zero_()
+        return seen
+
+    def begin_step(self, seen: Tensor) -> None:
+        """Scales for the next step.
+
+        Args:
+            seen: ``[3]`` largest magnitudes of the last one, over all ranks.
+        """
+        usable = torch.where(seen.isfinite(), seen, torch.zeros_like(seen))
+        self.amax_history.copy_(torch.cat((usable[None].to(self.amax_history.dtype), self.amax_history[:-1])))
+        history = self.amax_history.float()
+        amax = history.amax(0) if self.recipe.amax_compute == "max" else history[0]
+        largest = torch.tensor([LARGEST[dtype] for dtype in _FORMATS], device=amax.device)
+        self.scale.copy_(torch.where(amax > 0, scale_for(amax, largest, self.recipe.margin), torch.zeros_like(amax)))
+
+    def extra_repr(self) -> str:
+        """The recipe."""
+        return repr(self.recipe)
+
+
+class Fp8Steps(nn.Module):
+    """Carries what a rank has seen to all ranks that hold the same layers, once a step, for all of them together.
+
+    So scales are equal on all ranks, whatever the layout, and a checkpoint needs them once.
+
+    Args:
+        products: of the layers of this rank.
+        mesh: the ranks.
+    """
+
+    def __init__(self, products: Sequence[Fp8Products], mesh: ParallelMesh) -> None:
+        super().__init__()
+        self._products, self._axes = tuple(products), (mesh.tp, mesh.dp_cp)
+
+    @torch.no_grad()
+    def after_optimizer_step(self) -> None:
+        """The next step gets new scales."""
+        seen = torch.stack([products.take_seen() for products in self._products])
+        for axis in self._axes:
+            seen = all_reduce_max(seen, axis)
+        for products, own in zip(self._products, seen, strict=True):
+            products.begin_step(own)
+
+    def forget_step(self) -> None:
+        """Scales stay what they are after a step that was not taken."""
+        for products in self._products:
+            products.take_seen()
+
+
+def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: ParallelMesh) -> Fp8Steps | None:
+    """Let the linear layers of some blocks multiply in fp8, as ``ops`` says; ``None`` if none of them does.
+
+    Args:
+        blocks: of this rank, by global number.
+        num_layers: of the whole model.
+        ops: with a wish for ``linear_fp8`` and a recipe.
+        mesh: the ranks.
+
+    Raises:
+        ConfigError: where fp8 is required and the device has none.
+    """
+    if ops.wish("linear_fp8") == "off":
+        return None
+    choice = ops.choose("linear_fp8")
+    kernels: Fp8Kernels | None = choice.run()
+    found = []
+    for number, block in blocks.items():
+        for name, linear in _linears(block):
+            excuse = choice.why if kernels is None else ops.fp8.excuse(name, number, num_layers) or _odd(linear)
+            if kernels is None or excuse is not None:
+                linear.product_choice = Choice("linear_fp8", REFERENCE, str(excuse), choice.run)
+            else:
+                found.append(multiply_in_fp8(linear, kernels, ops.fp8, choice))
+    return Fp8Steps(found, mesh) if found else None
+
+
+def multiply_in_fp8(
+    linear: ColumnParallelLinear | RowParallelLinear, kernels: Fp8Kernels, recipe: Fp8Recipe, choice: Choice
+) -> Fp8Products:
+    """Let one layer multiply in fp8; whoever calls this sees to its steps (:class:`Fp8Steps`)."""
+    linear.product_choice = Choice(choice.op, choice.version, choice.why, choice.run)
+    linear.products = Fp8Products(kernels, recipe, linear.product_choice, linear.weight.device)
+    return linear.products
+
+
+def _linears(block: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
+    for name, module in block.named_modules():
+        last = name.rpartition(".")[2]
+        if last in LINEARS and isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            yield last, module
+
+
+def _odd(linear: ColumnParallelLinear | RowParallelLinear) -> str | None:
+    sizes = linear.weight.shape[:-1].numel(), linear.weight.shape[-1]
+    odd = [size for size in sizes if size % MULTIPLE]
+    return f"{odd[0]} features, no multiple of {MULTIPLE}" if odd else None

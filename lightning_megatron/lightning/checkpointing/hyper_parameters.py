@@ -1,0 +1,134 @@
+"""The arguments that a checkpoint's module was built with, and a module built with them again."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
+
+from lightning_megatron.checkpoint import CheckpointError, load
+from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.models.presets import configuration
+from lightning_megatron.transformer_config import TransformerConfig
+
+LightningModuleT = TypeVar("LightningModuleT", bound=LightningModule)
+
+_OF_CLI = ("_class_path", "_instantiator")
+"""LightningCLI notes for itself which class it built; the class is the caller's choice here, not the file's."""
+
+
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Lightning's dictionary of a checkpoint, but for tensors; a single file of Lightning's does as well.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+    """
+    return load(path, {}, ParallelMesh.single(), check="sizes").meta
+
+
+def module_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Arguments that the module of a checkpoint was built with.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, it is damaged, or it does not say.
+    """
+    return _arguments(read_meta(path), path)
+
+
+def _arguments(meta: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    arguments = meta.get("hyper_parameters")
+    if arguments is None:
+        raise CheckpointError(f"{path} holds no hyper-parameters: its module did not call save_hyperparameters")
+    if not isinstance(arguments, Mapping):
+        raise CheckpointError(f"{path} holds a {type(arguments).__name__} where hyper-parameters should be")
+    return {name: value for name, value in arguments.items() if name not in _OF_CLI}
+
+
+def config_of(arguments: Mapping[str, Any]) -> TransformerConfig | None:
+    """The configuration in the arguments of a :class:`GPTModule`; ``None`` if they have none.
+
+    LightningCLI keeps a model's arguments as they were given: the name of a preset, and beside it the changed fields.
+    """
+    given = arguments.get("config")
+    if not isinstance(given, str | Mapping | TransformerConfig):
+        return None
+    names = {field.name for field in fields(TransformerConfig)}
+    return configuration(given, **{name: value for name, value in arguments.items() if name in names})
+
+
+def build_module(
+    module_class: type[LightningModuleT],
+    meta: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    given: Mapping[str, Any],
+    hparams_file: str | Path | None = None,
+) -> LightningModuleT:
+    """Build a module as ``load_from_checkpoint`` of Lightning does, without its weights.
+
+    Args:
+        module_class: its class.
+        meta: of the checkpoint.
+        path: of the checkpoint, for the text of errors.
+        given: arguments that win over those of the checkpoint.
+        hparams_file: arguments in their place, from ``hparams.yaml`` or a ``.csv`` of a logger.
+
+    Raises:
+        CheckpointError: if the class needs arguments that neither side has.
+        ConfigError: for a file of another kind.
+    """
+    if hparams_file is not None:
+        meta = {**meta, "hyper_parameters": _from_file(hparams_file)}
+    known = inspect.signature(module_class.__init__).parameters
+    if meta.get("hyper_parameters") is None:
+        needed = [p for name, p in known.items() if name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if any(p.default is p.empty and p.name not in given for p in needed):
+            raise CheckpointError(
+                f"{path} holds no hyper-parameters, and {module_class.__name__} needs some: give them by name"
+            )
+        return module_class(**given)
+    arguments = _arguments(meta, path)
+    as_one = meta.get(LightningModule.CHECKPOINT_HYPER_PARAMS_NAME)
+    if as_one is not None and as_one in known:  # the module was built with one dictionary of that name
+        arguments = {as_one: arguments}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        arguments = {name: value for name, value in arguments.items() if name in known}
+    return module_class(**{**arguments, **given})
+
+
+def target_device(map_location: Any) -> torch.device:
+    """The device that ``map_location`` of a ``load_from_checkpoint`` names; the CPU if it names none.
+
+    Raises:
+        ConfigError: for a mapping or a function: checkpoints of all ranks do not say which device a tensor was on.
+    """
+    if map_location is not None and not isinstance(map_location, str | torch.device):
+        reason = "checkpoints of several ranks do not say on which devices their tensors were: name one"
+        raise ConfigError([Problem("map_location", map_location, reason, (None, "cpu"))])
+    return torch.device(map_location or "cpu")
+
+
+def _from_file(path: str | Path) -> dict[str, Any]:
+    readers: dict[str, Callable[..., dict[str, Any]]] = {
+        ".csv": load_hparams_from_tags_csv,
+        ".yml": load_hparams_from_yaml,
+        ".yaml": load_hparams_from_yaml,
+    }
+    suffix = Path(path).suffix.lower()
+    if suffix not in readers:
+        raise ConfigError(
+            [Problem("hparams_file", str(path), "holds hyper-parameters in one of these", tuple(readers))]
+        )
+    try:
+        return dict(readers[suffix](path))
+    except OSError:
+        raise
+    except Exception as error:  # a tag that names Python's, text that is no YAML: the reader raises what it likes
+        raise ConfigError([Problem("hparams_file", str(path), f"cannot be read: {error}")]) from None

@@ -1,0 +1,82 @@
+"""The state of a run's optimizers in one file, whatever the layout: for other programs, or to begin another run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_megatron.checkpoint import State, refuse_nonfinite
+from lightning_megatron.checkpoint.all_ranks import together
+from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory, export_state, import_state
+from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.lightning.checkpointing.trainer_state import continue_optimizer, optimizer_part
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.zero import ShardedOptimizer
+
+
+def export_optimizers(
+    path: str | os.PathLike[str],
+    optimizers: Sequence[ShardedOptimizer],
+    through: Collectors,
+    *,
+    sharded: bool,
+) -> HostMemory:
+    """Write main values, per-element state, steps and groups; all ranks call this.
+
+    Args:
+        path: the file.
+        optimizers: the distributed optimizers.
+        through: which ranks' host memory it passes.
+        sharded: whether data-parallel ranks hold different shares.
+    """
+    _refuse_whole(optimizers)
+    state, experts = _state(optimizers, through.mesh, sharded)
+    for key, value in state.items():
+        if key.endswith(".param_groups"):  # stages tell their names in the order of the pipeline
+            state[key] = [{**group, "params": sorted(group["params"])} for group in value]
+    memory = export_state(path, state, experts, through)
+    for optimizer in optimizers:
+        optimizer.forget_untrue_state()
+    return memory
+
+
+def import_optimizers(
+    path: str | os.PathLike[str],
+    optimizers: Sequence[ShardedOptimizer],
+    through: Collectors,
+    *,
+    sharded: bool,
+) -> HostMemory:
+    """Fill optimizers from such a file, and parameters from their main values; all ranks call this."""
+    _refuse_whole(optimizers)
+    for optimizer in optimizers:
+        optimizer.finish_param_gather()
+    for optimizer in optimizers:
+        optimizer.init_state(apart=True)
+    state, experts = _state(optimizers, through.mesh, sharded)
+    memory = import_state(path, state, experts, through)
+    together(through.mesh, f"loading {path}", lambda: refuse_nonfinite(state, ()))
+    for index, optimizer in enumerate(optimizers):
+        continue_optimizer(index, optimizer, state)
+    return memory
+
+
+def _refuse_whole(optimizers: Sequence[ShardedOptimizer]) -> None:
+    reason = "only element-wise optimizers, whose state has the shape of parameters, go to one file: save a checkpoint"
+    kinds = [type(optimizer.optimizer).__name__ for optimizer in optimizers if not optimizer.is_flat]
+    raise_if_any([Problem("optimizer", kind, reason) for kind in kinds])
+
+
+def _state(optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh, sharded: bool) -> tuple[State, set[str]]:
+    """The state by key, and which keys are of experts."""
+    state: State = {}
+    experts: set[str] = set()
+    for index, optimizer in enumerate(optimizers):
+        optimizer.init_state()
+        part: dict[str, Any] = optimizer_part(index, optimizer, mesh, sharded)
+        names = {piece.name for piece, *_ in optimizer.pieces() if piece.spec.is_expert}
+        prefix = f"optimizer_{index}.state."
+        experts |= {key for key in part if key.removeprefix(prefix).rpartition(".")[0] in names}
+        state |= part
+    return state, experts

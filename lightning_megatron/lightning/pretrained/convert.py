@@ -1,0 +1,187 @@
+"""Between other programs' directories and checkpoints, tensor by tensor, in one process and without a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lightning_megatron.checkpoint import CheckpointError, save
+from lightning_megatron.checkpoint.formats.hf import family_for
+from lightning_megatron.checkpoint.formats.hf.settings import (
+    GENERATION,
+    SETTINGS,
+    TOKEN_IDS,
+    Settings,
+    read_settings,
+    tokenizer_files,
+    with_settings,
+)
+from lightning_megatron.checkpoint.formats.hf.write import write_hf
+from lightning_megatron.checkpoint.formats.megatron import open_megatron
+from lightning_megatron.checkpoint.formats.translate import to_theirs
+from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.stream import open_checkpoint
+from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of
+from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.pretrained.hugging_face import open_hf, weighed_config
+from lightning_megatron.lightning.pretrained.load import fresh_run
+from lightning_megatron.lightning.pretrained.megatron import megatron_config, megatron_tensors
+from lightning_megatron.lightning.pretrained.weights import IMPORTED_FROM
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.models.gpt import GPTModel
+from lightning_megatron.transformer_config import TransformerConfig
+
+Path = str | os.PathLike[str]
+_PREFIX = "model.model."  # the checkpoint's model, and the attribute of GPTModule that holds it
+
+
+def hf_to_checkpoint(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Make a checkpoint of a Hugging Face directory: the start of a run, without optimizer state.
+
+    Args:
+        source: the directory.
+        target: the checkpoint to make.
+        dtype: of its tensors; ``None`` for that of the files. Whatever it is, loading converts to the module's.
+
+    Raises:
+        CheckpointError: naming files and tensors at fault, or if ``target`` exists.
+        ConfigError: for a model that ours cannot reproduce.
+    """
+    _refuse_existing(target)
+    config = weighed_config(source)
+    _begin(target, config, open_hf(source, _on_meta(config)), source, dtype)
+
+
+def megatron_to_checkpoint(
+    source: Path,
+    target: Path,
+    *,
+    config: TransformerConfig | None = None,
+    allow_pickle: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Make a checkpoint of one of Megatron's: the start of a run, without optimizer state.
+
+    Args:
+        source: the folder that Megatron saved to, or that of one iteration; formats ``torch_dist`` and ``torch``.
+        target: the checkpoint to make.
+        config: the model; ``None`` reads it from Megatron's command line, which needs ``allow_pickle``.
+        allow_pickle: read files that hold objects; all of the format ``torch`` do. Nothing that they name is run.
+        dtype: of its tensors; ``None`` for that of the files.
+
+    Raises:
+        CheckpointError: naming files and tensors at fault, or if ``target`` exists.
+        ConfigError: for a model that ours cannot reproduce, or that is not known.
+    """
+    _refuse_existing(target)
+    checkpoint = open_megatron(source, allow_pickle=allow_pickle)
+    config = config or megatron_config(checkpoint, source)
+    _begin(target, config, megatron_tensors(checkpoint, _on_meta(config)), source, dtype)
+
+
+def _refuse_existing(target: Path) -> None:
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists already: remove it or give another name")
+
+
+def _on_meta(config: TransformerConfig) -> GPTModel:
+    with torch.device("meta"):
+        return GPTModel(config)
+
+
+def _begin(
+    target: Path,
+    config: TransformerConfig,
+    tensors: Mapping[str, WholeTensor],
+    source: Path,
+    dtype: torch.dtype | None,
+) -> None:
+    state = {_PREFIX + name: tensor.to(dtype) for name, tensor in tensors.items()}
+    known = {IMPORTED_FROM: os.fspath(source), SETTINGS: read_settings(source)}
+    meta = fresh_run(GPTModule(config).hparams) | known
+    save(target, dict(state), meta, ParallelMesh.single())
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The files of an exported directory beside the weights.
+
+    Attributes:
+        token_ids: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``, as far as they are known.
+        generation: whether there is a ``generation_config.json``.
+        tokenizer: names of the tokenizer's files.
+    """
+
+    token_ids: Mapping[str, Any]
+    generation: bool
+    tokenizer: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ids = ", ".join(f"{name}={value}" for name, value in self.token_ids.items())
+        there = ["weights", f"config.json ({ids or 'no ids of special tokens: none are known'})"]
+        parts = ((self.generation, GENERATION), (bool(self.tokenizer), "tokenizer"))
+        there += [name for is_there, name in parts if is_there]
+        missing = [name for is_there, name in parts if not is_there]
+        if not missing:
+            return ", ".join(there)
+        advice = "" if self.tokenizer else " (--tokenizer HF_DIR copies one)"
+        return f"{', '.join(there)}; no {', no '.join(missing)}{advice}"
+
+
+def checkpoint_to_hf(
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5 * 10**9,
+    tokenizer: Path | None = None,
+) -> Exported:
+    """Write the model of a checkpoint, saved under any layout, as transformers reads it.
+
+    Special tokens and generation settings are those of the Hugging Face directory that the run began with; where it
+    began with none, those of ``tokenizer``.
+
+    Args:
+        source: the checkpoint of a :class:`GPTModule`.
+        target: the directory to make.
+        dtype: of its tensors; ``None`` for that of the checkpoint.
+        max_shard_size: bytes of one file at most.
+        tokenizer: directory whose tokenizer and chat template are copied; ``None`` for none.
+
+    Returns:
+        What was written beside the weights.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged or is not of such a module, if ``tokenizer`` holds none, or if
+            ``target`` exists.
+        ConfigError: naming what transformers cannot compute.
+    """
+    loaded, tensors = open_checkpoint(source)
+    config = _config_of(loaded.meta, source)
+    family = family_for(asdict(config))
+    settings: Settings = loaded.meta.get(SETTINGS) or ({} if tokenizer is None else read_settings(tokenizer))
+    contents = with_settings(family.config_to_hf(asdict(config)), settings)
+    copied = [] if tokenizer is None else tokenizer_files(tokenizer)
+    beside: dict[str, Any] = {file.name: file for file in copied}
+    if "generation_config" in settings:
+        beside[GENERATION] = settings["generation_config"]
+    ours = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if key.startswith(_PREFIX)}
+    rules = family.weight_map(config)
+    # Beside parameters, modules may keep how they were used (bins of capacities), which no other program knows.
+    known = {rule.ours for rule in rules.rules}
+    used = {name for name, tensor in ours.items() if name not in known and not tensor.dtype.is_floating_point}
+    splits = to_theirs({name: tensor for name, tensor in ours.items() if name not in used}, rules)
+    write_hf(target, contents, splits, dtype=dtype, max_shard_size=max_shard_size, beside=beside)
+    ids = {name: contents[name] for name in TOKEN_IDS if contents.get(name) is not None}
+    return Exported(ids, GENERATION in beside, tuple(file.name for file in copied))
+
+
+def _config_of(meta: Mapping[str, Any], source: Path) -> TransformerConfig:
+    config = config_of(meta.get("hyper_parameters") or {})
+    if config is None:
+        raise CheckpointError(f"{source} is no checkpoint of a GPTModule: it holds no configuration of a transformer")
+    return config

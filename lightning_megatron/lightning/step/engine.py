@@ -1,0 +1,130 @@
+"""A user's step methods through a schedule: micro-batches, stages, logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_megatron.backward_scale import BackwardScale
+from lightning_megatron.comm.objects import broadcast_object
+from lightning_megatron.lightning.step.log_capture import LogSharing
+from lightning_megatron.lightning.step.metric_sync import MetricSharing
+from lightning_megatron.lightning.step.micro_batches import split_batch
+from lightning_megatron.lightning.step.optimizers import OptimizerSet
+from lightning_megatron.lightning.step.per_token_loss import num_tokens_in, scale_with_tokens
+from lightning_megatron.lightning.step.stage_work import EvaluationWork, MicroBatches, TrainingWork
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan, training_plan
+from lightning_megatron.recorder.form import Kind
+from lightning_megatron.stage import StageBoundary
+
+
+class StepEngine:
+    """Runs steps that are more than one forward on one rank.
+
+    Args:
+        mesh: this rank's.
+        boundary: of the pipeline; ``None`` for a model in one piece.
+        schedule: name of the pipeline schedule.
+        micro_batch_size: samples of one forward; ``None`` for the whole batch.
+        device: where activations live.
+        dtype: of activations between stages.
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        boundary: StageBoundary | None,
+        schedule: str | None,
+        micro_batch_size: int | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._mesh, self._device, self._schedule, self._size = mesh, device, schedule, micro_batch_size
+        self._is_pipeline = boundary is not None
+        self._boundary = boundary or StageBoundary(1)  # a model in one piece asks it for its scale alone
+        self._logs = LogSharing(mesh.pp, device)
+        self._metrics = MetricSharing(mesh, device)
+        self._runtime = PipelineRuntime(mesh.pp, self._boundary.num_stages, device, dtype, mesh.deferred)
+        mesh.deferred.enabled = self._is_pipeline and schedule == "zero-bubble"
+
+    @property
+    def backward_scale(self) -> BackwardScale:
+        """Factor of the loss of the micro-batch whose forward is running."""
+        return self._boundary.loss_scale
+
+    def plain_step(self, step: Callable[[], Any], scale: float) -> Any:
+        """One forward of a model in one piece, whose loss others differentiate.
+
+        Args:
+            step: the user's.
+            scale: what the loss is multiplied with before backward.
+        """
+        with self._mesh.pp.during(Kind.FORWARD), self._boundary.at(0, None, scale) as backward_scale:
+            output = step()
+            scale_with_tokens(backward_scale, num_tokens_in(output))
+            return output
+
+    def watch(self, module: LightningModule) -> None:
+        """Share the metric objects of a module with the ranks that have seen other samples."""
+        self._metrics.install(module)
+
+    def split(self, batch: Any) -> MicroBatches | None:
+        """Micro-batches of a batch; ``None`` where one plain call of the step is all there is to do."""
+        micro_batches = split_batch(batch, self._size)
+        return None if len(micro_batches) == 1 and not self._is_pipeline else micro_batches
+
+    def train(
+        self,
+        module: LightningModule,
+        micro_batches: MicroBatches,
+        rest: tuple[Any, ...],
+        scale: float,
+        optimizers: OptimizerSet | None,
+    ) -> Any:
+        """Forward and backward of all micro-batches.
+
+        Args:
+            module: the user's.
+            micro_batches: of one batch.
+            rest: what Lightning passes to the step after the batch.
+            scale: what a loss is multiplied with before backward, besides the share of its micro-batch.
+            optimizers: told when gradients are complete; ``None`` while batches are accumulated.
+
+        Returns:
+            What one ``training_step`` on the whole batch would have returned, without its graph.
+        """
+
+        def last_backward() -> AbstractContextManager[None]:
+            return nullcontext() if optimizers is None else optimizers.last_backward()
+
+        work = TrainingWork(module, micro_batches, rest, self._boundary, scale, last_backward)
+        layout, rank = self._mesh.layout, self._mesh.pp.rank
+        self._runtime.run(training_plan(self._schedule, layout.pp, layout.vpp, len(micro_batches), rank), work)
+        if optimizers is not None:
+            optimizers.sum_tied()
+        self._metrics.step_is_over()
+        return work.output(self._logs.finish("training_step", work.logs, work.totals))
+
+    def evaluate(
+        self, module: LightningModule, name: str, micro_batches: MicroBatches, rest: tuple[Any, ...], broadcast: bool
+    ) -> Any:
+        """An evaluation step on all micro-batches, its outputs joined.
+
+        Args:
+            module: the user's.
+            name: of the step method.
+            micro_batches: of one batch.
+            rest: what Lightning passes to the step after the batch.
+            broadcast: give the output to all stages; else only the last one has it.
+        """
+        work = EvaluationWork(module, getattr(module, name), micro_batches, rest, self._boundary)
+        layout, axis = self._mesh.layout, self._mesh.pp
+        self._runtime.run(evaluation_plan(layout.pp, layout.vpp, len(micro_batches), axis.rank), work)
+        self._metrics.step_is_over()
+        self._logs.finish(name, work.logs, [])
+        return broadcast_object(work.output(), axis, axis.size - 1, self._device) if broadcast else work.output()

@@ -1,0 +1,53 @@
+"""``op_report.json``: which versions of ops a run computes with, beside its logs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_megatron.checkpoint.all_ranks import gathered
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.ops.registry import Ops
+from lightning_megatron.ops.report import choices_of
+
+NAME = "op_report.json"
+
+
+def write_op_report(module: LightningModule, ops: Ops, mesh: ParallelMesh) -> None:
+    """Write what the modules of one model have chosen, and what calls so far made of it; all ranks call this.
+
+    It goes into the run's folder of the first logger that has one (TensorBoard's and CSV's do); not for
+    ``fast_dev_run``, and not to remote storage.
+    """
+    trainer = module.trainer
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    modules = choices_of(module)
+    if mesh.pp.size > 1:  # the stages of one pipeline make up one model
+        speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
+        modules = {
+            name: chosen for stage in gathered(mesh, modules if speaks else {}) for name, chosen in stage.items()
+        }
+    found = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
+    folders = [str(folder) for folder in found if folder and isinstance(folder, str | os.PathLike)]
+    if not trainer.is_global_zero or not folders or "://" in folders[0]:
+        return
+    wishes = ops.wishes if isinstance(ops.wishes, str | None) else dict(ops.wishes)
+    content = {"device": ops.device, "wishes": wishes, "torch": torch.__version__, "modules": modules}
+    try:
+        _write(Path(folders[0]), json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        rank_zero_warn(f"{NAME} was not written: {error}")
+
+
+def _write(folder: Path, text: str) -> None:
+    """Under its name there is never half of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f".{NAME}.{os.getpid()}"
+    unfinished.write_text(text)
+    unfinished.replace(folder / NAME)

@@ -1,0 +1,194 @@
+"""What the schedule runs for Lightning: a user's own step methods, once per micro-batch and stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_megatron.backward_scale import BackwardScale
+from lightning_megatron.lightning.step.log_capture import LogCapture
+from lightning_megatron.lightning.step.micro_batches import join_outputs
+from lightning_megatron.lightning.step.per_token_loss import (
+    NUM_TOKENS,
+    as_count,
+    check_all_alike,
+    check_stages_can_count,
+    num_tokens_in,
+    scale_with_tokens,
+)
+from lightning_megatron.stage import StageBoundary, StageReached
+
+MicroBatches = Sequence[tuple[Any, float]]
+
+
+class _Work:
+    """A step method on every micro-batch; implements ``pipeline.runtime.StageWork``.
+
+    Args:
+        module: the user's.
+        step: its step method.
+        micro_batches: pieces of the batch with their weights.
+        rest: what Lightning passes after the batch.
+        boundary: of the pipeline.
+
+    Attributes:
+        logs: what the last stage logged.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        step: Callable[..., Any],
+        micro_batches: MicroBatches,
+        rest: tuple[Any, ...],
+        boundary: StageBoundary,
+    ) -> None:
+        self._module, self._step = module, step
+        self._micro_batches, self._rest, self._boundary = micro_batches, rest, boundary
+        self.logs = LogCapture(module)
+
+    def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
+        """The activation for the next stage; on the last one, what :meth:`on_last_stage` makes of the step's output."""
+        batch, weight = self._micro_batches[microbatch]
+        is_last = stage == self._boundary.num_stages - 1
+        scale = self.loss_scale(weight)
+        with (
+            self._boundary.at(stage, hidden, scale) as backward_scale,
+            self.logs.micro_batch(weight, keep=is_last),
+        ):
+            try:
+                output = self._step(batch, *self._rest)
+            except StageReached as reached:
+                reached.__traceback__ = None  # it holds every frame of the step, and so its tensors
+                return reached.hidden
+        if not is_last:
+            raise RuntimeError(
+                f"{self._step.__name__} returned on pipeline stage {stage} without calling the model: with pp > 1 every"
+                " stage must reach the model's call"
+            )
+        return self.on_last_stage(output, weight, backward_scale)
+
+    def on_last_stage(self, output: Any, weight: float, scale: BackwardScale) -> Tensor | None:
+        """What is differentiated, of a step's output on a micro-batch."""
+        raise NotImplementedError
+
+    def loss_scale(self, weight: float) -> float:
+        """What the loss of a micro-batch is multiplied with before backward."""
+        return weight
+
+    def hidden_shape(self, microbatch: int) -> tuple[int, ...]:
+        """Asked of the module, for the micro-batch in question."""
+        shape: tuple[int, ...] = self._module.hidden_shape(self._micro_batches[microbatch][0])  # type: ignore[operator]
+        return shape
+
+
+class TrainingWork(_Work):
+    """``training_step`` on every micro-batch.
+
+    Args:
+        module: the user's.
+        micro_batches: pieces of the batch with their weights.
+        rest: what Lightning passes after the batch.
+        boundary: of the pipeline.
+        scale: what a loss is multiplied with, besides its weight, before backward.
+        last_backward: brackets the last backward of each stage.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        micro_batches: MicroBatches,
+        rest: tuple[Any, ...],
+        boundary: StageBoundary,
+        scale: float,
+        last_backward: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(module, module.training_step, micro_batches, rest, boundary)
+        self._scale, self._last_backward = scale, last_backward
+        self._losses: list[Tensor] = []
+        self._tokens: list[Tensor | None] = []
+        self._extras: list[Mapping[str, Any]] = []
+
+    def on_last_stage(self, output: Any, weight: float, scale: BackwardScale) -> Tensor | None:
+        """The scaled loss of one micro-batch; ``None`` if the user returned none."""
+        if output is None:
+            return None
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"training_step must return a tensor, a dict with 'loss', or None; got {type(output)}")
+        if isinstance(output, Mapping):
+            self._extras.append({key: value for key, value in output.items() if key not in ("loss", NUM_TOKENS)})
+        tokens = num_tokens_in(output)
+        if tokens is not None:
+            check_stages_can_count(self._module, self._boundary.num_stages)
+        share = weight if tokens is None else 1.0  # sums are added up as they are
+        self._tokens.append(None if tokens is None else as_count(tokens, loss.device))
+        check_all_alike(self._tokens[0], self._tokens[-1])
+        self._losses.append(loss.detach() * share)
+        scale.value = self.loss_scale(share)
+        scaled = loss * scale.value
+        scale_with_tokens(scale, tokens)
+        return scaled
+
+    def loss_scale(self, weight: float) -> float:
+        """The share of the micro-batch, and the scale of them all."""
+        return weight * self._scale
+
+    def last_backward(self) -> AbstractContextManager[None]:
+        """As its owner says."""
+        return self._last_backward()
+
+    @property
+    def totals(self) -> list[Tensor]:
+        """Loss of the batch, without its graph, and its number of tokens if there was one.
+
+        Nothing if there was no loss, or on a stage that is not the last.
+        """
+        tokens = [count for count in self._tokens if count is not None]
+        return [torch.stack(parts).sum() for parts in (self._losses, tokens) if parts]
+
+    def output(self, totals: Sequence[Tensor]) -> Any:
+        """What one ``training_step`` on the whole batch would have returned, without its graph.
+
+        Besides the loss and the number of tokens, entries of a dict exist on the last stage only.
+
+        Args:
+            totals: those of the last stage.
+        """
+        if not totals:
+            return None
+        named = dict(zip(("loss", NUM_TOKENS), totals, strict=False))
+        extras = join_outputs(self._extras) if self._extras else {}
+        return {**named, **extras} if self._extras or len(totals) > 1 else totals[0]
+
+
+class EvaluationWork(_Work):
+    """An evaluation step on every micro-batch."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        step: Callable[..., Any],
+        micro_batches: MicroBatches,
+        rest: tuple[Any, ...],
+        boundary: StageBoundary,
+    ) -> None:
+        super().__init__(module, step, micro_batches, rest, boundary)
+        self._outputs: list[Any] = []
+
+    def on_last_stage(self, output: Any, weight: float, scale: BackwardScale) -> None:
+        """Keep the output."""
+        self._outputs.append(output)
+
+    def last_backward(self) -> AbstractContextManager[None]:
+        """There is none."""
+        return nullcontext()
+
+    def output(self) -> Any:
+        """Outputs of all micro-batches, joined; ``None`` on a stage that is not the last."""
+        return join_outputs(self._outputs) if self._outputs else None

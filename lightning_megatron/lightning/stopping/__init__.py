@@ -1,0 +1,1 @@
+"""Runs that are asked to stop: signals, agreement of all ranks, requeueing."""

@@ -1,0 +1,282 @@
+"""A Lightning strategy whose ranks stand on a mesh: who they are, whose data they read, how they talk."""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import abstractmethod
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_only as pl_rank_zero_only
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_megatron import device as devices
+from lightning_megatron.comm.loopback import loopback_store
+from lightning_megatron.comm.rendezvous import Store
+from lightning_megatron.config import ParallelLayout
+from lightning_megatron.lightning._private import default_store, injects_samplers
+from lightning_megatron.lightning.accelerator import preferred_accelerator
+from lightning_megatron.lightning.dataloaders import (
+    refuse_uneven,
+    share_randomness,
+    shuffle_by_epoch,
+    start_workers_safely,
+)
+from lightning_megatron.machine.host import raise_open_files
+from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.recorder import Recorder
+
+_log = logging.getLogger(__name__)
+
+
+class MeshStrategy(ParallelStrategy):
+    """The part of a strategy that training, optimizers and checkpoints are built on.
+
+    Args:
+        layout: how many ranks each kind of parallelism takes; what is left is data parallel.
+        process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
+        timeout: after which a collective that nobody answers fails.
+        accelerator: as in Lightning's strategies.
+        parallel_devices: as in Lightning's strategies.
+        cluster_environment: as in Lightning's strategies.
+        precision_plugin: as in Lightning's strategies.
+
+    Attributes:
+        num_nodes: set by the Trainer.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        process_group_backend: str | None,
+        timeout: timedelta,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
+        self.num_nodes = 1
+        self._wished_layout = layout
+        self._backend = process_group_backend
+        self._timeout = timeout
+        self._mesh: ParallelMesh | None = None
+        self._recorder = Recorder()
+        self._store: Store | None = None
+        self._seed = 0
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        """Lightning's own attribute, where its Trainer looks for an accelerator that came with the strategy."""
+        return self._given_accelerator or preferred_accelerator(self.parallel_devices)
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._given_accelerator = accelerator
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """This rank's groups; there once the Trainer has set up its environment.
+
+        Raises:
+            RuntimeError: before that.
+        """
+        if self._mesh is None:
+            raise RuntimeError("the mesh exists from `configure_model` on, once the Trainer has started its processes")
+        return self._mesh
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout for the Trainer's number of devices."""
+        return self._wished_layout.resolve(self.world_size) if self._mesh is None else self._mesh.layout
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of the data this rank reads."""
+        return self.mesh.dp.rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of shares of the data."""
+        return self.layout.data_parallel_size
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """True if there are several replicas: Lightning then shards loaders, and shuffles all of training's."""
+        return self.data_parallel_size > 1
+
+    @abstractmethod
+    def check(self, *objects: object, trainer: Trainer | None = None) -> None:
+        """Refuse what cannot work: left to the strategy, which alone LightningCLI offers because of it."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that differ only in tp, pp or cp read the same data."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    # Starting
+
+    def _take_device(self) -> None:
+        """Take this process's card, and room for its connections."""
+        files = raise_open_files(self.world_size)
+        if files.fault:
+            rank_zero_warn(f"{files.subject}: {files.value}; {files.fault}")
+        ranks = {"world_size": self.world_size, "rank": self.global_rank, "local_rank": self.local_rank}
+        devices.take_card(self.root_device, **ranks)
+        super().setup_environment()
+        self.set_world_ranks()
+
+    def setup_environment(self) -> None:
+        """Take this process's device."""
+        self._take_device()
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero helpers who we are."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = pl_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _meet(self) -> Store | None:
+        """The store where all ranks meet; ``None`` where there is but one."""
+        assert self.cluster_environment is not None
+        if self.world_size == 1:
+            self._store = None
+        elif dist.is_initialized():
+            self._store = default_store()
+        else:
+            # The environment variables, not an address: under torchrun the store is torchrun's own.
+            os.environ.setdefault("MASTER_ADDR", str(self.cluster_environment.main_address))
+            os.environ.setdefault("MASTER_PORT", str(self.cluster_environment.main_port))
+            ranks = self.global_rank, self.world_size
+            if self.num_nodes == 1 and not dist.is_torchelastic_launched():
+                self._store = loopback_store(self.cluster_environment.main_port, *ranks, self._timeout)
+            else:
+                self._store, _, _ = next(rendezvous("env://", *ranks, timeout=self._timeout))
+        return self._store
+
+    def _create_mesh(self) -> ParallelMesh:
+        if self.world_size > 1 and not dist.is_initialized():
+            dist.init_process_group(
+                self._backend or devices.kind_of(self.root_device).backend,
+                store=self._store,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self._timeout,
+            )
+        if not dist.is_initialized():
+            return ParallelMesh.single(self.root_device, self._recorder)
+        return ParallelMesh.create(self._wished_layout, self.root_device, self._timeout, self._recorder)
+
+    def _agree_on_seed(self) -> None:
+        """Ranks that build shards of one model must draw the same numbers, also if the user has not seeded anything."""
+        seed = self._seed = self.broadcast(torch.initial_seed())
+        if seed != torch.initial_seed():
+            torch.manual_seed(seed)
+        mesh = self.mesh
+        mesh.rng.seed(seed % (1 << 62), tp_rank=mesh.tp.rank, pp_rank=mesh.pp.rank, cp_rank=mesh.cp.rank)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let ranks that read the same samples read them in one order, and draw the same random numbers in workers."""
+        refuse_uneven(dataloader, self.mesh, self.root_device)
+        start_workers_safely(dataloader, self.root_device)
+        if not self.is_distributed and injects_samplers(self.lightning_module):
+            shuffle_by_epoch(dataloader)
+        return share_randomness(dataloader, self.mesh, self._seed)
+
+    def model_to_device(self) -> None:
+        """Move the model to this process's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # Talking
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            call = self._axis("world").call(Kind.BARRIER)
+            call.run(dist.barrier, device_ids=devices.barrier_device_ids(self.root_device))
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give all ranks the object of rank ``src``."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        axis = self._axis("host")
+        axis.call(Kind.BROADCAST_OBJECT).run(dist.broadcast_object_list, box, src, group=axis.group)
+        return box[0]
+
+    def _axis(self, name: Literal["world", "host"]) -> Axis:
+        """All ranks, also before there is a mesh."""
+        return Axis(name, lane=self._recorder.main) if self._mesh is None else getattr(self._mesh, name)
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Reduce over ``group``; by default over data-parallel ranks, so that each sample counts once.
+
+        Context-parallel ranks have seen the same samples: a model gives them all the whole loss and whole logits.
+        A mean is a sum divided by us: not every backend has one.
+        """
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        axis = self.mesh.dp
+        if group is None and axis.size == 1:
+            return tensor
+        group = axis.group if group is None else group
+        operations = {"mean": "SUM", "avg": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN"}
+        how = reduce_op.lower() if isinstance(reduce_op, str) else "mean" if reduce_op is None else None
+        operation = reduce_op if how is None else getattr(dist.ReduceOp, operations.get(how, how.upper()))
+        mean = how in ("mean", "avg")
+        out = tensor.float() if mean and not tensor.is_floating_point() else tensor.clone()
+        known = axis if group is axis.group else Axis("a group of the caller's", lane=self._recorder.main)
+        known.call(Kind.ALL_REDUCE, out).run(dist.all_reduce, out, op=operation, group=group)
+        return out / dist.get_world_size(group) if mean else out
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """True if all ranks (or any) say yes; over the whole job, unlike :meth:`reduce`."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(float(decision), device=self.root_device)
+        self._axis("world").call(Kind.ALL_REDUCE, votes).run(dist.all_reduce, votes)
+        return bool(votes == self.world_size) if all else bool(votes > 0)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say which rank failed, and where in the model: of many tracebacks one is the cause."""
+        if self._mesh is None or not self._mesh.is_distributed or isinstance(exception, SystemExit):
+            return
+        layout, pp = self._mesh.layout, self._mesh.pp
+        stages = list(range(pp.rank, layout.pp * layout.vpp, layout.pp))
+        held = "" if pp.size == 1 else f", which runs {'stage' if len(stages) == 1 else 'stages'} {stages}"
+        notes = "".join(f"; {note}" for note in getattr(exception, "__notes__", ()))
+        _log.error("%r%s, failed with %s: %s%s", self._mesh, held, type(exception).__name__, exception, notes)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make ``Trainer(strategy="megatron")`` and ``"megatron_hpu"`` work."""
+        for name in ("megatron", "megatron_hpu"):
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description=cls.__doc__.splitlines()[0])  # type: ignore[union-attr]

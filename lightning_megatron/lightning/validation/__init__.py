@@ -1,0 +1,1 @@
+"""Checks of a job before any process is started."""
