@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.recompute import RecomputePlan
 from lightning_megatron.testing.activations import MiddleStage
 from lightning_megatron.testing.workers import WorkerPool
-from lightning_megatron.transformer_config import TransformerConfig
 
 LAYERS = 2
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron import device as devices
 from lightning_megatron.checkpoint import load, model_state, save
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.testing.trainer import quiet_trainer
 from lightning_megatron.testing.workers import WorkerPool

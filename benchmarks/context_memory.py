@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.device import peak_memory_bytes
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.testing.workers import WorkerPool
-from lightning_megatron.transformer_config import TransformerConfig
 
 CPU = torch.device("cpu")
 VOCABULARY, WARM_UP = 256, 128  # bytes: the loss works in chunks of 64 MiB, and should not be what is measured

@@ -22,9 +22,9 @@ from lightning_megatron.checkpoint.formats.hf.write import write_hf
 from lightning_megatron.checkpoint.formats.translate import Split, to_theirs
 from lightning_megatron.checkpoint.formats.weight_map import WeightMap
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import spec_registry
-from lightning_megatron.transformer_config import TransformerConfig
 
 MB = 1e6
 

@@ -22,7 +22,6 @@ NAMES = {
     "lightning_megatron": (),
     "lightning_megatron.data": (),
     "lightning_megatron.checkpoint": ("CheckpointError", "Fault", "newest_good", "verify"),
-    "lightning_megatron.lightning.pretrained.restore": ("load_module",),
     "lightning_megatron.models.generate": ("generate",),
     "lightning_megatron.ops.fp8": ("Fp8Recipe",),
     "lightning_megatron.recompute": ("recomputed",),

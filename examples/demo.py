@@ -23,12 +23,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_megatron import LlamaModule, MegatronDataModule, MegatronHPUStrategy, Throughput
+from lightning_megatron import LlamaModule, MegatronDataModule, MegatronHPUStrategy, Throughput, load_module
 from lightning_megatron.data import build_tokenizer
 from lightning_megatron.data.preprocessing.preprocess import TokenizerSpec, preprocess
 from lightning_megatron.data.preprocessing.train_tokenizer import train_tokenizer
 from lightning_megatron.device import CPU, best_available
-from lightning_megatron.lightning.pretrained.restore import load_module
 from lightning_megatron.models.generate import generate
 
 TOKENIZER = "GPTSentencePieceTokenizer"

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_megatron.registration import register_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_megatron.config import ConfigError, ParallelLayout
+    from lightning_megatron.config.layout import ParallelLayout
+    from lightning_megatron.config.transformer import TransformerConfig
+    from lightning_megatron.errors import ConfigError
     from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from lightning_megatron.lightning.accelerator import HPUAccelerator
     from lightning_megatron.lightning.base_module import MegatronModule
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from lightning_megatron.lightning.datamodule import MegatronDataModule
     from lightning_megatron.lightning.module import GPTModule, LlamaModule, MixtralModule
     from lightning_megatron.lightning.precision import MegatronPrecision
+    from lightning_megatron.lightning.pretrained.restore import load_module, read_checkpoint
     from lightning_megatron.lightning.strategy.megatron import MegatronHPUStrategy, MegatronStrategy
-    from lightning_megatron.transformer_config import TransformerConfig
 
 _MODULES = {
-    "config": ("ConfigError", "ParallelLayout"),
+    "config.layout": ("ParallelLayout",),
+    "config.transformer": ("TransformerConfig",),
+    "errors": ("ConfigError",),
     "layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
     "lightning.accelerator": ("HPUAccelerator",),
     "lightning.base_module": ("MegatronModule",),
@@ -45,8 +49,8 @@ _MODULES = {
     "lightning.datamodule": ("MegatronDataModule",),
     "lightning.module": ("GPTModule", "LlamaModule", "MixtralModule"),
     "lightning.precision": ("MegatronPrecision",),
-    "lightning.strategy": ("MegatronHPUStrategy", "MegatronStrategy"),
-    "models.config": ("TransformerConfig",),
+    "lightning.pretrained.restore": ("load_module", "read_checkpoint"),
+    "lightning.strategy.megatron": ("MegatronHPUStrategy", "MegatronStrategy"),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
@@ -73,6 +77,8 @@ __all__ = [
     "UploadCheckpoints",
     "VerifyCheckpoint",
     "VocabParallelEmbedding",
+    "load_module",
+    "read_checkpoint",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one

@@ -10,7 +10,7 @@ from functools import wraps
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, ParamSpec, Union, get_args, get_origin, get_type_hints
 
-from lightning_megatron.config import Problem, nearest_names, raise_if_any
+from lightning_megatron.errors import Problem, nearest_names, raise_if_any
 
 P = ParamSpec("P")
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron import device as devices
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.params import ShardRanks
 from lightning_megatron.recorder.call import Call
 from lightning_megatron.recorder.form import Kind

@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.comm.collectives import all_gather, own_slice
-from lightning_megatron.config import ModelShape, ParallelLayout, Problem, is_whole, nearest_names, raise_if_any
+from lightning_megatron.config.layout import ModelShape, ParallelLayout
+from lightning_megatron.errors import Problem, is_whole, nearest_names, raise_if_any
 from lightning_megatron.mesh import Axis
 from lightning_megatron.rng import RNGStreams
 

@@ -9,11 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 from torch import Tensor
 
-from lightning_megatron.backward_scale import BackwardScale
+
+@dataclass(frozen=True)
+class StageLayers:
+    """What one stage builds.
+
+    Attributes:
+        stage: global stage number.
+        rank: the pipeline rank that holds it.
+        chunk: which of the rank's chunks it is.
+        layers: global numbers of its layers; may be empty.
+        has_embedding: it turns tokens into activations.
+        has_loss: it holds the final norm and the head, and computes the loss.
+    """
+
+    stage: int
+    rank: int
+    chunk: int
+    layers: range
+    has_embedding: bool
+    has_loss: bool
+
+
+@dataclass
+class BackwardScale:
+    """Factor of a micro-batch's loss in the backward pass: its share of the batch, and the loss scale of fp16.
+
+    What is minimized besides the loss, but hangs on another tensor than the loss, is multiplied with it. A step that
+    returns a sum over tokens changes it after its forward, when their number is known.
+
+    Attributes:
+        value: the factor; read when backward is there.
+    """
+
+    value: float | Tensor = 1.0
 
 
 class StageReached(BaseException):

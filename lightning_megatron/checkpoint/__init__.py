@@ -1,6 +1,5 @@
 """Checkpoints that outlive the layout: sharded, published at once, verified, loaded under any other layout."""
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.async_save import BackgroundWriter
 from lightning_megatron.checkpoint.directory.atomic_dir import remove, remove_unlinked
 from lightning_megatron.checkpoint.directory.leftovers import sweep
@@ -22,6 +21,7 @@ from lightning_megatron.checkpoint.state_dict import (
     regrouped,
     shared_state,
 )
+from lightning_megatron.errors import CheckpointError
 
 __all__ = [
     "BackgroundWriter",

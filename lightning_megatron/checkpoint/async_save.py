@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError, together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.directory.atomic_dir import (
     discard,
     lead,
@@ -26,7 +26,8 @@ from lightning_megatron.checkpoint.directory.atomic_dir import (
 from lightning_megatron.checkpoint.host_copy import HostCopy
 from lightning_megatron.checkpoint.save import Draft, complete
 from lightning_megatron.checkpoint.state_dict import State
-from lightning_megatron.comm.leaving import settle
+from lightning_megatron.comm.objects import drain_group
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.recorder.form import Kind
 
@@ -75,7 +76,7 @@ class BackgroundWriter:
         self.wait()
         replicas = draft.guard is not None and draft.guard.replicas
         try:
-            state = together(self._mesh, draft.doing, copied)
+            state = on_all_ranks(self._mesh, draft.doing, copied)
         except CheckpointError:
             if self._mesh.rank == 0:
                 discard(draft.temporary)
@@ -154,7 +155,7 @@ class BackgroundWriter:
             with self._own_mesh.host.during(Kind.WRITE, str(draft.path)):
                 complete(draft, self._own_mesh)
             if self._own_mesh.host_group is not None:
-                settle(self._own_mesh.host_group)
+                drain_group(self._own_mesh.host_group)
             self._is_durable.set()
         except CheckpointError as error:
             self._error = error

@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_megatron.checkpoint.all_ranks import collected, dealt, together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.dcp_planner import FragmentLoadPlanner, FragmentSavePlanner
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_packed_items
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
 from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.comm.objects import gather_object, scatter_object
 from lightning_megatron.mesh import ParallelMesh
 
 
@@ -50,17 +51,17 @@ def write(directory: Path, state: State, mesh: ParallelMesh, doing: str) -> Mapp
         adjusted, metadata = planner.create_global_plan(plans)
         return writer.prepare_global_plan(adjusted), metadata
 
-    plans = collected(mesh, together(mesh, doing, plan_own))
-    agreed = together(mesh, doing, plan_all)
-    own = dealt(mesh, agreed and agreed[0])
-    written = together(mesh, doing, lambda: writer.write_data(planner.finish_plan(own), planner).wait())
-    results = collected(mesh, written)
+    plans = gather_object(mesh, on_all_ranks(mesh, doing, plan_own))
+    agreed = on_all_ranks(mesh, doing, plan_all)
+    own = scatter_object(mesh, agreed and agreed[0])
+    written = on_all_ranks(mesh, doing, lambda: writer.write_data(planner.finish_plan(own), planner).wait())
+    results = gather_object(mesh, written)
 
     def finish() -> None:
         if agreed and results:
             writer.finish(agreed[1], results)
 
-    together(mesh, doing, finish)
+    on_all_ranks(mesh, doing, finish)
     return _files_of(written)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError, gathered, together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.dcp_planner import load_faults
 from lightning_megatron.checkpoint.dcp_storage import read
 from lightning_megatron.checkpoint.directory.leftovers import recover
@@ -28,7 +28,8 @@ from lightning_megatron.checkpoint.integrity.save_guard import SaveGuard
 from lightning_megatron.checkpoint.meta import read_meta, type_faults
 from lightning_megatron.checkpoint.save import Draft, complete, own_key
 from lightning_megatron.checkpoint.state_dict import State
-from lightning_megatron.config import nearest_names
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.errors import CheckpointError, nearest_names
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import is_calibration
 
@@ -171,20 +172,20 @@ def load(
             raise CheckpointError("the checkpoint does not fit:\n" + listed(faults))
         return missing
 
-    together(mesh, doing, lambda: recover(path) if mesh.rank == 0 else None)
+    on_all_ranks(mesh, doing, lambda: recover(path) if mesh.rank == 0 else None)
     if faults := faults_of(path, mesh, check):
         raise CheckpointError(f"{doing}: the checkpoint is damaged:\n{listed(faults)}")
-    source = together(mesh, doing, open_it)
+    source = on_all_ranks(mesh, doing, open_it)
     metadata = source.metadata
     unexpected = _unexpected(state, metadata, mesh)
-    missing = together(mesh, doing, fit)
+    missing = on_all_ranks(mesh, doing, fit)
 
     wanted = {key: value for key, value in state.items() if key not in missing}
     own = own_key(mesh)
     is_own = dict(source.layout) == asdict(mesh.layout) and own in metadata.state_dict_metadata
     if is_own:
         wanted[own] = None
-    together(mesh, doing, lambda: source.read(wanted))
+    on_all_ranks(mesh, doing, lambda: source.read(wanted))
     per_rank = wanted.pop(own) if is_own else None
     state.update(wanted)
     return Loaded(source.meta, source.layout, per_rank, tuple(missing), tuple(unexpected))
@@ -193,7 +194,7 @@ def load(
 def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[str]:
     """``model.*`` keys of the checkpoint that no rank asked for, if any rank asks for a model at all."""
     speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
-    asked = {key for keys in gathered(mesh, sorted(state) if speaks else []) for key in keys}
+    asked = {key for keys in all_gather_object(mesh, sorted(state) if speaks else []) for key in keys}
     if not any(key.startswith("model.") for key in asked):
         return []
     return [

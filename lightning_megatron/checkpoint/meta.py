@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.directory.atomic_dir import sync_file
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_packed
+from lightning_megatron.errors import CheckpointError
 
 META = "meta.pt"
 _TYPES = {

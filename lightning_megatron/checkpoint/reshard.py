@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError, gathered
 from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.comm.p2p import receive, send
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box, is_calibration
 
@@ -42,11 +43,11 @@ def reshard(source: State, target: State, mesh: ParallelMesh) -> None:
         CheckpointError: on every rank, naming tensors that nobody holds or that have another shape.
     """
     own, wanted = _parts(source), _parts(target)
-    _refuse_misfit(gathered(mesh, (_shapes(source), _shapes(target))))
+    _refuse_misfit(all_gather_object(mesh, (_shapes(source), _shapes(target))))
     lacking = {key: [part for part in parts if not _taken(part, own.get(key, ()))] for key, parts in wanted.items()}
     offers = [_Offer(key, p.box, p.data.dtype) for key, parts in own.items() for p in parts if p.write]
     wishes = {key: [part.box for part in parts] for key, parts in lacking.items() if parts}
-    everybody = gathered(mesh, (offers, wishes))
+    everybody = all_gather_object(mesh, (offers, wishes))
     for sender, (offered, _) in enumerate(everybody):
         for offer in offered:
             for receiver, (_, wished) in enumerate(everybody):

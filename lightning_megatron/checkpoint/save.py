@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError, gathered, together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.dcp_planner import PER_RANK
 from lightning_megatron.checkpoint.dcp_storage import write
 from lightning_megatron.checkpoint.directory.atomic_dir import (
@@ -31,6 +31,8 @@ from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
 from lightning_megatron.checkpoint.meta import META, refuse_objects, render_meta, write_meta
 from lightning_megatron.checkpoint.plain import plain
 from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 
 
@@ -84,8 +86,8 @@ class Draft:
                 return b""
             return render_meta(meta if allow_objects else plain(meta), allow_objects)
 
-        content = together(mesh, f"saving {path}", render)
-        name = gathered(mesh, place_for(Path(path), "saving").name if mesh.rank == 0 else "")[0]
+        content = on_all_ranks(mesh, f"saving {path}", render)
+        name = all_gather_object(mesh, place_for(Path(path), "saving").name if mesh.rank == 0 else "")[0]
         return cls(Path(path), Path(path).parent / UNFINISHED / name, whole, content, progress, guard)
 
     @property
@@ -130,12 +132,12 @@ def complete(draft: Draft, mesh: ParallelMesh) -> None:
 
     replica_faults = [] if guard is None else guard.before_writing(draft.state, mesh, doing)
     try:
-        together(mesh, doing, begin)
+        on_all_ranks(mesh, doing, begin)
         written = write(temporary, draft.state, mesh, doing)
-        records = gathered(mesh, together(mesh, doing, hash_own_files))
-        together(mesh, doing, add_manifest)
-        together(mesh, doing, look_again)
-        together(mesh, doing, lambda: publish(temporary, path) if mesh.rank == 0 else None)
+        records = all_gather_object(mesh, on_all_ranks(mesh, doing, hash_own_files))
+        on_all_ranks(mesh, doing, add_manifest)
+        on_all_ranks(mesh, doing, look_again)
+        on_all_ranks(mesh, doing, lambda: publish(temporary, path) if mesh.rank == 0 else None)
     except BaseException:
         if mesh.rank == 0:
             discard(temporary)

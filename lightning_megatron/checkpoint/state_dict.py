@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoint.all_ranks import gathered
 from lightning_megatron.checkpoint.fragment import Fragment
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec
 
@@ -167,7 +167,7 @@ def _merged(groups: Sequence[Mapping[str, Any]], mesh: ParallelMesh) -> list[dic
         return own
     speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
     merged: list[dict[str, Any]] = []
-    for stage in gathered(mesh, own if speaks else []):
+    for stage in all_gather_object(mesh, own if speaks else []):
         for number, group in enumerate(stage):
             if number == len(merged):
                 merged.append({**group, "params": []})

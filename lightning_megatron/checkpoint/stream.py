@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.dcp_storage import read
 from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
 from lightning_megatron.checkpoint.load import Loaded, load
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box, is_calibration
 

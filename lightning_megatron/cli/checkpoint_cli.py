@@ -15,7 +15,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, module_arguments
 from lightning_megatron.lightning.module import GPTModule
 from lightning_megatron.lightning.pretrained.hugging_face import weighed_config

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_megatron.cli.ending import ending_by_signal
-from lightning_megatron.cli.sizes import size_in_bytes
+from lightning_megatron.cli.common import ending_by_signal, size_in_bytes
 
 if TYPE_CHECKING:
-    from lightning_megatron.transformer_config import TransformerConfig
+    from lightning_megatron.config.transformer import TransformerConfig
 
 _DESCRIPTION = """\
 Convert LLaMA 2/3.x, GPT-2 and Mixtral, tensor by tensor, in one process: the memory it takes is that of the largest
@@ -110,9 +109,9 @@ def transformer_config(text: str) -> TransformerConfig:
     Raises:
         argparse.ArgumentTypeError: if it is neither, or is no configuration.
     """
+    from lightning_megatron.config.transformer import TransformerConfig
     from lightning_megatron.files.small import read_object
     from lightning_megatron.models.presets import preset
-    from lightning_megatron.transformer_config import TransformerConfig
 
     try:
         if not Path(text).is_file():

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_megatron import device as devices
-from lightning_megatron.config import ConfigError
-from lightning_megatron.ops.registry import Ops
-from lightning_megatron.ops.report import op_table
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.ops.registry import Ops, op_table
 
 _DESCRIPTION = """\
 For every op that devices have versions of: which there are on this machine, which one a model gets, and why. What

@@ -6,8 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_megatron.cli.ending import ending_by_signal
-from lightning_megatron.cli.sizes import size_in_bytes
+from lightning_megatron.cli.common import ending_by_signal, size_in_bytes
 from lightning_megatron.data.preprocessing.preprocess import TokenizerSpec, preprocess
 from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from typing import NoReturn
 
-from lightning_megatron.config import ConfigError, Problem, nearest_names
+from lightning_megatron.errors import ConfigError, Problem, nearest_names
 from lightning_megatron.pipeline.action import format_schedule
 from lightning_megatron.pipeline.draw import draw_png, draw_text
 from lightning_megatron.pipeline.schedule import SCHEDULES, build_schedule, forward_only

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lightning_megatron.cli.common import size_in_bytes
 from lightning_megatron.cli.preprocess import one_line
-from lightning_megatron.cli.sizes import size_in_bytes
 from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE
 from lightning_megatron.data.preprocessing.train_tokenizer import train_tokenizer
 

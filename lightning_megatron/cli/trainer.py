@@ -12,8 +12,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 import lightning_megatron  # noqa: F401 - registers the strategy, and makes modules known by their short names
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
-from lightning_megatron.config import ConfigError
 from lightning_megatron.data import DataError
+from lightning_megatron.errors import ConfigError
 
 
 class BriefParser(LightningArgumentParser):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 
-from lightning_megatron.mesh import Axis
+from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.recorder.form import Kind
+
+T = TypeVar("T")
+_FREED_WITHOUT_THE_LOCK = bool(RequirementCache("torch>=2.7"))
 
 
 def broadcast_object(value: Any, axis: Axis, source: int, device: torch.device) -> Any:
@@ -32,6 +37,46 @@ def broadcast_object(value: Any, axis: Axis, source: int, device: torch.device) 
     for tensor in tensors:
         axis.call(Kind.BROADCAST, tensor).run(dist.broadcast, tensor, origin, group=axis.group)
     return value if axis.rank == source else _put(box[0], iter(tensors))
+
+
+def all_gather_object(mesh: ParallelMesh, value: T) -> list[T]:
+    """What every rank gave, by rank."""
+    if not mesh.is_distributed:
+        return [value]
+    values: list[T] = [value] * mesh.world.size
+    mesh.host.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, values, value, group=mesh.host_group)
+    return values
+
+
+def gather_object(mesh: ParallelMesh, value: T) -> list[T] | None:
+    """What every rank gave, by rank, on rank 0; ``None`` elsewhere."""
+    if not mesh.is_distributed:
+        return [value]
+    values: list[T] | None = [value] * mesh.world.size if mesh.rank == 0 else None
+    mesh.host.call(Kind.GATHER_OBJECT).run(dist.gather_object, value, values, dst=0, group=mesh.host_group)
+    return values
+
+
+def scatter_object(mesh: ParallelMesh, values: list[T] | None) -> T:
+    """Each rank's own of what rank 0 gives, by rank."""
+    if not mesh.is_distributed:
+        assert values is not None
+        return values[0]
+    own: list[T | None] = [None]
+    mesh.host.call(Kind.SCATTER_OBJECT).run(dist.scatter_object_list, own, values, src=0, group=mesh.host_group)
+    return own[0]  # type: ignore[return-value]
+
+
+def drain_group(group: dist.ProcessGroup | None) -> None:
+    """Let the threads of a gloo group let go of the tensors of earlier collectives; all its ranks call this.
+
+    Up to torch 2.6 a group is freed with Python's lock in hand, and waits there for its threads. One that has yet to
+    free a tensor needs that lock: the job hangs. A barrier holds no tensor, and comes after all that was begun before;
+    but a group has two threads, and the one that has not served the barrier is given a moment.
+    """
+    dist.barrier(group)
+    if not _FREED_WITHOUT_THE_LOCK:
+        time.sleep(0.1)
 
 
 class _Slot:

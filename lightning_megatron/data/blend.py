@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.config import Problem, raise_if_any
 from lightning_megatron.data.cache import cached_arrays, mapped_files, picklable, unpickled
-from lightning_megatron.data.errors import DataError
+from lightning_megatron.errors import DataError, Problem, raise_if_any
 
 _MOST_DATASETS = np.iinfo(np.int16).max
 _FEW = 24

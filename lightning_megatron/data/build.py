@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from lightning_megatron.config import ConfigError, Problem, problems_of, raise_if_any
 from lightning_megatron.data.blend import BlendedDataset, normalized
 from lightning_megatron.data.cache import default_cache_dir
-from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.gpt_dataset import GPTDataset
 from lightning_megatron.data.indexed import IndexedDataset
+from lightning_megatron.errors import ConfigError, DataError, Problem, problems_of, raise_if_any
 
 SPLITS = ("train", "valid", "test")
 

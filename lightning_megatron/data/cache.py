@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.errors import DataError
+from lightning_megatron.errors import DataError
 from lightning_megatron.files.growing import GrowingFile
 from lightning_megatron.files.mapped import MappedFiles
 from lightning_megatron.files.small import read_json

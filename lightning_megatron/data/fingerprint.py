@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.config import Problem
 from lightning_megatron.data.build import DataPath, parse_data_path, parse_split
 from lightning_megatron.data.indexed import index_path, tokens_path
 from lightning_megatron.data.tokenizers import Tokenizer
+from lightning_megatron.errors import Problem
 
 Fingerprint = dict[str, Any]
 """Plain values by what they are of: survives ``torch.load(weights_only=True)``, and is compared key by key."""

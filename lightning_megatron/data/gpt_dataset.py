@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.config import Problem, raise_if_any
 from lightning_megatron.data.cache import cached_arrays, default_cache_dir, mapped_files
-from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.gpt_index import EpochPlan, GPTIndex, build_gpt_index, plan_epochs
 from lightning_megatron.data.indexed import IndexedDataset
+from lightning_megatron.errors import DataError, Problem, raise_if_any
 
 NO_PAD = -1
 """Stands for padding where the tokenizer has no token for it; it is in no file and reaches no model."""

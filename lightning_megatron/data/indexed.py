@@ -24,7 +24,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.errors import DataError
+from lightning_megatron.errors import DataError
 from lightning_megatron.files.mapped import MappedFiles
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -11,8 +11,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from lightning_megatron.config import ConfigError, Problem
-from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.indexed import (
     CODE_OF_DTYPE,
     HEADER,
@@ -22,6 +20,7 @@ from lightning_megatron.data.indexed import (
     index_path,
     tokens_path,
 )
+from lightning_megatron.errors import ConfigError, DataError, Problem
 from lightning_megatron.files.growing import GrowingFile, sweep
 from lightning_megatron.files.writing import writing
 

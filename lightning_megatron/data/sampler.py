@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch.utils.data import Sampler
 
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.errors import Problem, raise_if_any
 
 
 class MegatronSampler(Sampler[list[int | None]]):

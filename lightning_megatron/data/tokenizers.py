@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lightning_megatron.config import ConfigError, Problem, nearest_names
-from lightning_megatron.data.errors import DataError
+from lightning_megatron.errors import ConfigError, DataError, Problem, nearest_names
 from lightning_megatron.files.small import LONGEST, read_json, read_object
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_megatron.data.errors import DataError
+from lightning_megatron.errors import DataError
 
 _PAUSE = 0.002
 """Seconds between two looks: on a local disk a look takes microseconds, on one that is shared up to a millisecond."""

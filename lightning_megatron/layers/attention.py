@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.config import Problem, divisors, nearest_to, raise_if_any
 from lightning_megatron.context_parallel.attention import CONTEXT_ATTENTION, core_attention
+from lightning_megatron.errors import Problem, divisors, nearest_to, raise_if_any
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops

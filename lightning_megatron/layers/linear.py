@@ -31,7 +31,7 @@ from lightning_megatron.comm.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from lightning_megatron.config import Problem, divisors, multiples_around, nearest_to, raise_if_any
+from lightning_megatron.errors import Problem, divisors, multiples_around, nearest_to, raise_if_any
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.implementation import Choice

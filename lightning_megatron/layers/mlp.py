@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.config.transformer import GATED
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.activation import ACTIVATIONS, GATED
+from lightning_megatron.ops.activation import ACTIVATIONS
 
 
 class MLP(nn.Module):

@@ -2,49 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields, replace
-
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.arguments import above, field_problems
-from lightning_megatron.config import Problem
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """LLaMA 3.1's rule: frequencies of long wavelength are slowed down, short ones kept, and those between blended.
-
-    Source: the published LLaMA 3.1 configuration (``rope_type: llama3``).
-
-    Attributes:
-        factor: how much low frequencies are slowed.
-        low_freq_factor: wavelengths above ``original_max_position_embeddings / low_freq_factor`` are slowed fully.
-        high_freq_factor: wavelengths below ``original_max_position_embeddings / high_freq_factor`` are kept.
-        original_max_position_embeddings: context length of the pretraining that the model grew out of.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-    def problems(self) -> list[Problem]:
-        """Every fault of the fields."""
-        found = field_problems(self, dict.fromkeys((field.name for field in fields(self)), above(0)))
-        if not found and self.high_freq_factor <= self.low_freq_factor:
-            reason = f"must be above low_freq_factor={self.low_freq_factor}"
-            found.append(Problem("high_freq_factor", self.high_freq_factor, reason, (4 * self.low_freq_factor,)))
-        return [replace(problem, argument=f"rope_scaling.{problem.argument}") for problem in found]
-
-    def apply(self, frequencies: Tensor) -> Tensor:
-        """Scaled frequencies, ``[D/2]``."""
-        wavelength = 2 * math.pi / frequencies
-        turns = self.original_max_position_embeddings / wavelength
-        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        keep = keep.clamp(0.0, 1.0)
-        return frequencies * keep + frequencies / self.factor * (1 - keep)
+from lightning_megatron.config.transformer import RopeScaling
 
 
 class RotaryEmbedding(nn.Module):

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron import device as devices
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.errors import ConfigError, Problem
 
 NAME = devices.HPU.type
 

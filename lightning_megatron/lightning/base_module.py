@@ -11,7 +11,7 @@ from typing import IO, Any, TypeVar
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_megatron.config import ModelShape
+from lightning_megatron.config.layout import ModelShape
 from lightning_megatron.lightning.checkpointing.hyper_parameters import build_module, read_meta, target_device
 from lightning_megatron.lightning.placement import Placement
 from lightning_megatron.lightning.pretrained.saved_shape import refuse_unfilled_model

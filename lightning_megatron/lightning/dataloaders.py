@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_max
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.mesh import ParallelMesh, coordinate, dense_grid
 
 

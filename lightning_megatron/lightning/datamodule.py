@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron.arguments import Check, OneOf, at_least, checked
-from lightning_megatron.config import BatchShape, ConfigError, Problem, problems_of, raise_if_any
+from lightning_megatron.config.layout import BatchShape
 from lightning_megatron.data import build_gpt_datasets, build_tokenizer
 from lightning_megatron.data.build import (
     DataPath,
@@ -22,7 +22,6 @@ from lightning_megatron.data.build import (
     parse_split,
     share_problems,
 )
-from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.fingerprint import (
     Fingerprint,
     data_fingerprint,
@@ -32,6 +31,7 @@ from lightning_megatron.data.fingerprint import (
 from lightning_megatron.data.resumable_loader import ResumableDataLoader
 from lightning_megatron.data.sampler import MegatronSampler
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer
+from lightning_megatron.errors import ConfigError, DataError, Problem, problems_of, raise_if_any
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 
 ELSEWHERE = {

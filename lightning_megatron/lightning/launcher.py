@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron import device as devices
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning._private import Launcher, SubprocessScriptLauncher, with_other_path
 from lightning_megatron.lightning.checkpointing.last_checkpoint import warn_of_new_folder
 from lightning_megatron.lightning.children import Children

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.arguments import Rule, at_least, checked
-from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.checkpoint.formats.hf.settings import read_settings
-from lightning_megatron.config import ConfigError, ModelShape, Problem, raise_if_any
-from lightning_megatron.data.errors import DataError
+from lightning_megatron.config.layout import ModelShape
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError, DataError, Problem, raise_if_any
 from lightning_megatron.lightning.base_module import MegatronModule
 from lightning_megatron.lightning.placement import Placement, carry_over
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config, hf_problems, weighed_config
@@ -34,7 +34,7 @@ from lightning_megatron.ops.adamw import beyond_fused_adamw
 from lightning_megatron.ops.implementation import Choice
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR, schedule_problems
-from lightning_megatron.transformer_config import TransformerConfig
+from lightning_megatron.stage import BackwardScale
 
 ConfigLike = str | TransformerConfig | Mapping[str, Any]
 GPTModuleT = TypeVar("GPTModuleT", bound="GPTModule")

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.checkpoint import local_tensors, model_state
-from lightning_megatron.checkpoint.all_ranks import gathered
 from lightning_megatron.checkpoint.reshard import reshard
-from lightning_megatron.config import ConfigError, ParallelLayout, Problem, raise_if_any
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ShardRanks, spec_registry
-from lightning_megatron.pipeline.partition import StageLayers
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
-from lightning_megatron.stage import StageBoundary
+from lightning_megatron.stage import StageBoundary, StageLayers
 
 _PATIENCE = timedelta(minutes=1)
 _SHOWN = 4
@@ -155,7 +155,7 @@ def carry_over(module: nn.Module, model: nn.Module, before: Placement, built: nn
     if before.mesh.pp.size > 1:
         beside, learns = _beside(module, built), before.mesh.pp.rank == before.mesh.pp.size - 1
         reshard(model_state(beside, {}, before.mesh) if learns else {}, model_state(beside, {}, now.mesh), over)
-    frozen = {name for names in gathered(over, _frozen(model) if speaks else []) for name in names}
+    frozen = {name for names in all_gather_object(over, _frozen(model) if speaks else []) for name in names}
     for name, param in built.named_parameters():
         param.requires_grad_(name not in frozen)
     built.train(model.training)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.arguments import checked
-from lightning_megatron.config import ConfigError, ParallelLayout, Problem, nearest_names
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.device import DeviceKind
+from lightning_megatron.errors import ConfigError, Problem, nearest_names
 from lightning_megatron.lightning.step.step_gate import StepGate
 from lightning_megatron.optim.finite_check import FiniteCheck
 from lightning_megatron.optim.loss_scale import DynamicLossScale

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 
 USED = ("tokens", "labels", "loss_mask", "position_ids")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.init import draw_seed
 from lightning_megatron.models.gpt import GPTModel

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.comm.collectives import copy_to_region, reduce_from_region
-from lightning_megatron.config import ConfigError, Problem, multiples_around, raise_if_any
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.context_parallel.zigzag import gather_context, split_context
+from lightning_megatron.errors import ConfigError, Problem, multiples_around, raise_if_any
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 from lightning_megatron.layers.fp8_linear import use_fp8
@@ -28,7 +28,7 @@ from lightning_megatron.models.transformer import Block, Embedding, Head
 from lightning_megatron.moe.aux_loss import attach
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan, recomputed
-from lightning_megatron.transformer_config import TransformerConfig
+from lightning_megatron.stage import BackwardScale
 
 
 class ModelPart(Protocol):

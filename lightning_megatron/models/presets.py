@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.config import Problem, nearest_names, raise_if_any
-from lightning_megatron.layers.rotary import RopeScaling
-from lightning_megatron.transformer_config import TransformerConfig
+from lightning_megatron.config.transformer import RopeScaling, TransformerConfig
+from lightning_megatron.errors import Problem, nearest_names, raise_if_any
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int, positions: int, **other: Any) -> TransformerConfig:

@@ -17,6 +17,7 @@ from lightning_megatron.comm.collectives import (
     join_sequence,
     own_slice,
 )
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers.attention import KVCache, SelfAttention
 from lightning_megatron.layers.cross_entropy import linear_cross_entropy, linear_token_losses
 from lightning_megatron.layers.dropout import Dropout
@@ -30,7 +31,6 @@ from lightning_megatron.ops.matmul import linear
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
-from lightning_megatron.transformer_config import TransformerConfig
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_megatron.backward_scale import BackwardScale
+from lightning_megatron.stage import BackwardScale
 
 
 def count_tokens(experts: Tensor, num_experts: int) -> Tensor:

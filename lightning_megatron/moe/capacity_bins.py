@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.config.moe import MoEConfig
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.moe.config import MoEConfig
 
 
 def lowest_capacity(tokens: int, topk: int, num_experts: int) -> int:

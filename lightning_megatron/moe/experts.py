@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.config import Problem, divisors, nearest_to, raise_if_any
+from lightning_megatron.config.transformer import GATED
+from lightning_megatron.errors import Problem, divisors, nearest_to, raise_if_any
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.activation import ACTIVATIONS, GATED
+from lightning_megatron.ops.activation import ACTIVATIONS
 from lightning_megatron.ops.grouped_linear import batched_linear
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec

@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.config.moe import MoEConfig
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.aux_loss import count_tokens
 from lightning_megatron.moe.capacity import expert_capacity
 from lightning_megatron.moe.capacity_bins import CapacityBins
-from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.dispatch import ExpertGrid, allgather, alltoall, padded_alltoall
 from lightning_megatron.moe.experts import RoutedExperts
 from lightning_megatron.moe.router import Router

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import all_reduce
+from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.aux_loss import count_tokens, load_balancing_loss, z_loss
 from lightning_megatron.moe.capacity import drop_overflow, expert_capacity
-from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.load_stats import ExpertLoad
 from lightning_megatron.params import ParamSpec
 

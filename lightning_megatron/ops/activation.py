@@ -50,4 +50,3 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "swiglu": swiglu,
 }
-GATED = frozenset({"swiglu"})

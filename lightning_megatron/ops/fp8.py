@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.arguments import OneOf, at_least, field_problems
-from lightning_megatron.config import Problem, nearest_names
+from lightning_megatron.errors import Problem, nearest_names
 from lightning_megatron.ops.hpu_bridge import lacks
 from lightning_megatron.ops.implementation import Op, Version
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.errors import ConfigError, Problem
 
 Function = Callable[..., Any]
 WISHES = ("auto", "require", "off")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.main_values import MainParam, MainValues
 from lightning_megatron.optim.optimizer_state import STEP, PieceState, allocate_state, load_piece, pieces_of, state_like

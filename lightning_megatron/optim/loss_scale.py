@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_megatron.arguments import Rule, Rules, above, at_least, field_problems
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.errors import Problem, raise_if_any
 
 _BF16_REDUCE_LIMIT = 256
 _RULES: Rules = {

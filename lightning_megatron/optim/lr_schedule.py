@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_megatron.config import ConfigError, Problem, raise_if_any
+from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 
 LRStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"]
 TailStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]

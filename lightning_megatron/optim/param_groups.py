@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_megatron.config import ConfigError, Problem, raise_if_any
+from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffers.buffer import BufferKey, OwnedParam
 from lightning_megatron.optim.reach import ELEMENTWISE, Reach, Vouched, has_modes, reach_of

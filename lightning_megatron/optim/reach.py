@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch.optim import Optimizer
 
-from lightning_megatron.config import Problem
+from lightning_megatron.errors import Problem
 from lightning_megatron.ops.adamw import is_fused_adamw
 
 Vouched = str | type[Optimizer]

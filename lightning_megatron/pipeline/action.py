@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.errors import ConfigError, Problem
 
 Kind = Literal["F", "B", "I", "W"]
 """``F`` forward, ``B`` backward, or its two halves: ``I`` gradient of the input, ``W`` gradients of the weights."""

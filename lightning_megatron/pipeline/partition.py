@@ -5,32 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 
-from lightning_megatron.config import ConfigError, Problem, nearest_to, problems_of, raise_if_any
+from lightning_megatron.errors import ConfigError, Problem, nearest_to, problems_of, raise_if_any
 from lightning_megatron.pipeline.action import chunk_of, rank_of
+from lightning_megatron.stage import StageLayers
 
 _LONGEST = 10_000
 """Letters of a layout string that is written out."""
-
-
-@dataclass(frozen=True)
-class StageLayers:
-    """What one stage builds.
-
-    Attributes:
-        stage: global stage number.
-        rank: the pipeline rank that holds it.
-        chunk: which of the rank's chunks it is.
-        layers: global numbers of its layers; may be empty.
-        has_embedding: it turns tokens into activations.
-        has_loss: it holds the final norm and the head, and computes the loss.
-    """
-
-    stage: int
-    rank: int
-    chunk: int
-    layers: range
-    has_embedding: bool
-    has_loss: bool
 
 
 @dataclass(frozen=True)

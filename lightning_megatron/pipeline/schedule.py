@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_megatron.config import Problem, nearest_names, raise_if_any
+from lightning_megatron.errors import Problem, nearest_names, raise_if_any
 from lightning_megatron.pipeline.action import Action, Schedule
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")

@@ -13,12 +13,11 @@ from torch import Tensor
 # Where torch's own documentation of modes ("Extending PyTorch") has it.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.pipeline.partition import StageLayers
 from lightning_megatron.recompute import RecomputePlan
-from lightning_megatron.stage import StageBoundary, StageReached
-from lightning_megatron.transformer_config import TransformerConfig
+from lightning_megatron.stage import StageBoundary, StageLayers, StageReached
 
 # A backend's own threads may hold what they have sent for a moment longer.
 _READINGS = 10

@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from lightning_megatron import device as devices
+from lightning_megatron.comm.objects import drain_group
 from lightning_megatron.testing import hpu, one_card
 
 PRELOAD = [
@@ -73,8 +74,6 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_megatron.comm.leaving import settle
-
     backend = devices.CPU.backend
     if hpu.enabled():
         backend = ",".join(f"{kind.type}:{kind.backend}" for kind in (devices.CPU, devices.HPU))
@@ -112,7 +111,7 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
         if dist.is_initialized():
             if outcome[0] and not hpu.enabled():
                 with suppress(RuntimeError):  # of a rank that has failed
-                    settle(dist.group.WORLD)
+                    drain_group(dist.group.WORLD)
             dist.destroy_process_group()
         # Seeds and the like that a Trainer has left there, of fewer ranks maybe than the next function runs on.
         os.environ.clear()

@@ -27,8 +27,7 @@ from lightning_megatron.ops.activation import gelu_tanh, swiglu
 from lightning_megatron.ops.adamw import beyond_fused_adamw
 from lightning_megatron.ops.fp8 import LINEAR_FP8, REFERENCE_KERNELS, Fp8Recipe
 from lightning_megatron.ops.implementation import REFERENCE
-from lightning_megatron.ops.registry import OPS, Ops
-from lightning_megatron.ops.report import choices_of, op_table
+from lightning_megatron.ops.registry import OPS, Ops, choices_of, op_table
 from lightning_megatron.testing import hpu
 from lightning_megatron.testing.parity import assert_same
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer

@@ -97,8 +97,8 @@ def _attempt(case: Tagged, homes: dict[str, Path], answers: Connection) -> None:
 
 def _answer(read: Reader, home: Path) -> tuple[str, str]:
     from lightning_megatron.checkpoint import CheckpointError
-    from lightning_megatron.config import ConfigError
     from lightning_megatron.data import DataError
+    from lightning_megatron.errors import ConfigError
 
     try:
         read(home)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint import State, model_state, optimizer_state
 from lightning_megatron.checkpoint.state_dict import Piece
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec
 

@@ -11,12 +11,12 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.presets import preset
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.testing.activations import MiddleStage
-from lightning_megatron.transformer_config import TransformerConfig
 
 LAYERS = 2
 S, B, H, A = 256, 2, 256, 4

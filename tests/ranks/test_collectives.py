@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives as comm
 from lightning_megatron.comm.p2p import start_receive, start_send
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.params import ParamSpec, named_specs

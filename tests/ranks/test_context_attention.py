@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.context_parallel.attention import CONTEXT_ATTENTION
 from lightning_megatron.context_parallel.zigzag import gather_context, split_context
 from lightning_megatron.mesh import Axis, ParallelMesh

@@ -14,7 +14,7 @@ from test_model_parity import GPT, LLAMA, VOCAB, B, reference_and
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_reduce
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.testing.parity import differences, whole_gradients

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.layers.fp8_linear import Fp8Steps, multiply_in_fp8
 from lightning_megatron.layers.init import seeded
 from lightning_megatron.layers.mlp import MLP

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 
 AXES = ("tp", "cp", "dp", "pp", "dp_cp", "dp_pp", "ends", "etp", "ep", "edp", "world")

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.testing.parity import differences, load_whole, whole_gradients
-from lightning_megatron.transformer_config import TransformerConfig
 
 VOCAB, B = 37, 3
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "vocab_size": VOCAB, "vocab_multiple": 4}

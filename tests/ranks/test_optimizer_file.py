@@ -13,7 +13,8 @@ from test_checkpoint_layouts import LAYOUTS, toy_of, world
 from lightning_megatron.checkpoint import Fragment, State
 from lightning_megatron.checkpoint.optimizer_export.export import Collectors, export_state, import_state
 from lightning_megatron.checkpoint.optimizer_export.memory_levels import MEMORY_LEVELS, collecting_steps
-from lightning_megatron.config import ConfigError, ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.errors import ConfigError
 
 LEVELS = tuple(MEMORY_LEVELS)
 SOME = ("one", "dp4", "tp2pp2", "tp2dp2unsharded", "tp2dp2ep2", "cp2ep4")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import own_slice
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.layers import (
     ColumnParallelLinear,
     LayerNorm,

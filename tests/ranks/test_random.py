@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.mesh import ParallelMesh
@@ -21,7 +22,6 @@ from lightning_megatron.models.transformer import Block
 from lightning_megatron.pipeline.partition import partition
 from lightning_megatron.recompute import recomputed
 from lightning_megatron.testing.parity import whole_parameters
-from lightning_megatron.transformer_config import TransformerConfig
 
 GPT = TransformerConfig(3, 16, 4, 37, 12, vocab_multiple=4)
 LLAMA = preset("llama-tiny").replace(

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan, recomputed
-from lightning_megatron.transformer_config import TransformerConfig
 
 GPT = TransformerConfig(3, 16, 4, 37, 12, hidden_dropout=0.3, attention_dropout=0.3, init_std=0.3, vocab_multiple=4)
 LLAMA = preset("llama-tiny").replace(

@@ -13,13 +13,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_megatron import LlamaModule
+from lightning_megatron import LlamaModule, load_module, read_checkpoint
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.cli import main as command_line
 from lightning_megatron.lightning import module
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
-from lightning_megatron.lightning.pretrained.restore import load_module, read_checkpoint
 from lightning_megatron.testing.jobs import own_environment
 
 QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.logger=false"]

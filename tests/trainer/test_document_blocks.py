@@ -25,9 +25,9 @@ import pytest
 from documents import PAGES, ROOT, Block, blocks, blocks_of
 from torch.distributed.run import get_args_parser
 
+from lightning_megatron import load_module
 from lightning_megatron.cli.main import main
 from lightning_megatron.data import IndexedDataset
-from lightning_megatron.lightning.pretrained.restore import load_module
 from lightning_megatron.recorder.recorder import Recorder
 from lightning_megatron.recorder.runs import run_folder
 from lightning_megatron.testing.jobs import own_environment

@@ -16,12 +16,11 @@ from parity import hf_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatron import ConfigError, GPTModule, LlamaModule, MegatronStrategy, MixtralModule
+from lightning_megatron import ConfigError, GPTModule, LlamaModule, MegatronStrategy, MixtralModule, load_module
 from lightning_megatron.checkpoint import CheckpointError, verify
 from lightning_megatron.checkpoint.formats.hf.settings import with_settings
 from lightning_megatron.cli.main import main
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
-from lightning_megatron.lightning.pretrained.restore import load_module
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 transformers = pytest.importorskip("transformers")

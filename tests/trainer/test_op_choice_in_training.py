@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.ops.registry import OPS, Ops
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.config import ConfigError
 from lightning_megatron.device import CPU
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 
 

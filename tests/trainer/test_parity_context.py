@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_megatron import GPTModule, MegatronStrategy, Throughput
-from lightning_megatron.config import CP_COMM_TYPES, ConfigError
+from lightning_megatron.config.layout import CP_COMM_TYPES
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 BOUND = 1e-5

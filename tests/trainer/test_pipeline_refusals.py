@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 
 
 class Manual(GPTModule):

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from lightning_megatron import MegatronHPUStrategy, MixtralModule
-from lightning_megatron.config import BatchShape, ParallelLayout
+from lightning_megatron.config.layout import BatchShape, ParallelLayout
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.lightning.validation.job import job_problems
 from lightning_megatron.moe.capacity_bins import bins_problems

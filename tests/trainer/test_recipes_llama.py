@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.layers.embedding import padded_vocab_size
 from lightning_megatron.lightning.validation.job import job_problems

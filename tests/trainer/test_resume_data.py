@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import LlamaModule, MegatronDataModule, MegatronStrategy
-from lightning_megatron.config import ConfigError
 from lightning_megatron.data import IndexedDatasetWriter
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing.trainer import quiet_trainer
 
 TINY: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2}

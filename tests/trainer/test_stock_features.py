@@ -18,8 +18,8 @@ from torch.distributed.nn import all_gather as all_gather_with_gradient
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.config import ConfigError
 from lightning_megatron.device import CUDA
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 
 

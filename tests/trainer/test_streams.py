@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.lightning.streams.evaluation import coupled_ranks
 from lightning_megatron.testing.trainer import quiet_trainer
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronStrategy
-from lightning_megatron.data.errors import DataError
+from lightning_megatron.errors import DataError
 from lightning_megatron.optim.buffers import bucket as buckets
 from lightning_megatron.optim.replicas import ReplicaError
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer

@@ -24,8 +24,8 @@ from lightning_megatron import (
     TransformerConfig,
 )
 from lightning_megatron.arguments import above, at_least, checked
-from lightning_megatron.config import problems_of
 from lightning_megatron.data import IndexedDatasetWriter
+from lightning_megatron.errors import problems_of
 from lightning_megatron.optim.loss_scale import DynamicLossScale
 
 WHOLE = "must be a whole number of at least 1"

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from lightning_megatron import KillSwitch, MegatronDataModule, MegatronStrategy
-from lightning_megatron.config import BatchShape, ConfigError, ParallelLayout
+from lightning_megatron.config.layout import BatchShape, ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
-from lightning_megatron.transformer_config import TransformerConfig
 
 LLAMA_8B = preset("llama3.1-8b")  # 32 layers and heads, 8 groups, ffn 14336, 131072 positions, vocabulary 128256
 

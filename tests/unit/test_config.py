@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.config import BatchShape, ConfigError, ParallelLayout, Problem, multiples_around, nearest_to
+from lightning_megatron.config.layout import BatchShape, ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError, Problem, multiples_around, nearest_to
 from lightning_megatron.models.presets import preset
-from lightning_megatron.transformer_config import TransformerConfig
 
 sizes = st.integers(1, 9)
 

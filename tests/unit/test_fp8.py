@@ -14,14 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from lightning_megatron import MegatronStrategy, ParallelLayout
 from lightning_megatron.checkpoint import load, local_tensors, model_state, save
 from lightning_megatron.checkpoint.stream import open_checkpoint
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.fp8_linear import Fp8Products, Fp8Steps, multiply_in_fp8, use_fp8
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.fp8 import LINEAR_FP8, REFERENCE_KERNELS, Fp8Recipe, cast_reference, scale_for
-from lightning_megatron.ops.registry import Ops
-from lightning_megatron.ops.report import choices_of
+from lightning_megatron.ops.registry import Ops, choices_of
 from lightning_megatron.params import spec_registry
 from lightning_megatron.testing.parity import assert_same
 

@@ -11,7 +11,8 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_megatron.config import ConfigError, ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh, coordinate, dense_grid, expert_grid, rank_groups
 
 AXES = {  # every axis of a mesh: its grid, and what varies along it

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.config import ConfigError
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.pipeline.partition import partition
-from lightning_megatron.transformer_config import TransformerConfig
 
 VOCAB = 23
 GPT = TransformerConfig(2, 16, 4, VOCAB, 12, init_std=0.3)

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from lightning_megatron import MegatronStrategy, ParallelLayout, TransformerConfig
 from lightning_megatron.cli.main import main
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.attention import ATTENTION, attention_reference, attention_torch
 from lightning_megatron.ops.implementation import Op, Version
 from lightning_megatron.ops.norm import rms_norm, rms_norm_cpu, rms_norm_reference
-from lightning_megatron.ops.registry import OPS, Ops, parse_wishes
-from lightning_megatron.ops.report import choices_of
+from lightning_megatron.ops.registry import OPS, Ops, choices_of, parse_wishes
 from lightning_megatron.testing.parity import assert_same
 
 TINY = tiny_llama(hidden_size=16, ffn_hidden_size=32)

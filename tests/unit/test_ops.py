@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from lightning_megatron.layers.rotary import RopeScaling, RotaryEmbedding
+from lightning_megatron.config.transformer import RopeScaling
+from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.ops.activation import gelu_tanh, swiglu, swiglu_reference
 from lightning_megatron.ops.attention import attention, attention_reference
 from lightning_megatron.ops.dropout import dropout

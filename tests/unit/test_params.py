@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box, ParamSpec, ShardRanks, named_specs, spec_registry

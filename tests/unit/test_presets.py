@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers import padded_vocab_size
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import PRESETS, preset
 from lightning_megatron.params import spec_registry
-from lightning_megatron.transformer_config import TransformerConfig
 
 PARAMETERS = {
     "gpt2": 124_439_808,

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.config import ConfigError, ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel
@@ -21,7 +23,6 @@ from lightning_megatron.models.presets import preset
 from lightning_megatron.moe.experts import RoutedExperts
 from lightning_megatron.recompute import LayerGroup, RecomputePlan, recomputed
 from lightning_megatron.rng import RNGStreams
-from lightning_megatron.transformer_config import TransformerConfig
 
 GPT = TransformerConfig(3, 16, 4, 37, 12, hidden_dropout=0.3, attention_dropout=0.3, init_std=0.3)
 LLAMA = preset("llama-tiny").replace(

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron import GPTModule, LlamaModule, MixtralModule
-from lightning_megatron.config import ConfigError
 from lightning_megatron.data import GPTDataset, IndexedDataset, IndexedDatasetWriter
-from lightning_megatron.data.errors import DataError
+from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.lightning.text_batch import nan_where_unknown, without_faults
 
 VOCAB, B, S, H = 40, 3, 8, 16

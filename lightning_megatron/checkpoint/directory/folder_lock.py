@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED, Kind, among_unfinished, delete, tidy
 from lightning_megatron.checkpoint.directory.leftovers import sweep, time_of
 from lightning_megatron.checkpoint.directory.owner import Owner, own_job
+from lightning_megatron.errors import CheckpointError
 
 BEAT = 10.0
 """Seconds between signs of life."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError, MissingCheckpointError
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED, unfinished_of
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, read_manifest
-from lightning_megatron.config import nearest_names
+from lightning_megatron.errors import CheckpointError, MissingCheckpointError, nearest_names
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:

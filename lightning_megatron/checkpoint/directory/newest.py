@@ -14,13 +14,13 @@ from typing import Literal
 
 import torch
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED, Unfinished, link_end, unfinished_of
 from lightning_megatron.checkpoint.directory.leftovers import recover
 from lightning_megatron.checkpoint.directory.locate import locate
 from lightning_megatron.checkpoint.integrity.manifest import Progress
 from lightning_megatron.checkpoint.integrity.verify import size_faults
 from lightning_megatron.checkpoint.meta import read_meta
+from lightning_megatron.errors import CheckpointError
 
 State = Literal["good", "damaged", "weights", "interrupted"]
 

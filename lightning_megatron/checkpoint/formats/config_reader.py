@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.config import ConfigError, Problem, is_whole
+from lightning_megatron.errors import ConfigError, Problem, is_whole
 
 _KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),

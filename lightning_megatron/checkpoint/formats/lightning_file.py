@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd, refuse_packed
 from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.integrity.fault import Fault
 from lightning_megatron.checkpoint.state_dict import MAIN, State
+from lightning_megatron.errors import CheckpointError
 
 _BLOCK = 1 << 20
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.directory.atomic_dir import sync_directory, sync_file
 from lightning_megatron.checkpoint.formats.hf.directory import SAFETENSORS_DTYPES
 from lightning_megatron.checkpoint.formats.hf.write import header_bytes
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.params import Box
 
 Known = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -8,9 +8,9 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.formats.weight_map import Rule, WeightMap, check_tied
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.finite import amount, not_finite
 
 _SHOWN = 10

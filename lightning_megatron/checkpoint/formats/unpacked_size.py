@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.integrity.metadata_file import METADATA, Place
+from lightning_megatron.errors import CheckpointError
 
 
 def refuse_packed(file: Path) -> None:

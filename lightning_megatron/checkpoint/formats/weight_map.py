@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_megatron.config import ConfigError, Problem, nearest_names
+from lightning_megatron.errors import ConfigError, Problem, nearest_names
 
 _SHOWN_NAMES = 8
 

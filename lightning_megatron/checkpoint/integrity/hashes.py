@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from lightning_megatron.checkpoint.all_ranks import gathered, together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.directory.locate import locate
 from lightning_megatron.checkpoint.formats.lightning_file import record_faults
 from lightning_megatron.checkpoint.integrity.fault import Fault
@@ -19,6 +19,7 @@ from lightning_megatron.checkpoint.integrity.manifest import BLOCK, Manifest, St
 from lightning_megatron.checkpoint.integrity.metadata_file import METADATA
 from lightning_megatron.checkpoint.integrity.verify import hash_faults, size_faults
 from lightning_megatron.checkpoint.meta import META
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.mesh import ParallelMesh
 
 Check = Literal["sizes", "hashes"]
@@ -62,8 +63,8 @@ def faults_of(path: Path, mesh: ParallelMesh, check: Check = "hashes") -> list[F
         sums = {(name, start): check_sums([Stretch(path / name, start, end)]) for name, start, end in own}
         return manifest, _Found([], sums)
 
-    manifest, own = together(mesh, f"loading {path}", look)
-    found = gathered(mesh, own)
+    manifest, own = on_all_ranks(mesh, f"loading {path}", look)
+    found = all_gather_object(mesh, own)
     faults = list(dict.fromkeys(fault for rank in found for fault in rank.faults))
     if faults or manifest is None or check == "sizes":
         return faults

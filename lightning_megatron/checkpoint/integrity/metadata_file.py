@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.integrity.manifest import is_plain_name
+from lightning_megatron.errors import CheckpointError
 
 METADATA = ".metadata"
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.all_ranks import collected, together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.integrity.fault import Fault
 from lightning_megatron.checkpoint.integrity.manifest import read_manifest
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
 from lightning_megatron.checkpoint.integrity.verify import hash_faults, item_faults, metadata_faults, size_faults
 from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.comm.objects import gather_object
 from lightning_megatron.mesh import ParallelMesh
 
 Digests = Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], bytes]
@@ -39,7 +40,7 @@ class SaveGuard:
         """Tensors that ranks should hold alike and do not; all ranks call this, rank 0 is told."""
         if not self.replicas or not mesh.is_distributed:
             return []
-        told = collected(mesh, together(mesh, doing, lambda: digests(state)))
+        told = gather_object(mesh, on_all_ranks(mesh, doing, lambda: digests(state)))
         return [] if told is None else replica_faults(told)
 
     def before_publishing(self, directory: Path, mesh: ParallelMesh) -> list[Fault]:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED
 from lightning_megatron.checkpoint.integrity.fault import Fault
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, read_manifest, record
 from lightning_megatron.checkpoint.integrity.metadata import Item, content_faults, damaged, items_of
 from lightning_megatron.checkpoint.integrity.metadata_file import METADATA, read_metadata
 from lightning_megatron.checkpoint.meta import META, read_meta
+from lightning_megatron.errors import CheckpointError
 
 
 def verify(path: str | os.PathLike[str]) -> list[Fault]:

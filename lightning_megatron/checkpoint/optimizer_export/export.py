@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError, gathered, together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.directory.atomic_dir import sync_file
 from lightning_megatron.checkpoint.formats import safetensors_file as one_file
 from lightning_megatron.checkpoint.formats.safetensors_file import Entry
@@ -22,7 +22,9 @@ from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.meta import refuse_objects
 from lightning_megatron.checkpoint.optimizer_export.memory_levels import Group, collecting_steps
 from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.comm.p2p import receive, send
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
 
@@ -104,21 +106,21 @@ def export_state(
     """
     path, doing = Path(path), f"exporting {path}"
     mesh, steps = through.mesh, through.steps
-    packed = together(mesh, doing, lambda: _packed(state))
+    packed = on_all_ranks(mesh, doing, lambda: _packed(state))
     own = _parts(state, only_written=True)
-    offered = gathered(mesh, [(*place, place[0] in experts) for place in own])
+    offered = all_gather_object(mesh, [(*place, place[0] in experts) for place in own])
     known = _known(mesh, state, packed)
     leads, memory = mesh.rank == 0, HostMemory()
     try:
         entries = _from_first(mesh, doing, lambda: one_file.begin(path, known))
         for step in steps:
             held = {place: x for group in step for place, x in _gather(group, offered, own, known, mesh, memory)}
-            together(mesh, doing, partial(_write, path, entries, held))
+            on_all_ranks(mesh, doing, partial(_write, path, entries, held))
             held.clear()
             memory.release()
         plain = {(key, Box.whole(tuple(value.shape))): value for key, value in packed.items()}
-        together(mesh, doing, partial(_write, path, entries, plain if leads else {}))
-        together(mesh, doing, lambda: one_file.finish(path) if leads else None)
+        on_all_ranks(mesh, doing, partial(_write, path, entries, plain if leads else {}))
+        on_all_ranks(mesh, doing, lambda: one_file.finish(path) if leads else None)
     except CheckpointError:
         if leads:
             with suppress(OSError):
@@ -142,13 +144,13 @@ def import_state(
     path, doing = Path(path), f"loading {path}"
     mesh, steps = through.mesh, through.steps
     entries = _from_first(mesh, doing, lambda: one_file.read_entries(path))
-    together(mesh, doing, lambda: _refuse_misfit(state, entries))
+    on_all_ranks(mesh, doing, lambda: _refuse_misfit(state, entries))
     own = _parts(state, only_written=False)
-    wanted = gathered(mesh, [(*place, place[0] in experts) for place in own])
+    wanted = all_gather_object(mesh, [(*place, place[0] in experts) for place in own])
     memory = HostMemory()
     for step in steps:
         mine = [group for group in step if group.collector == mesh.rank]
-        held = together(mesh, doing, partial(_read, path, entries, mine, wanted, memory))
+        held = on_all_ranks(mesh, doing, partial(_read, path, entries, mine, wanted, memory))
         for group in step:
             _scatter(group, wanted, own, held, entries, mesh)
         held.clear()
@@ -160,7 +162,7 @@ def import_state(
 
 def _from_first(mesh: ParallelMesh, doing: str, make: Callable[[], dict[str, T]]) -> dict[str, T]:
     """What rank 0 makes, on all ranks."""
-    return gathered(mesh, together(mesh, doing, lambda: make() if mesh.rank == 0 else {}))[0]
+    return all_gather_object(mesh, on_all_ranks(mesh, doing, lambda: make() if mesh.rank == 0 else {}))[0]
 
 
 def _parts(state: State, *, only_written: bool) -> dict[_Place, list[Part]]:
@@ -176,7 +178,7 @@ def _known(mesh: ParallelMesh, state: State, packed: Mapping[str, Tensor]) -> di
     """Dtypes and shapes of all tensors of the job, in an order that no layout changes."""
     kinds = {key: (value.dtype, value.shape) for key, value in state.items() if isinstance(value, Fragment)}
     kinds |= {key: (value.dtype, tuple(value.shape)) for key, value in packed.items()}
-    found = {key: kind for some in gathered(mesh, kinds) for key, kind in some.items()}
+    found = {key: kind for some in all_gather_object(mesh, kinds) for key, kind in some.items()}
     return dict(sorted(found.items()))
 
 

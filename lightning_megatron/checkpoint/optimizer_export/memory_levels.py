@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from lightning_megatron.config import ConfigError, ParallelLayout, Problem, nearest_names
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.errors import ConfigError, Problem, nearest_names
 from lightning_megatron.mesh import dense_grid, expert_grid, rank_groups
 
 MEMORY_LEVELS = {

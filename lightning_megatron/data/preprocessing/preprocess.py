@@ -22,13 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.config import ConfigError, Problem
-from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.indexed import optimal_dtype
 from lightning_megatron.data.indexed_writer import IndexedDatasetWriter
 from lightning_megatron.data.preprocessing import sentences
 from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE, expand, read_lines, text_of
 from lightning_megatron.data.tokenizers import Tokenizer, build_tokenizer
+from lightning_megatron.errors import ConfigError, DataError, Problem
 
 _LINES_A_TASK = 64
 _TASKS_A_WORKER = 4

@@ -18,8 +18,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.tokenizers import require
+from lightning_megatron.errors import DataError
 
 _HALF = re.compile("[\ud800-\udfff]")  # JSON may escape one half of a pair, which no text can hold
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from lightning_megatron.config import ConfigError, Problem
-from lightning_megatron.data.errors import DataError
 from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE, expand, read_lines, text_of
 from lightning_megatron.data.tokenizers import require
+from lightning_megatron.errors import ConfigError, DataError, Problem
 from lightning_megatron.files.growing import GrowingFile
 from lightning_megatron.files.writing import writing
 

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron.arguments import Check, at_least, checked
-from lightning_megatron.checkpoint.all_ranks import gathered
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.lightning.stopping.agreement import Agreement
 from lightning_megatron.lightning.stopping.requeue import lead_requeued_job, requeue, requeue_signal
 from lightning_megatron.lightning.stopping.signals import StopSignals, signal_problems
@@ -304,4 +304,4 @@ def _validates_alike(trainer: Trainer) -> bool:
     strategy, counts = trainer.strategy, list(trainer.num_val_batches)
     if not isinstance(strategy, CheckpointStrategy) or may_stay_away(trainer):
         return False
-    return float("inf") not in counts and all(other == counts for other in gathered(strategy.mesh, counts))
+    return float("inf") not in counts and all(other == counts for other in all_gather_object(strategy.mesh, counts))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_megatron.arguments import above, at_least, checked
 from lightning_megatron.comm.collectives import all_reduce
-from lightning_megatron.config import ConfigError, Problem
 from lightning_megatron.data.resumable_loader import ResumableDataLoader
+from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.lightning.callbacks.recent import Recent
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.lightning.strategy.rewind import is_usable

@@ -14,9 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron.arguments import above, at_least, checked
-from lightning_megatron.checkpoint.all_ranks import gathered
 from lightning_megatron.comm.collectives import Pending, start_all_gather
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.lightning.monitoring.slow_ranks import SlowRanks, Straggler, Window, excess
 from lightning_megatron.lightning.monitoring.step_clock import FetchClock, StepClock, step_clock
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
@@ -80,7 +80,7 @@ class StragglerMonitor(Callback):
         mesh = strategy.mesh
         if not mesh.is_distributed:
             return
-        self._names = gathered(mesh, _name_of(mesh, strategy.root_device))
+        self._names = all_gather_object(mesh, _name_of(mesh, strategy.root_device))
         self._slow = SlowRanks(_peers(mesh), self._share, self._windows)
         self._clock = step_clock(strategy.root_device)
         self._profiler = FetchClock(trainer.profiler)  # type: ignore[attr-defined]  # set outside of the class

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron.arguments import checked
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.errors import ConfigError, Problem
 
 
 class UploadCheckpoints(Callback):

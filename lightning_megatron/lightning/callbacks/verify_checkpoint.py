@@ -6,7 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron.arguments import checked
 from lightning_megatron.checkpoint import SaveGuard
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
 
 

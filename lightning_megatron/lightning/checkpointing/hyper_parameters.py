@@ -14,10 +14,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
 
 from lightning_megatron.checkpoint import CheckpointError, load
-from lightning_megatron.config import ConfigError, Problem
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.presets import configuration
-from lightning_megatron.transformer_config import TransformerConfig
 
 LightningModuleT = TypeVar("LightningModuleT", bound=LightningModule)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_megatron.checkpoint import State, refuse_nonfinite
-from lightning_megatron.checkpoint.all_ranks import together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory, export_state, import_state
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning.checkpointing.trainer_state import continue_optimizer, optimizer_part
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -56,7 +56,7 @@ def import_optimizers(
         optimizer.init_state(apart=True)
     state, experts = _state(optimizers, through.mesh, sharded)
     memory = import_state(path, state, experts, through)
-    together(through.mesh, f"loading {path}", lambda: refuse_nonfinite(state, ()))
+    on_all_ranks(through.mesh, f"loading {path}", lambda: refuse_nonfinite(state, ()))
     for index, optimizer in enumerate(optimizers):
         continue_optimizer(index, optimizer, state)
     return memory

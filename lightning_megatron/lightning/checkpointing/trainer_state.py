@@ -25,7 +25,7 @@ from lightning_megatron.checkpoint import (
     regrouped,
     shared_state,
 )
-from lightning_megatron.checkpoint.all_ranks import together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
 from lightning_megatron.lightning.checkpointing.random_state import random_state, restore_random_state
 from lightning_megatron.lightning.checkpointing.weight_versions import (
@@ -91,7 +91,7 @@ def save_trainer_checkpoint(
             optimizer.init_state()
             state |= optimizer_part(index, optimizer, mesh, sharded)
     if finite:
-        together(mesh, f"saving {path}", lambda: refuse_nonfinite(state, trained_names(module)))
+        on_all_ranks(mesh, f"saving {path}", lambda: refuse_nonfinite(state, trained_names(module)))
     draft = Draft.of(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard, progress=progress)
     if writer is None:
         complete(draft, mesh)
@@ -157,7 +157,7 @@ def load_trainer_checkpoint(
         state |= optimizer_part(index, optimizer, mesh, sharded)
     loaded = load(path, state, mesh, strict=module.strict_loading, weights_only=weights_only, check="sizes")
     if finite:
-        together(mesh, f"loading {path}", lambda: refuse_nonfinite(state, trained_names(module)))
+        on_all_ranks(mesh, f"loading {path}", lambda: refuse_nonfinite(state, trained_names(module)))
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
     for index, optimizer in enumerate(optimizers):

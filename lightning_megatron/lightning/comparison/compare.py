@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from lightning_megatron.comm.rendezvous import Meeting, Store
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning.comparison.facts import Statement
 from lightning_megatron.lightning.comparison.values import NOTHING, Facts, Plain, digest_of
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_megatron.config import HasModelShape, ParallelLayout, problems_of
+from lightning_megatron.config.layout import HasModelShape, ParallelLayout
+from lightning_megatron.errors import problems_of
 from lightning_megatron.lightning.comparison.code import code_facts
 from lightning_megatron.lightning.comparison.values import NOTHING, Facts, arguments_of, flat
 from lightning_megatron.lightning.placement import placement_of

@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 from torch import nn
 
-from lightning_megatron.checkpoint.all_ranks import gathered
-from lightning_megatron.config import HasBatchShape, ParallelLayout
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.config.layout import HasBatchShape, ParallelLayout
 from lightning_megatron.lightning._private import summary_options, training_data
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import named_specs
@@ -56,7 +56,7 @@ class WholeModel:
         held = sum(param.numel() for param in module.parameters())
         if mesh.pp.size > 1:  # the stages of one pipeline make up one model
             speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
-            stages = gathered(mesh, (sizes, trained, held) if speaks else ({}, set(), 0))
+            stages = all_gather_object(mesh, (sizes, trained, held) if speaks else ({}, set(), 0))
             sizes = {name: size for stage in stages for name, size in stage[0].items()}
             trained, held = set().union(*(stage[1] for stage in stages)), max(stage[2] for stage in stages)
         return cls(sizes, frozenset(trained), held)

@@ -25,6 +25,7 @@ from lightning_megatron.checkpoint.formats.megatron import open_megatron
 from lightning_megatron.checkpoint.formats.translate import to_theirs
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
 from lightning_megatron.checkpoint.stream import open_checkpoint
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of
 from lightning_megatron.lightning.module import GPTModule
 from lightning_megatron.lightning.pretrained.hugging_face import open_hf, weighed_config
@@ -33,7 +34,6 @@ from lightning_megatron.lightning.pretrained.megatron import megatron_config, me
 from lightning_megatron.lightning.pretrained.weights import IMPORTED_FROM
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.transformer_config import TransformerConfig
 
 Path = str | os.PathLike[str]
 _PREFIX = "model.model."  # the checkpoint's model, and the attribute of GPTModule that holds it

@@ -14,10 +14,10 @@ from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, read_conf
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS
 from lightning_megatron.checkpoint.formats.translate import to_ours
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import named_specs
-from lightning_megatron.transformer_config import TransformerConfig
 
 Path = str | os.PathLike[str]
 

@@ -10,7 +10,7 @@ import lightning
 from torch import nn
 
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.checkpoint.all_ranks import together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.checkpoint.formats.megatron import is_megatron_directory
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
@@ -60,8 +60,8 @@ def load_foreign_weights(module: nn.Module, path: Path, mesh: ParallelMesh) -> N
             copy_slice(name, param, spec, tensors[name].make(), mesh.shard_ranks)
 
     doing = f"loading {path}"
-    model, tensors = together(mesh, doing, open_it)
-    together(mesh, doing, fill)
+    model, tensors = on_all_ranks(mesh, doing, open_it)
+    on_all_ranks(mesh, doing, fill)
 
 
 def fresh_run(hyper_parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from lightning_megatron.checkpoint.formats.megatron import (
 )
 from lightning_megatron.checkpoint.formats.translate import to_ours
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
-from lightning_megatron.config import ConfigError, Problem, raise_if_any
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import named_specs
-from lightning_megatron.transformer_config import TransformerConfig
 
 Path = str | os.PathLike[str]
 

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
 from lightning_megatron.checkpoint.meta import META
-from lightning_megatron.config import ConfigError, Problem, raise_if_any
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, read_meta
 from lightning_megatron.lightning.pretrained.hugging_face import computed, refuse_unfilled
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import named_specs
-from lightning_megatron.transformer_config import TransformerConfig
 
 Path = str | os.PathLike[str]
 

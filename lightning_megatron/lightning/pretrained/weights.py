@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron.checkpoint import Check, Loaded, load, local_tensors, model_state, refuse_nonfinite
-from lightning_megatron.checkpoint.all_ranks import together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.lightning.pretrained.hugging_face import take_settings
 from lightning_megatron.lightning.pretrained.load import is_foreign, load_foreign_weights
 from lightning_megatron.lightning.pretrained.saved_shape import compare
@@ -102,7 +102,7 @@ def load_weights(
         tensors = {name: tensor for name, tensor in tensors.items() if name in specs}
     state = model_state(tensors, specs, mesh)
     loaded = load(path, state, mesh, strict=strict, check="sizes")
-    together(mesh, f"loading {path}", lambda: refuse_nonfinite(state, trained_names(module)))
+    on_all_ranks(mesh, f"loading {path}", lambda: refuse_nonfinite(state, trained_names(module)))
     take_settings(module, loaded.meta)
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.comm.objects import broadcast_object
 from lightning_megatron.lightning.step.log_capture import LogSharing
 from lightning_megatron.lightning.step.metric_sync import MetricSharing
@@ -20,7 +19,7 @@ from lightning_megatron.lightning.step.stage_work import EvaluationWork, MicroBa
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan, training_plan
 from lightning_megatron.recorder.form import Kind
-from lightning_megatron.stage import StageBoundary
+from lightning_megatron.stage import BackwardScale, StageBoundary
 
 
 class StepEngine:

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_megatron.config import HasBatchShape
+from lightning_megatron.config.layout import HasBatchShape
 from lightning_megatron.device import HPU, DeviceKind
 from lightning_megatron.lightning._private import training_data
 from lightning_megatron.optim.loss_scale import grad_reduce_dtype_rule

@@ -10,10 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_megatron.checkpoint.all_ranks import gathered
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.registry import Ops
-from lightning_megatron.ops.report import choices_of
+from lightning_megatron.ops.registry import Ops, choices_of
 
 NAME = "op_report.json"
 
@@ -31,7 +30,9 @@ def write_op_report(module: LightningModule, ops: Ops, mesh: ParallelMesh) -> No
     if mesh.pp.size > 1:  # the stages of one pipeline make up one model
         speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
         modules = {
-            name: chosen for stage in gathered(mesh, modules if speaks else {}) for name, chosen in stage.items()
+            name: chosen
+            for stage in all_gather_object(mesh, modules if speaks else {})
+            for name, chosen in stage.items()
         }
     found = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
     folders = [str(folder) for folder in found if folder and isinstance(folder, str | os.PathLike)]

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatron.config import Problem, raise_if_any
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning._private import MockOptimizer
 from lightning_megatron.lightning.precision import PrecisionMode
 from lightning_megatron.lightning.step.per_token_loss import TokenWindow

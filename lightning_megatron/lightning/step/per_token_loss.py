@@ -14,9 +14,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.comm.collectives import all_reduce
 from lightning_megatron.mesh import Axis
+from lightning_megatron.stage import BackwardScale
 
 NUM_TOKENS = "num_tokens"
 

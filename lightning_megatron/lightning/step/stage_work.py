@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_megatron.backward_scale import BackwardScale
 from lightning_megatron.lightning.step.log_capture import LogCapture
 from lightning_megatron.lightning.step.micro_batches import join_outputs
 from lightning_megatron.lightning.step.per_token_loss import (
@@ -21,7 +20,7 @@ from lightning_megatron.lightning.step.per_token_loss import (
     num_tokens_in,
     scale_with_tokens,
 )
-from lightning_megatron.stage import StageBoundary, StageReached
+from lightning_megatron.stage import BackwardScale, StageBoundary, StageReached
 
 MicroBatches = Sequence[tuple[Any, float]]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_megatron.config import Problem, nearest_names
+from lightning_megatron.errors import Problem, nearest_names
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import BackgroundWriter, Check, CheckpointError, SaveGuard, remove_unlinked
 from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory
-from lightning_megatron.config import raise_if_any
+from lightning_megatron.errors import raise_if_any
 from lightning_megatron.lightning.checkpointing.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.checkpointing.optimizer_file import export_optimizers, import_optimizers
 from lightning_megatron.lightning.checkpointing.progress import follow_batch_size

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import checked
-from lightning_megatron.config import ParallelLayout, Problem, raise_if_any
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning.accelerator import be_taken_with, migrate_words, missed_accelerator
 from lightning_megatron.lightning.comparison import ComparedStrategy
 from lightning_megatron.lightning.launcher import LaunchCalls, launcher_of
@@ -40,11 +41,11 @@ from lightning_megatron.lightning.validation.idle import warn_of_idle
 from lightning_megatron.lightning.validation.job import ELSEWHERE, RULES, backend_problems, job_problems
 from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.ops.registry import Ops
-from lightning_megatron.pipeline.partition import LayerSplit, StageLayers
+from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.pipeline.schedule import schedule_problems
 from lightning_megatron.recompute import RecomputeMethod, RecomputePlan, recompute_problems
 from lightning_megatron.recorder.form import Kind
-from lightning_megatron.stage import StageBoundary
+from lightning_megatron.stage import StageBoundary, StageLayers
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 CPCommType = Literal["p2p", "all_gather", "a2a"]

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from lightning_megatron import device as devices
 from lightning_megatron.comm.loopback import loopback_store
 from lightning_megatron.comm.rendezvous import Store
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.lightning._private import default_store, injects_samplers
 from lightning_megatron.lightning.accelerator import preferred_accelerator
 from lightning_megatron.lightning.dataloaders import (

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.comm.collectives import Pending
-from lightning_megatron.data.errors import DataError
+from lightning_megatron.errors import DataError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.recorder.form import Kind
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron import device as devices
-from lightning_megatron.checkpoint.all_ranks import gathered
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.lightning.streams.lengths import are_certain, refuse_uneven
 from lightning_megatron.lightning.streams.vote import Next, StreamVote
 from lightning_megatron.mesh import Axis, ParallelMesh, dense_grid, expert_grid, rank_groups
@@ -52,7 +52,7 @@ class EvaluationWatch(Callback):
         self._batches = 0
         if len(self._coupled[0]) == 1 or may_stay_away(trainer):
             return
-        told = gathered(self._mesh, (list(counts), are_certain(counts, loaders)))
+        told = all_gather_object(self._mesh, (list(counts), are_certain(counts, loaders)))
         names = f"{stage} data", f"limit_{stage}_batches"
         if all(certain for _, certain in told):
             for ranks in self._coupled:

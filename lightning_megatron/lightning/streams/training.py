@@ -7,8 +7,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
-from lightning_megatron.checkpoint.all_ranks import gathered
-from lightning_megatron.data.errors import DataError
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.errors import DataError
 from lightning_megatron.lightning.streams.lengths import STREAM, are_certain, refuse_uneven
 from lightning_megatron.lightning.streams.vote import Next, StreamVote
 from lightning_megatron.mesh import ParallelMesh
@@ -64,7 +64,7 @@ class TrainingWatch(Callback):
             return
         self._is_compared = True
         count = trainer.num_training_batches
-        told = gathered(self._mesh, (count, are_certain([count], trainer.train_dataloader)))
+        told = all_gather_object(self._mesh, (count, are_certain([count], trainer.train_dataloader)))
         counts, all_certain = [count for count, _ in told], all(certain for _, certain in told)
         if all_certain and _reads_on(trainer, min(counts)):
             refuse_uneven({rank: [count] for rank, count in enumerate(counts)}, _DATA, _LIMIT)

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import Rules, argument_problems, at_least
-from lightning_megatron.config import ParallelLayout, Problem, nearest_names
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.errors import Problem, nearest_names
 
 # By name of a class anywhere in the callback's ancestry: not every supported Lightning has all of them.
 _CALLBACKS: Mapping[str, str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.params import named_specs
 from lightning_megatron.recompute import RecomputePlan
 

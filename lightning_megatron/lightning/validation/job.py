@@ -15,14 +15,10 @@ from lightning_megatron import device as devices
 from lightning_megatron.arguments import Check, Rules, above, at_least
 from lightning_megatron.checkpoint.directory.locate import is_checkpoint
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
-from lightning_megatron.config import (
-    BatchShape,
-    HasBatchShape,
-    HasModelShape,
-    ParallelLayout,
-    Problem,
-    problems_of,
-)
+from lightning_megatron.config.layout import BatchShape, HasBatchShape, HasModelShape, ParallelLayout
+from lightning_megatron.config.moe import MoEConfig
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import Problem, problems_of
 from lightning_megatron.lightning.pretrained.hugging_face import hf_problems
 from lightning_megatron.lightning.pretrained.saved_shape import path_problems
 from lightning_megatron.lightning.validation.features import (
@@ -33,12 +29,10 @@ from lightning_megatron.lightning.validation.features import (
 )
 from lightning_megatron.lightning.validation.saving import saving_problems
 from lightning_megatron.moe.capacity_bins import bins_problems
-from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.ops.registry import Ops, parse_wishes
 from lightning_megatron.optim.reach import vouching_problems
 from lightning_megatron.pipeline.partition import LayerSplit, parse_layout
 from lightning_megatron.recompute import RecomputePlan, granularity_problems
-from lightning_megatron.transformer_config import TransformerConfig
 
 RULES: Rules = {
     "recompute": Check(granularity_problems),

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.parsing import is_picklable
 
 from lightning_megatron.checkpoint.meta import objects_in
 from lightning_megatron.checkpoint.plain import plain
-from lightning_megatron.config import Problem
+from lightning_megatron.errors import Problem
 from lightning_megatron.lightning._private import asks_for_upload
 
 

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max, own_slice
-from lightning_megatron.config import ConfigError, ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.moe import MoEConfig
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.aux_loss import count_tokens
-from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.dispatch import ExpertGrid, allgather, alltoall, padded_alltoall
 from lightning_megatron.moe.layer import MoELayer
 from lightning_megatron.testing.parity import differences, load_whole, whole_gradients

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffers import bucket as bucket_module
 from lightning_megatron.optim.zero import ShardedOptimizer

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import load, save
-from lightning_megatron.config import ConfigError, ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.checkpointing.trainer_state import continue_optimizer, optimizer_part
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.reach import Reach, reach_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import gather_sequence, own_slice, reduce_from_region, split_sequence
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.action import Schedule

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.meta import objects_in, read_meta, render_meta, write_meta
+from lightning_megatron.errors import CheckpointError
 
 
 class Config:

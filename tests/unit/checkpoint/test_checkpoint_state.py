@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_megatron.checkpoint import Fragment, local_tensors, model_state, optimizer_state, regrouped
 from lightning_megatron.checkpoint.dcp_planner import tree_path
-from lightning_megatron.config import ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec
 

@@ -5,7 +5,8 @@ import io
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError, together
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 
 
@@ -20,4 +21,4 @@ def test_a_full_disk_is_told_in_the_words_of_the_system_and_not_of_torch():
     # Where the end of an archive finds no space either, torch trips over its own count of bytes.
     mesh = ParallelMesh.single(torch.device("cpu"))
     with pytest.raises(CheckpointError, match=r"^saving a.ckpt: OSError: \[Errno 28\] No space left on device$"):
-        together(mesh, "saving a.ckpt", lambda: torch.save(torch.zeros(30000), Full()))
+        on_all_ranks(mesh, "saving a.ckpt", lambda: torch.save(torch.zeros(30000), Full()))

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.hf import FAMILIES, family_of
 from lightning_megatron.checkpoint.formats.hf.qkv import fuse_qkv, split_qkv
-from lightning_megatron.config import ConfigError
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.params import ShardRanks, load_full, spec_registry
-from lightning_megatron.transformer_config import TransformerConfig
 
 transformers = pytest.importorskip("transformers")
 load_file = pytest.importorskip("safetensors.torch").load_file

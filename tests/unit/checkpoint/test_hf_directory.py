@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint.formats.hf.write import plan_shards, shard_na
 from lightning_megatron.checkpoint.formats.translate import Split, to_ours, to_theirs
 from lightning_megatron.checkpoint.formats.weight_map import WeightMap, same, stacked
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 
 RULES = WeightMap((same("w", "model.w"), stacked("m", "model.gate", "model.up")), ignored="inv_freq$", prefix="model.")
 SHAPES: dict[str, tuple[int, ...]] = {"w": (5,), "m": (2, 3, 4)}

@@ -14,7 +14,7 @@ from lightning_megatron import TransformerConfig
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.megatron import config_from_arguments, is_megatron_directory, open_megatron
 from lightning_megatron.checkpoint.formats.megatron.unpickle import StandIn, load_file
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.pretrained.convert import megatron_to_checkpoint
 from lightning_megatron.lightning.pretrained.restore import load_module
 from lightning_megatron.models.gpt import GPTModel

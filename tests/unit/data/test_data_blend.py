@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.config import ConfigError
 from lightning_megatron.data import BlendedDataset, DataError, GPTDataset, IndexedDataset, blend, build_gpt_datasets
 from lightning_megatron.data.build import parse_data_path, parse_split
+from lightning_megatron.errors import ConfigError
 
 WriteCorpus = Callable[..., Path]
 

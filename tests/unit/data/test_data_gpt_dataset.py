@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_megatron.config import ConfigError
 from lightning_megatron.data import DataError, GPTDataset, IndexedDataset, IndexedDatasetWriter
+from lightning_megatron.errors import ConfigError
 
 WriteCorpus = Callable[..., Path]
 

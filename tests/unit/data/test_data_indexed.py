@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.config import ConfigError
 from lightning_megatron.data import DataError, IndexedDataset, IndexedDatasetWriter, optimal_dtype
+from lightning_megatron.errors import ConfigError
 
 # Two documents: sequences [1, 2, 3] and [] in the first, [500] in the second, uint16. Written by hand.
 TOKENS = struct.pack("<4H", 1, 2, 3, 500)

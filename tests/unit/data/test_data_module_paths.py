@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lightning_megatron import MegatronDataModule
-from lightning_megatron.config import ConfigError
 from lightning_megatron.data import IndexedDatasetWriter
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing.trainer import quiet_trainer
 
 

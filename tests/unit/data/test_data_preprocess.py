@@ -12,10 +12,10 @@ import pytest
 
 from lightning_megatron.cli.preprocess import preprocess_command
 from lightning_megatron.cli.tokenizer import train_tokenizer_command
-from lightning_megatron.config import ConfigError
 from lightning_megatron.data import DataError, IndexedDataset
 from lightning_megatron.data.preprocessing.preprocess import TokenizerSpec, preprocess
 from lightning_megatron.data.preprocessing.sentences import split_sentences
+from lightning_megatron.errors import ConfigError
 
 IDS = TokenizerSpec("NullTokenizer", vocab_size=100)
 RECORDS = [{"text": f"{i} {i + 1}", "title": f"{i % 7}", "other": [i]} for i in range(90)]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_megatron.config import ConfigError
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
+from lightning_megatron.errors import ConfigError
 
 
 class Numbers(Dataset[int]):

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from lightning_megatron.config import ConfigError
 from lightning_megatron.data import DataError, Tokenizer, build_tokenizer
 from lightning_megatron.data.preprocessing.train_tokenizer import train_tokenizer
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES
+from lightning_megatron.errors import ConfigError
 
 WORDS = [
     "the",

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from lightning_megatron.backward_scale import BackwardScale
+from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.aux_loss import attach, count_tokens, load_balancing_loss, z_loss
-from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.router import Router
+from lightning_megatron.stage import BackwardScale
 
 S, B, H, E, K = 6, 3, 8, 5, 2
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_megatron.config import ConfigError
+from lightning_megatron.config.moe import MoEConfig
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.capacity import drop_overflow, expert_capacity, queue_up
 from lightning_megatron.moe.capacity_bins import (
@@ -20,7 +21,6 @@ from lightning_megatron.moe.capacity_bins import (
     lowest_capacity,
     optimized_edges,
 )
-from lightning_megatron.moe.config import MoEConfig
 
 
 @pytest.mark.parametrize(("tokens", "topk", "experts", "factor", "right"), [(10, 2, 4, 1.0, 5), (10, 2, 3, 1.25, 9)])

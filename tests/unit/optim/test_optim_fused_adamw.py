@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_megatron.checkpoint import load, local_tensors, model_state, optimizer_state, regrouped, save, verify
 from lightning_megatron.checkpoint.state_dict import shared_state
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs, spec_registry

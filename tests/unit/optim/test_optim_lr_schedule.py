@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.lr_schedule import LRSchedule, MegatronLR, WDSchedule
 
 

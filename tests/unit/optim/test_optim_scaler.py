@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.loss_scale import DynamicLossScale, grad_reduce_dtype_rule
 
 

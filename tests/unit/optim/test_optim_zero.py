@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffers.buffer import supports_grad_dtype
 from lightning_megatron.optim.clip import local_norm

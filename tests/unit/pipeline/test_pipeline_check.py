@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.action import Action, Message, Schedule, message_in, message_out, parse_schedule
 from lightning_megatron.pipeline.schedule import build_schedule, forward_only, interleaved, one_f_one_b, zero_bubble
 from lightning_megatron.pipeline.send_recv import Transfer, add_transfers

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.config import ConfigError
-from lightning_megatron.pipeline.partition import StageLayers, parse_layout, partition
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.pipeline.partition import parse_layout, partition
+from lightning_megatron.stage import StageLayers
 
 
 def sizes(*args: Any, **kwargs: Any) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.config import ConfigError
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.action import Action, Schedule, format_schedule, parse_schedule
 from lightning_megatron.pipeline.schedule import (
     SCHEDULES,

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_megatron.checkpoint.formats.hf import gpt2, llama, mixtral
 from lightning_megatron.checkpoint.formats.hf.qkv import HFShape
 from lightning_megatron.checkpoint.formats.weight_map import Rule, WeightMap
-from lightning_megatron.config import ConfigError, Problem, nearest_names
+from lightning_megatron.errors import ConfigError, Problem, nearest_names
 
 __all__ = ["FAMILIES", "Family", "HFShape", "Rule", "WeightMap", "family_for", "family_of"]
 

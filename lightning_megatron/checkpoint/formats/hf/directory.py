@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd, refuse_packed
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, is_plain_name
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files.small import read_object
 
 CONFIG = "config.json"

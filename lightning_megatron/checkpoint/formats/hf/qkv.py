@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.config_reader import Fields
-from lightning_megatron.config import ConfigError, Problem, divisors, nearest_to
+from lightning_megatron.errors import ConfigError, Problem, divisors, nearest_to
 
 
 class HFShape(Protocol):

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, read_config, read_json
+from lightning_megatron.errors import CheckpointError
 
 SETTINGS = "hugging_face"
 """Key of a checkpoint, and attribute of a module, that holds what :func:`read_settings` found."""

@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.directory.atomic_dir import discard, prepare, publish, sync_file
 from lightning_megatron.checkpoint.directory.leftovers import sweep
 from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, SAFETENSORS, SAFETENSORS_DTYPES, index_name
 from lightning_megatron.checkpoint.formats.translate import Split
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files.writing import writing
 
 _KINDS = {dtype: kind for kind, dtype in SAFETENSORS_DTYPES.items()}

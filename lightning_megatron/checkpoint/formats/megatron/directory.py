@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.formats.megatron.legacy import read_legacy
 from lightning_megatron.checkpoint.formats.megatron.torch_dist import COMMON, read_torch_dist
 from lightning_megatron.checkpoint.formats.megatron.unpickle import command_line, load_file
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files.small import read_object
 
 _LATEST = "latest_checkpointed_iteration.txt"

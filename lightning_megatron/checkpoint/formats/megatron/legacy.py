@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.all_ranks import CheckpointError
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS, is_of_model, plain_name
 from lightning_megatron.checkpoint.formats.megatron.unpickle import command_line, load_file
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.errors import CheckpointError
 
 _FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS
 from lightning_megatron.checkpoint.formats.megatron.weight_map import MegatronShape
 from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
-from lightning_megatron.config import Problem
+from lightning_megatron.errors import Problem
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"

@@ -7,94 +7,22 @@ the first fault: it returns every :class:`Problem` it finds, and one :class:`Con
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol, runtime_checkable
 
+from lightning_megatron.errors import (
+    Problem,
+    divisors,
+    is_whole,
+    multiples_around,
+    nearest_names,
+    nearest_to,
+    raise_if_any,
+)
+
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 """How context-parallel ranks attend to what the others hold; ``context.attention`` has one function for each."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One fault in what the user asked for.
-
-    Attributes:
-        argument: the argument as the user writes it (``"tp"``, ``"micro_batch_size"``).
-        value: the value it has.
-        reason: why that value cannot work, with the numbers that collide.
-        nearest: the nearest values that would work, closest first; empty where there is no such list.
-    """
-
-    argument: str
-    value: object
-    reason: str
-    nearest: tuple[object, ...] = ()
-
-    def __str__(self) -> str:
-        text = f"{self.argument}={self.value!r}: {self.reason}"
-        return f"{text}; nearest valid: {', '.join(map(str, self.nearest))}" if self.nearest else text
-
-
-class ConfigError(ValueError):
-    """All faults of a configuration at once.
-
-    Attributes:
-        problems: the faults, in the order they were found.
-    """
-
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.problems,)  # an exception travels between processes with the arguments it was made of
-
-
-def raise_if_any(problems: Iterable[Problem]) -> None:
-    """Raise one :class:`ConfigError` if there is any problem."""
-    found = list(problems)
-    if found:
-        raise ConfigError(found)
-
-
-def problems_of(function: Callable[..., object], *args: object) -> list[Problem]:
-    """The problems that a call raises."""
-    try:
-        function(*args)
-    except ConfigError as error:
-        return list(error.problems)
-    return []
-
-
-def nearest_to(value: int, candidates: Iterable[int], count: int = 3) -> tuple[int, ...]:
-    """The ``count`` candidates closest to ``value``, closest first."""
-    return tuple(sorted(set(candidates), key=lambda c: (abs(c - value), c))[:count])
-
-
-def multiples_around(value: int, step: int) -> tuple[int, ...]:
-    """The multiples of ``step`` on both sides of ``value``, closest first, none below ``step``."""
-    low = value // step * step
-    return nearest_to(value, {max(low, step), low + step})
-
-
-def is_whole(value: object, at_least: int) -> bool:
-    """True if ``value`` is an ``int`` (``True`` and ``False`` are none) and large enough."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-
-
-def divisors(n: int) -> list[int]:
-    """All positive divisors of ``n >= 1``, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def nearest_names(name: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Known names that look like a mistyped one (all of them, if none looks alike)."""
-    from difflib import get_close_matches
-
-    return tuple(get_close_matches(name, known, n=3, cutoff=0.5)) or tuple(known)
 
 
 class ModelShape(Protocol):

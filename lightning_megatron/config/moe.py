@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_megatron.arguments import OneOf, Rules, above, at_least, within
-from lightning_megatron.config import Problem, nearest_to
+from lightning_megatron.errors import Problem, nearest_to
 
 SCORES = ("softmax", "sigmoid")
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")

@@ -1,0 +1,1 @@
+"""Sizes and layouts as a user gives them: frozen values that check themselves, without processes."""

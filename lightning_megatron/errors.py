@@ -1,0 +1,117 @@
+"""The errors that a user can meet, and the nearest values that would do.
+
+A check of a configuration never stops at the first fault: it returns every :class:`Problem` it finds, and one
+:class:`ConfigError` shows them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault in what the user asked for.
+
+    Attributes:
+        argument: the argument as the user writes it (``"tp"``, ``"micro_batch_size"``).
+        value: the value it has.
+        reason: why that value cannot work, with the numbers that collide.
+        nearest: the nearest values that would work, closest first; empty where there is no such list.
+    """
+
+    argument: str
+    value: object
+    reason: str
+    nearest: tuple[object, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{self.argument}={self.value!r}: {self.reason}"
+        return f"{text}; nearest valid: {', '.join(map(str, self.nearest))}" if self.nearest else text
+
+
+class ConfigError(ValueError):
+    """All faults of a configuration at once.
+
+    Attributes:
+        problems: the faults, in the order they were found.
+    """
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.problems,)  # an exception travels between processes with the arguments it was made of
+
+
+def raise_if_any(problems: Iterable[Problem]) -> None:
+    """Raise one :class:`ConfigError` if there is any problem."""
+    found = list(problems)
+    if found:
+        raise ConfigError(found)
+
+
+def problems_of(function: Callable[..., object], *args: object) -> list[Problem]:
+    """The problems that a call raises."""
+    try:
+        function(*args)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def nearest_to(value: int, candidates: Iterable[int], count: int = 3) -> tuple[int, ...]:
+    """The ``count`` candidates closest to ``value``, closest first."""
+    return tuple(sorted(set(candidates), key=lambda c: (abs(c - value), c))[:count])
+
+
+def multiples_around(value: int, step: int) -> tuple[int, ...]:
+    """The multiples of ``step`` on both sides of ``value``, closest first, none below ``step``."""
+    low = value // step * step
+    return nearest_to(value, {max(low, step), low + step})
+
+
+def is_whole(value: object, at_least: int) -> bool:
+    """True if ``value`` is an ``int`` (``True`` and ``False`` are none) and large enough."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def divisors(n: int) -> list[int]:
+    """All positive divisors of ``n >= 1``, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def nearest_names(name: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Known names that look like a mistyped one (all of them, if none looks alike)."""
+    from difflib import get_close_matches
+
+    return tuple(get_close_matches(name, known, n=3, cutoff=0.5)) or tuple(known)
+
+
+class DataError(ValueError):
+    """Bad data. The text names the file, the line where there is one, what is wrong, and what to do."""
+
+    @classmethod
+    def at(cls, path: str | Path, fault: str, *, line: int | None = None, do: str = "") -> DataError:
+        """The error for a place.
+
+        Args:
+            path: the file (or the prefix of a pair) at fault.
+            fault: what is wrong, with its numbers.
+            line: one-based line, for text files.
+            do: what the user can do about it.
+        """
+        place = f"{path}" if line is None else f"{path}, line {line}"
+        return cls(f"{place}: {fault}; {do}" if do else f"{place}: {fault}")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be saved or loaded; the text says which, why, and what to do."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is nothing at the path of a checkpoint."""
