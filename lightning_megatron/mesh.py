@@ -190,7 +190,7 @@ class ParallelMesh:
         self.tp_cp = axis("tp_cp", dense, ["tp", "cp"])
         self.dp_pp = axis("dp_pp", dense, ["dp", "pp"])
         ends = next((g for g in pipeline_ends(layout) if rank in g), (rank,))
-        self.ends = recorded(Axis("ends", len(ends), ends.index(rank), ends, groups.get("ends")))
+        self.embedding = recorded(Axis("embedding", len(ends), ends.index(rank), ends, groups.get("embedding")))
         self.etp = axis("etp", expert, ["etp"])
         self.ep = axis("ep", expert, ["ep"])
         self.edp = axis("edp", expert, ["edp"])
@@ -247,7 +247,7 @@ class ParallelMesh:
         wanted["dp_cp"] = group_of(dense, ["cp", "dp"])
         wanted["tp_cp"] = group_of(dense, ["tp", "cp"])
         wanted["dp_pp"] = group_of(dense, ["dp", "pp"])
-        wanted["ends"] = group_among(pipeline_ends(layout))
+        wanted["embedding"] = group_among(pipeline_ends(layout))
         wanted["world"] = group_of(dense, list(dense))
         wanted |= {name: group_of(expert, [name]) for name in ("etp", "ep", "edp")}
         wanted["etp_ep"] = group_of(expert, ["etp", "ep"])
@@ -295,7 +295,7 @@ class ParallelMesh:
             groups if len(groups) > 1 else groups[0], device_type, mesh=grid, mesh_dim_names=tuple(axes)
         )
 
-    def beside(self, timeout: timedelta | None = None) -> ParallelMesh:
+    def with_new_host_group(self, timeout: timedelta | None = None) -> ParallelMesh:
         """This mesh with a host group of its own, for a thread that talks while others do. Every rank must call this.
 
         Whoever asks for it destroys the group; a single rank has none.

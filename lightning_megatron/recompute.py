@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.comm.collectives import all_gather, own_slice
+from lightning_megatron.comm.collectives import all_gather, local_shard
 from lightning_megatron.config.layout import ModelShape, ParallelLayout
 from lightning_megatron.errors import Problem, is_whole, nearest_names, raise_if_any
 from lightning_megatron.mesh import Axis
@@ -193,7 +193,7 @@ def _kept_in_shares(axis: Axis) -> AbstractContextManager[None]:
         missing = -flat.numel() % axis.size
         if missing:
             flat = torch.cat((flat, flat.new_zeros(missing)))
-        return own_slice(flat, axis).clone(), x.shape
+        return local_shard(flat, axis).clone(), x.shape
 
     def unpack(kept: tuple[Tensor, torch.Size]) -> Tensor:
         share, shape = kept

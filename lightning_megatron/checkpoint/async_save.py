@@ -50,7 +50,7 @@ class BackgroundWriter:
     """
 
     def __init__(self, mesh: ParallelMesh, timeout: timedelta | None = None) -> None:
-        self._mesh, self._own_mesh = mesh, mesh.beside(timeout)
+        self._mesh, self._own_mesh = mesh, mesh.with_new_host_group(timeout)
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._draft: Draft | None = None

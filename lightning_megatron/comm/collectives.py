@@ -98,12 +98,12 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return start_reduce_scatter(x, axis).wait()
 
 
-def all_to_all(
+def all_to_all_no_grad(
     x: Tensor, axis: Axis, input_splits: Sequence[int] | None = None, output_splits: Sequence[int] | None = None
 ) -> Tensor:
     """``[sum of input_splits, ...] -> [sum of output_splits, ...]``: a piece to every rank; no gradient.
 
-    Arguments as for :func:`exchange`.
+    Arguments as for :func:`all_to_all`.
     """
     if axis.size == 1:
         return x
@@ -126,7 +126,7 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def own_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+def local_shard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """This rank's equal slice of ``x`` along ``dim``, a view.
 
     Raises:
@@ -178,7 +178,7 @@ class _JoinSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return own_slice(grad, ctx.axis).contiguous(), None
+        return local_shard(grad, ctx.axis).contiguous(), None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
@@ -186,17 +186,6 @@ class _ReduceScatterSequence(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         return reduce_scatter(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.axis), None
-
-
-class _SplitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return own_slice(x, axis).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -212,31 +201,31 @@ class _GatherFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return own_slice(grad, ctx.axis, dim=-1).contiguous(), None
+        return local_shard(grad, ctx.axis, dim=-1).contiguous(), None
 
 
 class _SplitFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return own_slice(x, axis, dim=-1).contiguous()
+        return local_shard(x, axis, dim=-1).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return torch.cat(all_gather(grad.unsqueeze(0), ctx.axis).unbind(0), dim=-1), None
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, axis: Axis, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None
     ) -> Tensor:
         ctx.axis, ctx.input_splits, ctx.output_splits = axis, input_splits, output_splits
-        return all_to_all(x, axis, input_splits, output_splits)
+        return all_to_all_no_grad(x, axis, input_splits, output_splits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grad, ctx.axis, ctx.output_splits, ctx.input_splits), None, None, None
+        return all_to_all_no_grad(grad, ctx.axis, ctx.output_splits, ctx.input_splits), None, None, None
 
 
 def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis) -> Tensor:
@@ -271,11 +260,6 @@ def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     return _apply(_ReduceScatterSequence, x, axis)
 
 
-def split_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """``[S, ...] -> [S/R, ...]`` of a tensor that is equal on all ranks; backward gathers."""
-    return _apply(_SplitSequence, x, axis)
-
-
 def gather_features(x: Tensor, axis: Axis) -> Tensor:
     """``[..., F/R] -> [..., F]`` for a consumer that does the same work on all ranks; backward slices."""
     return _apply(_GatherFeatures, x, axis)
@@ -286,7 +270,7 @@ def split_features(x: Tensor, axis: Axis) -> Tensor:
     return _apply(_SplitFeatures, x, axis)
 
 
-def exchange(
+def all_to_all(
     x: Tensor, axis: Axis, input_splits: Sequence[int] | None = None, output_splits: Sequence[int] | None = None
 ) -> Tensor:
     """All-to-all: piece ``j`` of ``x`` goes to rank ``j``, and what the others sent comes in their order.
@@ -303,5 +287,5 @@ def exchange(
     """
     if axis.size == 1:
         return x
-    out: Tensor = _Exchange.apply(x, axis, input_splits, output_splits)
+    out: Tensor = _AllToAll.apply(x, axis, input_splits, output_splits)
     return out

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_megatron.comm.collectives import exchange
+from lightning_megatron.comm.collectives import all_to_all
 from lightning_megatron.context_parallel.zigzag import by_rank, in_order
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import attention
@@ -52,7 +52,7 @@ def ulysses_attention(
     parts = [x.unflatten(2, (axis.size, -1)) for x in (q, k, v)]
     heads = [part.shape[3] for part in parts]
     packed = torch.cat(parts, dim=3).movedim(2, 0).flatten(0, 1)
-    whole = in_order(exchange(packed, axis), axis.size)
+    whole = in_order(all_to_all(packed, axis), axis.size)
     out = core(*whole.split(heads, dim=2), causal=causal, dropout=dropout)
-    back = exchange(by_rank(out, axis.size), axis)
+    back = all_to_all(by_rank(out, axis.size), axis)
     return back.unflatten(0, (axis.size, -1)).movedim(0, 2).flatten(2, 3)

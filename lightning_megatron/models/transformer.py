@@ -15,7 +15,7 @@ from lightning_megatron.comm.collectives import (
     gather_features,
     gather_sequence,
     join_sequence,
-    own_slice,
+    local_shard,
 )
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers.attention import KVCache, SelfAttention
@@ -153,7 +153,7 @@ class Embedding(nn.Module):
         x = self.word(tokens)
         if self.position is not None:
             if self.sequence_parallel:
-                positions = own_slice(positions, self.axis)
+                positions = local_shard(positions, self.axis)
             rows = F.embedding(positions, self.position)
             x = x + (rows.unsqueeze(1) if positions.ndim == 1 else rows)
         out: Tensor = self.dropout(x)

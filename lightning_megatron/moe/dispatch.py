@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron.comm.collectives import all_to_all, exchange, gather_sequence, reduce_scatter_sequence
+from lightning_megatron.comm.collectives import all_to_all, all_to_all_no_grad, gather_sequence, reduce_scatter_sequence
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.moe.capacity import queue_up
 
@@ -84,18 +84,18 @@ def alltoall(x: Tensor, experts: Tensor, weights: Tensor, compute: Experts, grid
     topk, local = experts.shape[1], grid.local
     order, counts, _ = queue_up(experts, grid.num_experts)
     sent = grid.copies(counts.view(grid.ep, local))  # [ranks, experts there]
-    told = torch.stack((sent, all_to_all(sent, grid.axis)))
+    told = torch.stack((sent, all_to_all_no_grad(sent, grid.axis)))
     sent_rows, received = told[0].sum(1).tolist(), told[1].tolist()
     blocks = sent_rows[:: grid.etp]
     rows = _repeated(order[: sum(blocks)] // topk, blocks, grid.etp)
     received_rows = [sum(row) for row in received]
-    arrived = exchange(x.index_select(0, rows), grid.axis, sent_rows, received_rows)
+    arrived = all_to_all(x.index_select(0, rows), grid.axis, sent_rows, received_rows)
 
     by_rank = [received[r][e] for r in range(grid.axis.size) for e in range(local)]
     by_expert = [received[r][e] for e in range(local) for r in range(grid.axis.size)]
     ours = _transposed(arrived, by_rank, local)
     out = compute.grouped(ours, [sum(row[e] for row in received) for e in range(local)])
-    back = exchange(_transposed(out, by_expert, grid.axis.size), grid.axis, received_rows, sent_rows)
+    back = all_to_all(_transposed(out, by_expert, grid.axis.size), grid.axis, received_rows, sent_rows)
     return _combined(_summed_copies(back, blocks, grid.etp), order, weights, x)
 
 
@@ -121,9 +121,9 @@ def padded_alltoall(
     # An empty slot takes the row of zeros that follows the tokens, a choice that was dropped the one after the slots.
     source = torch.full((slots + 1,), tokens, device=x.device).scatter_(0, slot, order // topk)[:slots]
     filled = _with_zeros(x).index_select(0, source).view(grid.ep, local * capacity, hidden)
-    arrived = exchange(grid.copies(filled), grid.axis).view(ranks, local, capacity, hidden)
+    arrived = all_to_all(grid.copies(filled), grid.axis).view(ranks, local, capacity, hidden)
     out = compute.batched(arrived.transpose(0, 1).reshape(local, ranks * capacity, hidden))
-    back = exchange(out.view(local, ranks, capacity, hidden).transpose(0, 1).contiguous(), grid.axis)
+    back = all_to_all(out.view(local, ranks, capacity, hidden).transpose(0, 1).contiguous(), grid.axis)
     partial = back.view(grid.ep, grid.etp, local * capacity, hidden).sum(1) if grid.etp > 1 else back
     rows = _with_zeros(partial.reshape(slots, hidden))
     slot_of_choice = torch.empty_like(slot).scatter_(0, order, slot)

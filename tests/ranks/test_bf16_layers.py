@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.comm.collectives import own_slice
+from lightning_megatron.comm.collectives import local_shard
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
@@ -36,16 +36,16 @@ def check(layer: nn.Module, mesh: ParallelMesh, x: Tensor, cut_input: bool, cut_
     expected.backward(upstream.double())
 
     def output(t: Tensor) -> Tensor:
-        return own_slice(t.unflatten(-1, (2, -1)), mesh.tp, -1).flatten(-2) if cut_output else t
+        return local_shard(t.unflatten(-1, (2, -1)), mesh.tp, -1).flatten(-2) if cut_output else t
 
     load_whole(layer, params, mesh)
-    local = (own_slice(x, mesh.tp, -1) if cut_input else x).clone().requires_grad_()
+    local = (local_shard(x, mesh.tp, -1) if cut_input else x).clone().requires_grad_()
     out = layer(local)
     out.backward(output(upstream))
     assert out.dtype == torch.bfloat16
     assert local.grad is not None
     assert exact.grad is not None
-    input_gradient = own_slice(exact.grad, mesh.tp, -1) if cut_input else exact.grad
+    input_gradient = local_shard(exact.grad, mesh.tp, -1) if cut_input else exact.grad
     return differences(
         {"output": out, "input gradient": local.grad, **whole_gradients(layer, mesh)},
         {"output": output(expected), "input gradient": input_gradient}

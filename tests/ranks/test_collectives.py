@@ -49,7 +49,6 @@ PAIRS: dict[str, Pair] = {  # function; what it gives on a rank; the gradient it
         lambda x, r: halves(sum(x), r, 0),  # type: ignore[arg-type]
         lambda g, r: torch.cat(g),
     ),
-    "split_sequence": (comm.split_sequence, lambda x, r: halves(x[r], r, 0), lambda g, r: torch.cat(g)),
     "gather_features": (comm.gather_features, lambda x, r: torch.cat(x, -1), lambda g, r: halves(g[r], r, -1)),
     "split_features": (comm.split_features, lambda x, r: halves(x[r], r, -1), lambda g, r: torch.cat(g, -1)),
 }
@@ -96,7 +95,7 @@ def check_plain() -> None:
     with pytest.raises(ValueError, match="reduce-scatter over tp: 3 rows do not split over 4 ranks"):
         comm.reduce_scatter(torch.zeros(3), tp)
     with pytest.raises(ValueError, match="dimension 1 of length 3 does not split over tp=4"):
-        comm.own_slice(mine, tp, 1)
+        comm.local_shard(mine, tp, 1)
     send = start_send(mine, tp, (tp.rank + 1) % R)
     received = start_receive((8, 3), torch.float32, torch.device("cpu"), tp, (tp.rank - 1) % R).wait()
     send.wait()
@@ -125,7 +124,7 @@ def check_exchange(dtype: torch.dtype) -> list[str]:
         sent = [x.to(dtype) for x in sent]
         pieces = [x.split(row) for x, row in zip(sent, table, strict=True)]
         x = sent[tp.rank].clone().requires_grad_()
-        out = comm.exchange(x, tp, table[tp.rank], [row[tp.rank] for row in table])
+        out = comm.all_to_all(x, tp, table[tp.rank], [row[tp.rank] for row in table])
         if not torch.equal(out, torch.cat([of_rank[tp.rank] for of_rank in pieces])):
             wrong.append(f"{name}: forward")
         # Whoever receives a row weighs it by one more than its rank: the sender can tell where its rows have been.
@@ -135,10 +134,10 @@ def check_exchange(dtype: torch.dtype) -> list[str]:
             wrong.append(f"{name}: backward")
         if not torch.equal(x.detach(), sent[tp.rank]):
             wrong.append(f"{name}: changed its input")
-        if name == "even" and not torch.equal(comm.exchange(x, tp), out):
+        if name == "even" and not torch.equal(comm.all_to_all(x, tp), out):
             wrong.append("without splits")
     with pytest.raises(ValueError, match="all-to-all over tp: 3 rows do not split over 4 ranks"):
-        comm.exchange(torch.zeros(3), tp)
+        comm.all_to_all(torch.zeros(3), tp)
     return wrong
 
 
@@ -152,7 +151,7 @@ def test_on_one_rank_everything_is_the_identity():
     for function, _, _ in PAIRS.values():
         assert function(x, alone) is x
     assert comm.all_reduce(x, alone) is x
-    assert comm.exchange(x, alone) is x
+    assert comm.all_to_all(x, alone) is x
 
 
 class Uneven(nn.Module):

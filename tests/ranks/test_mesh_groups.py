@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 
-AXES = ("tp", "cp", "dp", "pp", "dp_cp", "dp_pp", "ends", "etp", "ep", "edp", "world")
+AXES = ("tp", "cp", "dp", "pp", "dp_cp", "dp_pp", "embedding", "etp", "ep", "edp", "world")
 
 
 def build_and_sum_ranks(layouts: list[ParallelLayout]) -> list[dict[str, Any]]:

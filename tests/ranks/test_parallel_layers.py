@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.comm.collectives import own_slice
+from lightning_megatron.comm.collectives import local_shard
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.layers import (
     ColumnParallelLinear,
@@ -44,15 +44,15 @@ def whole(x: Tensor, tp: Axis) -> Tensor:
 
 
 def by_sequence(x: Tensor, tp: Axis) -> Tensor:
-    return own_slice(x, tp)
+    return local_shard(x, tp)
 
 
 def by_feature(x: Tensor, tp: Axis) -> Tensor:
-    return own_slice(x, tp, -1)
+    return local_shard(x, tp, -1)
 
 
 def by_feature_of_each_block(x: Tensor, tp: Axis) -> Tensor:
-    return own_slice(x.unflatten(-1, (2, -1)), tp, -1).flatten(-2)
+    return local_shard(x.unflatten(-1, (2, -1)), tp, -1).flatten(-2)
 
 
 class UsersMLP(nn.Module):

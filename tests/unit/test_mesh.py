@@ -131,11 +131,11 @@ def test_experts_fold_over_the_ranks_of_tensor_and_data_parallelism():
 
 def test_the_ends_of_a_pipeline_are_its_first_and_last_stage():
     layout = ParallelLayout(tp=2, pp=4).resolve(16)
-    ends = [ParallelMesh(layout, rank).ends for rank in range(16)]
+    ends = [ParallelMesh(layout, rank).embedding for rank in range(16)]
     assert [axis.ranks for axis in ends[:4]] == [(0, 12), (1, 13), (2, 14), (3, 15)]
     assert [(axis.ranks, axis.rank) for axis in ends[12:14]] == [((0, 12), 1), ((1, 13), 1)]
     assert [axis.ranks for axis in ends[4:12]] == [(rank,) for rank in range(4, 12)]
-    assert ParallelMesh(ParallelLayout(tp=2).resolve(4), 3).ends.size == 1
+    assert ParallelMesh(ParallelLayout(tp=2).resolve(4), 3).embedding.size == 1
 
 
 def test_an_axis_is_copied_as_a_handle_and_pickled_without_its_group():

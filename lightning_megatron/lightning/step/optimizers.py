@@ -34,7 +34,7 @@ from lightning_megatron.recorder.form import Kind
 
 
 @runtime_checkable
-class SeesSteps(Protocol):
+class AfterOptimizerStep(Protocol):
     """A module that does something of its own after every optimizer step (balances of experts)."""
 
     def after_optimizer_step(self) -> None:
@@ -43,7 +43,7 @@ class SeesSteps(Protocol):
 
 
 @runtime_checkable
-class ForgetsSteps(Protocol):
+class ForgetStep(Protocol):
     """One of these that must not learn from a step that was not taken."""
 
     def forget_step(self) -> None:
@@ -143,8 +143,8 @@ class OptimizerSet:
         self._replica_checks = {sharded: ReplicaCheck(sharded, mesh) for sharded in self.sharded}
         params = {name: param for name, param, _ in specs}
         self.finite_checks = {s: FiniteCheck(s, params, mesh) for s in self.sharded} if check_finite else {}
-        self._see_steps = [m for m in module.modules() if isinstance(m, SeesSteps)]
-        self._forget_steps: list[ForgetsSteps] = [m for m in module.modules() if isinstance(m, ForgetsSteps)]
+        self._see_steps = [m for m in module.modules() if isinstance(m, AfterOptimizerStep)]
+        self._forget_steps: list[ForgetStep] = [m for m in module.modules() if isinstance(m, ForgetStep)]
         self._tokens = TokenWindow(mesh.dp)
         self._is_automatic = module.automatic_optimization
         self._clears_itself = is_overridden("optimizer_zero_grad", module)
@@ -297,8 +297,8 @@ class OptimizerSet:
             own = {name for names in sharded.group_names() for name in names}
             shared = {name: sharded.main_grad(name) for name in own.intersection(self._shared.names)}
             self._shared.sum_gradients(shared, self._mesh.rng.device)
-            if self._mesh.ends.size > 1:
-                sum_tied_gradients({name: sharded.main_grad(name) for name in own & self._tied}, self._mesh.ends)
+            if self._mesh.embedding.size > 1:
+                sum_tied_gradients({name: sharded.main_grad(name) for name in own & self._tied}, self._mesh.embedding)
 
     def grad_norms(self) -> dict[str, Tensor]:
         """L2 norms of the gradients of all parameters of the model, by global name; all ranks call this."""

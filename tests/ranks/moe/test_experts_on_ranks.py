@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.comm.collectives import all_reduce, all_reduce_max, own_slice
+from lightning_megatron.comm.collectives import all_reduce, all_reduce_max, local_shard
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.errors import ConfigError
@@ -84,9 +84,9 @@ def check(mesh: ParallelMesh, config: MoEConfig, seed: int, skewed: bool, activa
 
     layer = layer_of(config, mesh, activation)
     load_whole(layer, {name: p.detach() for name, p in params.items()}, mesh)
-    x = own_slice(every[mesh.dp.rank], mesh.tp).clone().requires_grad_()
+    x = local_shard(every[mesh.dp.rank], mesh.tp).clone().requires_grad_()
     out, aux = layer(x)
-    (out * own_slice(upstream[mesh.dp.rank], mesh.tp)).sum().add(aux).backward()
+    (out * local_shard(upstream[mesh.dp.rank], mesh.tp)).sum().add(aux).backward()
     assert x.grad is not None
 
     # The reference: rank by rank, because capacity is a rank's; counts for the losses over the ranks of a sequence.
@@ -107,7 +107,7 @@ def check(mesh: ParallelMesh, config: MoEConfig, seed: int, skewed: bool, activa
     assert expected_x.grad is not None
 
     def mine(whole: Tensor) -> Tensor:
-        return own_slice(whole[mesh.dp.rank], mesh.tp)
+        return local_shard(whole[mesh.dp.rank], mesh.tp)
 
     found = {"out": out, "dx": x.grad, "aux": all_reduce(aux.detach(), mesh.tp)}
     right = {"out": mine(expected), "dx": mine(expected_x.grad), "aux": losses[mesh.dp.rank]}

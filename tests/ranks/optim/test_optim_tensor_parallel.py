@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.comm.collectives import gather_sequence, own_slice, reduce_from_region, split_sequence
+from lightning_megatron.comm.collectives import gather_sequence, local_shard, reduce_from_region
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -26,8 +26,8 @@ class Toy(nn.Module):
         generator = torch.Generator().manual_seed(0)
         self.tp = mesh.tp
         self.scale = nn.Parameter(1 + 0.1 * torch.randn(H, generator=generator))
-        self.up = nn.Parameter(own_slice(torch.randn(F, H, generator=generator), self.tp).clone())
-        self.down = nn.Parameter(own_slice(torch.randn(H, F, generator=generator), self.tp, 1).clone())
+        self.up = nn.Parameter(local_shard(torch.randn(F, H, generator=generator), self.tp).clone())
+        self.down = nn.Parameter(local_shard(torch.randn(H, F, generator=generator), self.tp, 1).clone())
         self.bias = nn.Parameter(torch.zeros(H))
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
@@ -39,7 +39,7 @@ class Toy(nn.Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:  # [S, H]
-        x = gather_sequence(split_sequence(x, self.tp) * self.scale, self.tp)
+        x = gather_sequence(local_shard(x, self.tp) * self.scale, self.tp)
         return reduce_from_region(torch.tanh(x @ self.up.T) @ self.down.T, self.tp) + self.bias
 
 
