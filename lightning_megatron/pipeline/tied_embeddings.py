@@ -1,7 +1,7 @@
-"""Parameters that several stages hold.
+"""Parameters that several pipeline stages hold.
 
-The embedding, where the output layer of the last stage is tied to the first's; and what a user's own module adds beside
-the model, which every stage builds and only the last one uses.
+These are the embedding, if the output layer of the last stage is tied to that of the first; and parameters that a
+user's module adds beside the model, which every stage builds and only the last one uses.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_reduce, start_all_reduce
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.mesh import Axis, ParallelMesh
-from lightning_megatron.recorder.form import Kind
 
 Held = Mapping[str, tuple[int, ...]]
-"""Parameters of a stage by name, with their local shapes."""
+"""Local shapes of a stage's parameters, by name."""
 
 
 def sum_tied_gradients(gradients: Mapping[str, Tensor], ends: Axis) -> None:
@@ -25,37 +24,47 @@ def sum_tied_gradients(gradients: Mapping[str, Tensor], ends: Axis) -> None:
 
     Args:
         gradients: accumulated gradients of the tied parameters, by name.
-        ends: first and last stage.
+        ends: axis of the first and the last stage (Megatron's embedding group).
     """
     for _, gradient in sorted(gradients.items()):
         gradient.copy_(start_all_reduce(gradient, ends).wait())
 
 
-def held_by_stages(own: Held, mesh: ParallelMesh) -> list[Held]:
-    """What each pipeline rank holds, in their order. Every rank must call this.
+def tied_names(own: Sequence[str], mesh: ParallelMesh) -> frozenset[str]:
+    """Names of the parameters that both the first and the last stage hold. Every rank must call this.
 
     Args:
-        own: parameters of this rank. Ranks that differ in no more than tp, cp or dp hold the same names.
-        mesh: this rank's.
+        own: tied parameters that this rank knows of; only the last stage knows any.
+        mesh: mesh of this rank.
     """
-    told: list[tuple[int, Held] | None] = [None] * mesh.world.size
-    speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
-    said = (mesh.pp.rank, dict(own)) if speaks else None
-    mesh.host.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, told, said, group=mesh.host_group)
-    return [held for _, held in sorted((entry for entry in told if entry is not None), key=lambda entry: entry[0])]
+    if mesh.pp.size == 1:
+        return frozenset(own)
+    return frozenset(name for names in all_gather_object(mesh, list(own)) for name in names)
+
+
+def held_by_stages(own: Held, mesh: ParallelMesh) -> list[Held]:
+    """Parameters of every pipeline rank, in the order of the ranks. Every rank must call this.
+
+    Args:
+        own: parameters of this rank. Ranks that differ only in tp, cp or dp hold the same names.
+        mesh: mesh of this rank.
+    """
+    is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
+    gathered = all_gather_object(mesh, (mesh.pp.rank, dict(own)) if is_source else None)
+    return [held for _, held in sorted((entry for entry in gathered if entry is not None), key=lambda entry: entry[0])]
 
 
 class SharedParameters:
     """Parameters under one name on several stages, whose gradients are summed so that the copies stay equal.
 
     Args:
-        stages: what each of them holds (:func:`held_by_stages`).
-        apart: names that something else takes care of.
+        stages: parameters of every stage (:func:`held_by_stages`).
+        apart: names to leave out, since they are summed elsewhere.
         axis: the pipeline.
 
     Attributes:
-        names: what is shared, in one order on all ranks.
-        repeated: those that an earlier stage holds too: they do not count in a norm.
+        names: names of the shared parameters, in the same order on all ranks.
+        repeated: names that an earlier stage holds too; they do not count in a norm.
     """
 
     def __init__(self, stages: Sequence[Held], apart: frozenset[str], axis: Axis) -> None:
@@ -70,10 +79,10 @@ class SharedParameters:
 
     @torch.no_grad()
     def share_values(self, params: Mapping[str, Tensor]) -> None:
-        """Give every stage the values of the first that holds them; every stage calls this.
+        """Copy the values of the first stage that holds them to all others; every stage calls this.
 
         Args:
-            params: what this stage holds, by name.
+            params: parameters of this stage, by name.
         """
         for name in self.names:
             own = params.get(name)
@@ -85,11 +94,11 @@ class SharedParameters:
                 own.copy_(value)
 
     def sum_gradients(self, gradients: Mapping[str, Tensor], device: torch.device) -> None:
-        """Sum in place; every stage calls this, those that hold nothing too.
+        """Sum in place; every stage calls this, also one that holds nothing.
 
         Args:
-            gradients: of those that this stage holds.
-            device: where gradients live.
+            gradients: gradients of the shared parameters that this stage holds.
+            device: device of the gradients.
         """
         if not self.names:
             return

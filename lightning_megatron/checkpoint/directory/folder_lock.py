@@ -162,10 +162,12 @@ class FolderLock:
         return self._lock.with_name(f"{_NAME}.{mark}.{kind}")
 
     def _beat(self) -> None:
+        """Give signs of life until the lock is released or lost."""
         while not self._end.wait(BEAT):
             with suppress(OSError):
-                if self.is_ours():
-                    os.utime(self._lock / _NOTE)
+                if not self.is_ours():
+                    return
+                os.utime(self._lock / _NOTE)
 
 
 def _refusal(folder: Path, whose: str, waited: float, lock: Path) -> str:

@@ -29,7 +29,7 @@ from lightning_megatron.optim.replicas import ReplicaCheck
 from lightning_megatron.optim.start import start_alike
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs
-from lightning_megatron.pipeline.tied_embeddings import SharedParameters, held_by_stages, sum_tied_gradients
+from lightning_megatron.pipeline.tied_embeddings import SharedParameters, held_by_stages, sum_tied_gradients, tied_names
 from lightning_megatron.recorder.form import Kind
 
 
@@ -109,7 +109,7 @@ class OptimizerSet:
         specs = list(named_specs(module))
         self._names: list[str] | None = None
         raise_if_any(_shared_problems(optimizers, {id(param): name for name, param, _ in specs}))
-        self._tied = _tied_names([spec.tied_with for _, _, spec in specs if spec.tied_with], mesh)
+        self._tied = tied_names([spec.tied_with for _, _, spec in specs if spec.tied_with], mesh)
         self._shared = self._held_by_several(specs)
         start_alike(specs, mesh)
         self._shared.share_values({name: param for name, param, _ in specs})
@@ -372,12 +372,3 @@ def _shared_problems(optimizers: Sequence[Optimizer], names: Mapping[int, str]) 
                 advice = "; give each parameter one optimizer, whose settings you change from step to step"
                 found.append(Problem("configure_optimizers", names.get(id(param), "a parameter"), reason + advice))
     return found
-
-
-def _tied_names(own: Sequence[str], mesh: ParallelMesh) -> frozenset[str]:
-    """Parameters that first and last stage both hold: the last stage knows, every rank hears of them."""
-    if mesh.pp.size == 1:
-        return frozenset(own)
-    told: list[list[str]] = [[] for _ in range(mesh.world.size)]
-    mesh.host.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, told, list(own), group=mesh.host_group)
-    return frozenset(name for names in told for name in names)

@@ -157,6 +157,22 @@ def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     lock.release()
 
 
+def test_a_run_that_has_lost_its_lock_gives_no_more_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_lock, "BEAT", 0.01)
+    lock = FolderLock(tmp_path)
+    lock.take()
+    thread = next(each for each in threading.enumerate() if each.name == f"keeping {tmp_path}")
+    assert thread.is_alive()
+    pretend(tmp_path, mark="beef-1-1-1", job="another run")
+    thread.join(10.0)
+    assert not thread.is_alive()
+    long_ago(tmp_path)
+    lock.release()
+    assert note_in(tmp_path).stat().st_mtime == 1e9
+
+
 def test_of_many_that_find_a_dead_lock_one_has_the_folder_at_a_time(tmp_path: Path) -> None:
     folder, inside = tmp_path / "run", tmp_path / "inside"
     holder(folder, 0.0, dies=True).join()
