@@ -21,7 +21,7 @@ from lightning_megatron.checkpoint.formats.hf import FAMILIES
 from lightning_megatron.checkpoint.formats.hf.write import write_hf
 from lightning_megatron.checkpoint.formats.translate import Split, to_theirs
 from lightning_megatron.checkpoint.formats.weight_map import WeightMap
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import spec_registry
@@ -52,7 +52,7 @@ def shapes_of(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 def random_splits(shapes: dict[str, tuple[int, ...]], rules: WeightMap) -> Iterator[Split]:
     """Random weights, made when they are written."""
-    tensors = {name: WholeTensor(shape, torch.float32, partial(torch.randn, shape)) for name, shape in shapes.items()}
+    tensors = {name: LazyTensor(shape, torch.float32, partial(torch.randn, shape)) for name, shape in shapes.items()}
     return to_theirs(tensors, rules)
 
 

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_megatron.checkpoint.fragment import Fragment, cover_fault
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.params import Box
 
 PER_RANK = "per_rank"
@@ -58,7 +58,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-def _shard(key: str, value: Fragment | WholeTensor, box: Box) -> WriteItem:
+def _shard(key: str, value: Fragment | LazyTensor, box: Box) -> WriteItem:
     data = TensorWriteData(_chunk(box), TensorProperties(dtype=value.dtype), torch.Size(value.shape))
     return WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=data)
 
@@ -66,7 +66,7 @@ def _shard(key: str, value: Fragment | WholeTensor, box: Box) -> WriteItem:
 class FragmentSavePlanner(SavePlanner):
     """Writes the parts of fragments that are this rank's to write, and any other value once in the job.
 
-    A :class:`WholeTensor` is made when its turn comes, and let go when it is written.
+    A :class:`LazyTensor` is made when its turn comes, and let go when it is written.
     """
 
     def set_up_planner(
@@ -86,7 +86,7 @@ class FragmentSavePlanner(SavePlanner):
         """One item a part, one a value that is no tensor."""
         items = []
         for key, value in self._state.items():
-            if isinstance(value, WholeTensor):
+            if isinstance(value, LazyTensor):
                 items.append(_shard(key, value, value.box))
             elif isinstance(value, Fragment):
                 items += [_shard(key, value, part.box) for part in value.parts if part.write]
@@ -115,8 +115,8 @@ class FragmentSavePlanner(SavePlanner):
         """The view of live memory for a part, the pickled bytes for any other value."""
         index = write_item.index
         value = self._state[index.fqn]
-        if isinstance(value, WholeTensor):
-            return value.make()
+        if isinstance(value, LazyTensor):
+            return value.materialize()
         if write_item.type is not WriteItemType.BYTE_IO:
             assert index.offset is not None
             return self._parts[index.fqn, index.offset]

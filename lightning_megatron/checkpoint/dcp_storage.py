@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.dcp_planner import FragmentLoadPlanner, FragmentSavePlanner
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_packed_items
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.comm.objects import gather_object, scatter_object
 from lightning_megatron.mesh import ParallelMesh
@@ -35,7 +35,7 @@ def write(directory: Path, state: State, mesh: ParallelMesh, doing: str) -> Mapp
     Raises:
         CheckpointError: on every rank, if any step failed on any.
     """
-    streams = any(isinstance(value, WholeTensor) for value in state.values())
+    streams = any(isinstance(value, LazyTensor) for value in state.values())
     planner = FragmentSavePlanner()
     writer = FileSystemWriter(directory, single_file_per_rank=not streams, sync_files=True)
     leads = mesh.rank == 0

@@ -1,4 +1,4 @@
-"""A tensor of the whole model that need not exist yet: streams hold one at a time."""
+"""A whole tensor of known shape and dtype whose values are read when they are needed."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from lightning_megatron.params import Box
 
 
 @dataclass(frozen=True)
-class WholeTensor:
-    """What is known of a tensor before it is made.
+class LazyTensor:
+    """A tensor of the whole model, without its values.
 
     Attributes:
         shape: shape of the whole tensor, without padding.
         dtype: its dtype.
-        make: reads or computes it; called each time somebody needs the values, and nothing is kept.
+        materialize: function that reads or computes the values; each call does so anew, and nothing is kept.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    make: Callable[[], Tensor]
+    materialize: Callable[[], Tensor]
 
     @property
     def box(self) -> Box:
-        """All of it."""
+        """The box of the whole tensor."""
         return Box.whole(self.shape)
 
-    def to(self, dtype: torch.dtype | None) -> WholeTensor:
-        """The same in another dtype; ``None`` for its own."""
+    def to(self, dtype: torch.dtype | None) -> LazyTensor:
+        """This tensor in another dtype; ``None`` for its own."""
         if dtype is None or dtype == self.dtype:
             return self
-        return replace(self, dtype=dtype, make=lambda: self.make().to(dtype))
+        return replace(self, dtype=dtype, materialize=lambda: self.materialize().to(dtype))
 
     def on_meta(self) -> Tensor:
-        """A tensor without memory, to work out shapes and dtypes with."""
+        """A tensor on the meta device, to work out shapes and dtypes without memory."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")

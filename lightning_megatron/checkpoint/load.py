@@ -109,7 +109,7 @@ def save(
     Args:
         path: the directory to make, on a file system that all ranks share.
         state: what this rank holds of the model and the optimizers; where there is one rank, also tensors that are made
-            while they are written (:class:`~lightning_megatron.checkpoint.lazy_tensor.WholeTensor`).
+            while they are written (:class:`~lightning_megatron.checkpoint.lazy_tensor.LazyTensor`).
         meta: anything small, the same on all ranks; rank 0's is saved.
         mesh: who takes part.
         per_rank: what only a rank at the same coordinate of the same layout can use, such as its random streams.

@@ -27,7 +27,7 @@ from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, FileRecor
 from lightning_megatron.checkpoint.integrity.metadata_file import METADATA
 from lightning_megatron.checkpoint.integrity.save_guard import SaveGuard
 from lightning_megatron.checkpoint.integrity.verify import size_faults
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.meta import META, refuse_objects, render_meta, write_meta
 from lightning_megatron.checkpoint.plain import plain
 from lightning_megatron.checkpoint.state_dict import State
@@ -80,7 +80,7 @@ class Draft:
 
         def render() -> bytes:
             for key, value in whole.items():
-                if not isinstance(value, Fragment | WholeTensor):
+                if not isinstance(value, Fragment | LazyTensor):
                     refuse_objects(value, key, "Turn them into plain containers, numbers, strings or tensors.")
             if mesh.rank:
                 return b""

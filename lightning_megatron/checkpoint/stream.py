@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_megatron.checkpoint.dcp_storage import read
 from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.load import Loaded, load
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box, is_calibration
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Loaded, dict[str, WholeTensor]]:
+def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Loaded, dict[str, LazyTensor]]:
     """What a checkpoint of any layout says of itself, and its tensors by key, each read when it is made.
 
     Raises:
@@ -43,5 +43,5 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Loaded, dict[str, Who
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and not is_calibration(key):
             shape, dtype = tuple(entry.size), entry.properties.dtype
-            found[key] = WholeTensor(shape, dtype, partial(tensor, key, shape, dtype))
+            found[key] = LazyTensor(shape, dtype, partial(tensor, key, shape, dtype))
     return loaded, found

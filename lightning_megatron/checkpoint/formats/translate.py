@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.weight_map import Rule, WeightMap, check_tied
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.finite import amount, not_finite
 
@@ -30,8 +30,8 @@ class Split:
 
 
 def to_ours(
-    theirs: Mapping[str, WholeTensor], rules: WeightMap, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, WholeTensor]:
+    theirs: Mapping[str, LazyTensor], rules: WeightMap, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, LazyTensor]:
     """Our tensors, each joined when it is made, and then compared with what the files call by another name.
 
     Args:
@@ -58,14 +58,14 @@ def to_ours(
             wanted = list(shapes[rule.ours])
             faults.append(f"{_shown(rule, parts)}: makes {rule.ours} {list(joined.shape)}, and the model's is {wanted}")
         repeats = {name: theirs[places[name]] for name in rule.repeats if name in places}
-        found[rule.ours] = WholeTensor(tuple(joined.shape), joined.dtype, partial(_joined, rule, parts, repeats))
+        found[rule.ours] = LazyTensor(tuple(joined.shape), joined.dtype, partial(_joined, rule, parts, repeats))
     if faults:
         more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         raise CheckpointError("\n  - ".join(["the tensors do not fit the model:", *faults[:_SHOWN], *more]))
     return found
 
 
-def to_theirs(ours: Mapping[str, WholeTensor], rules: WeightMap) -> Iterator[Split]:
+def to_theirs(ours: Mapping[str, LazyTensor], rules: WeightMap) -> Iterator[Split]:
     """Their tensors, in the order of the rules.
 
     Raises:
@@ -78,21 +78,21 @@ def to_theirs(ours: Mapping[str, WholeTensor], rules: WeightMap) -> Iterator[Spl
         yield Split(on_meta, partial(_split, rule, whole))
 
 
-def _joined(rule: Rule, parts: Sequence[WholeTensor], repeats: Mapping[str, WholeTensor]) -> Tensor:
-    theirs = [part.make() for part in parts]
+def _joined(rule: Rule, parts: Sequence[LazyTensor], repeats: Mapping[str, LazyTensor]) -> Tensor:
+    theirs = [part.materialize() for part in parts]
     for name in not_finite(zip(rule.theirs, theirs, strict=True)):
         bad = amount(theirs[list(rule.theirs).index(name)])
         raise CheckpointError(f"{name}, of which {rule.ours} is made: {bad}")
     joined = rule.join(*theirs)
     for name, repeat in repeats.items():
-        check_tied(rule, joined, name, repeat.make())
+        check_tied(rule, joined, name, repeat.materialize())
     return joined
 
 
-def _split(rule: Rule, whole: WholeTensor) -> Sequence[Tensor]:
-    return rule.split(whole.make())
+def _split(rule: Rule, whole: LazyTensor) -> Sequence[Tensor]:
+    return rule.split(whole.materialize())
 
 
-def _shown(rule: Rule, parts: Sequence[WholeTensor]) -> str:
+def _shown(rule: Rule, parts: Sequence[LazyTensor]) -> str:
     pairs = [f"{name} {list(part.shape)}" for name, part in zip(rule.theirs, parts, strict=True)]
     return ", ".join(pairs[:3]) + (", ..." if len(pairs) > 3 else "")

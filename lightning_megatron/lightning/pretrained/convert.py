@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint.formats.hf.settings import (
 from lightning_megatron.checkpoint.formats.hf.write import write_hf
 from lightning_megatron.checkpoint.formats.megatron import open_megatron
 from lightning_megatron.checkpoint.formats.translate import to_theirs
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.stream import open_checkpoint
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of
@@ -96,7 +96,7 @@ def _on_meta(config: TransformerConfig) -> GPTModel:
 def _begin(
     target: Path,
     config: TransformerConfig,
-    tensors: Mapping[str, WholeTensor],
+    tensors: Mapping[str, LazyTensor],
     source: Path,
     dtype: torch.dtype | None,
 ) -> None:

@@ -13,7 +13,7 @@ from lightning_megatron.checkpoint.formats.hf import family_of
 from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, read_config, read_tensors
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS
 from lightning_megatron.checkpoint.formats.translate import to_ours
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.models.gpt import GPTModel
@@ -124,7 +124,7 @@ def kept_settings(module: object) -> dict[str, Any]:
     return {SETTINGS: settings} if settings else {}
 
 
-def open_hf(path: Path, model: GPTModel) -> dict[str, WholeTensor]:
+def open_hf(path: Path, model: GPTModel) -> dict[str, LazyTensor]:
     """The tensors of a directory that the parts of a model on this rank need, each read when it is made.
 
     Raises:

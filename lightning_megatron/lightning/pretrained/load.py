@@ -13,7 +13,7 @@ from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.checkpoint.formats.megatron import is_megatron_directory
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.lightning.pretrained.hugging_face import open_hf
 from lightning_megatron.lightning.pretrained.megatron import open_megatron_model
 from lightning_megatron.mesh import ParallelMesh
@@ -22,7 +22,7 @@ from lightning_megatron.params import copy_slice, named_specs
 
 Path = str | os.PathLike[str]
 
-_READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path, GPTModel], Mapping[str, WholeTensor]]], ...] = (
+_READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path, GPTModel], Mapping[str, LazyTensor]]], ...] = (
     (is_hf_directory, open_hf),
     (is_megatron_directory, open_megatron_model),
 )
@@ -48,7 +48,7 @@ def load_foreign_weights(module: nn.Module, path: Path, mesh: ParallelMesh) -> N
         CheckpointError: on every rank, if anything is wrong on any.
     """
 
-    def open_it() -> tuple[GPTModel, Mapping[str, WholeTensor]]:
+    def open_it() -> tuple[GPTModel, Mapping[str, LazyTensor]]:
         models = [part for part in module.modules() if isinstance(part, GPTModel)]
         if len(models) != 1:
             raise CheckpointError(f"{type(module).__name__} holds {len(models)} models of type GPTModel, not one")
@@ -57,7 +57,7 @@ def load_foreign_weights(module: nn.Module, path: Path, mesh: ParallelMesh) -> N
 
     def fill() -> None:
         for name, param, spec in named_specs(model):
-            copy_slice(name, param, spec, tensors[name].make(), mesh.shard_ranks)
+            copy_slice(name, param, spec, tensors[name].materialize(), mesh.shard_ranks)
 
     doing = f"loading {path}"
     model, tensors = on_all_ranks(mesh, doing, open_it)

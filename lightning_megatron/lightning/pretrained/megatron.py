@@ -12,7 +12,7 @@ from lightning_megatron.checkpoint.formats.megatron import (
     weight_map,
 )
 from lightning_megatron.checkpoint.formats.translate import to_ours
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.models.gpt import GPTModel
@@ -33,7 +33,7 @@ def megatron_config(checkpoint: MegatronCheckpoint, path: Path) -> TransformerCo
     return TransformerConfig(**config_from_arguments(checkpoint.arguments))
 
 
-def megatron_tensors(checkpoint: MegatronCheckpoint, model: GPTModel) -> dict[str, WholeTensor]:
+def megatron_tensors(checkpoint: MegatronCheckpoint, model: GPTModel) -> dict[str, LazyTensor]:
     """The tensors that the parts of a model on this rank need, each read when it is made.
 
     Raises:
@@ -46,7 +46,7 @@ def megatron_tensors(checkpoint: MegatronCheckpoint, model: GPTModel) -> dict[st
     return to_ours(checkpoint.tensors, weight_map(model.config), shapes)
 
 
-def open_megatron_model(path: Path, model: GPTModel) -> dict[str, WholeTensor]:
+def open_megatron_model(path: Path, model: GPTModel) -> dict[str, LazyTensor]:
     """The same of a directory; the configuration is the model's, and pickles are not read.
 
     Raises:

@@ -95,5 +95,5 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: if there is no such checkpoint, or it is damaged.
     """
     loaded, tensors = open_checkpoint(path)
-    weights = {key: tensor.make() for key, tensor in tensors.items() if key.startswith(_PREFIX)}
+    weights = {key: tensor.materialize() for key, tensor in tensors.items() if key.startswith(_PREFIX)}
     return {**loaded.meta, "state_dict": {key.removeprefix(_PREFIX): value for key, value in weights.items()}}

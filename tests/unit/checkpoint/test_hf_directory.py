@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory, 
 from lightning_megatron.checkpoint.formats.hf.write import plan_shards, shard_names, write_hf
 from lightning_megatron.checkpoint.formats.translate import Split, to_ours, to_theirs
 from lightning_megatron.checkpoint.formats.weight_map import WeightMap, same, stacked
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.errors import ConfigError
 
 RULES = WeightMap((same("w", "model.w"), stacked("m", "model.gate", "model.up")), ignored="inv_freq$", prefix="model.")
@@ -30,13 +30,13 @@ def tensors() -> dict[str, Tensor]:
     return {"model.w": torch.randn(5), "model.gate": torch.randn(3, 4), "model.up": torch.randn(3, 4)}
 
 
-def whole(tensor: Tensor, made: list[Any] | None = None, name: str = "") -> WholeTensor:
+def whole(tensor: Tensor, made: list[Any] | None = None, name: str = "") -> LazyTensor:
     def make() -> Tensor:
         if made is not None:
             made.append(name)
         return tensor
 
-    return WholeTensor(tuple(tensor.shape), tensor.dtype, make)
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, make)
 
 
 def in_one(folder: Path) -> None:
@@ -66,7 +66,7 @@ def test_every_kind_of_directory_is_read(write: Callable[[Path], None], tmp_path
     assert found.keys() == tensors().keys()
     for name, tensor in tensors().items():
         assert (found[name].shape, found[name].dtype) == (tuple(tensor.shape), torch.float32)
-        assert torch.equal(found[name].make(), tensor)
+        assert torch.equal(found[name].materialize(), tensor)
 
 
 def edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> None:
@@ -134,14 +134,14 @@ def test_a_tied_tensor_that_is_there_twice_must_be_the_same_twice() -> None:
     given = {"model.w": torch.ones(5), "lm_head.weight": torch.ones(5)}
     assert torch.equal(rules.to_ours(given)["w"], torch.ones(5))
     found = to_ours({name: whole(tensor) for name, tensor in given.items()}, rules, {"w": (5,)})
-    assert torch.equal(found["w"].make(), torch.ones(5))
+    assert torch.equal(found["w"].materialize(), torch.ones(5))
     given["lm_head.weight"] = torch.ones(5).index_fill(0, torch.tensor(3), 2.0)
     text = r"tensor='lm_head\.weight': the configuration ties it to model\.w, and their values differ"
     with pytest.raises(ConfigError, match=text):
         rules.to_ours(given)
     found = to_ours({name: whole(tensor) for name, tensor in given.items()}, rules, {"w": (5,)})
     with pytest.raises(ConfigError, match=text):
-        found["w"].make()
+        found["w"].materialize()
 
 
 def test_a_pickle_with_code_in_it_is_not_run(tmp_path: Path) -> None:
@@ -169,10 +169,10 @@ def test_our_tensors_are_joined_when_they_are_wanted() -> None:
     found = to_ours(given, RULES, SHAPES)
     assert made == []
     assert found["m"].shape == SHAPES["m"]
-    assert torch.equal(found["m"].make(), torch.stack([tensors()["model.gate"], tensors()["model.up"]]))
+    assert torch.equal(found["m"].materialize(), torch.stack([tensors()["model.gate"], tensors()["model.up"]]))
     assert made == ["model.gate", "model.up"]
     assert to_ours(given, RULES, {"w": (5,)}).keys() == {"w"}, "a stage takes what it holds"
-    assert found["m"].to(torch.bfloat16).make().dtype == torch.bfloat16
+    assert found["m"].to(torch.bfloat16).materialize().dtype == torch.bfloat16
 
 
 def test_shapes_and_names_that_do_not_fit_are_named_together() -> None:
@@ -194,7 +194,7 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
         back = {name: x for file in path.glob("*.safetensors") for name, x in load_file(file).items()}
         assert back.keys() == tensors().keys()
         assert all(torch.equal(back[name], tensor) for name, tensor in tensors().items())
-        assert {name: x.make().tolist() for name, x in read_tensors(path).items()} == {
+        assert {name: x.materialize().tolist() for name, x in read_tensors(path).items()} == {
             name: x.tolist() for name, x in tensors().items()
         }
         assert read_config(path) == {"model_type": "x", "torch_dtype": "float32"}

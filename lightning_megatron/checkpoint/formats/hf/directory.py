@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd, refuse_packed
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, is_plain_name
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files.small import read_object
 
@@ -58,7 +58,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return read_json(file)
 
 
-def read_tensors(path: str | os.PathLike[str]) -> dict[str, WholeTensor]:
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, LazyTensor]:
     """All tensors of the directory by name. Only headers are read; values are when a tensor is made.
 
     Safetensors are taken before pickled files, and an index before a file in one piece, as transformers does.
@@ -76,7 +76,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, WholeTensor]:
     raise CheckpointError(f"{path} holds no weights: neither {SAFETENSORS} nor {PICKLED}, nor an index of several")
 
 
-def _indexed(path: Path, index: Path, header: Callable[[Path], dict[str, WholeTensor]]) -> dict[str, WholeTensor]:
+def _indexed(path: Path, index: Path, header: Callable[[Path], dict[str, LazyTensor]]) -> dict[str, LazyTensor]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise CheckpointError(f"{index}: it has no weight_map")
@@ -87,7 +87,7 @@ def _indexed(path: Path, index: Path, header: Callable[[Path], dict[str, WholeTe
     ]
     if faults:
         raise _misfits(faults)
-    files: dict[str, dict[str, WholeTensor]] = {}
+    files: dict[str, dict[str, LazyTensor]] = {}
     for name in sorted(set(places.values())):
         try:
             files[name] = header(path / name)
@@ -112,14 +112,14 @@ def _misfits(faults: Sequence[str]) -> CheckpointError:
     return CheckpointError("\n  - ".join(["the files do not fit together:", *faults[:_SHOWN], *more]))
 
 
-def _safetensors(file: Path) -> dict[str, WholeTensor]:
+def _safetensors(file: Path) -> dict[str, LazyTensor]:
     found = {}
     with _opened(file) as stream:
         for name in stream.keys():  # noqa: SIM118 - it is no mapping
             part = stream.get_slice(name)
             if (kind := part.get_dtype()) not in SAFETENSORS_DTYPES:
                 raise CheckpointError(f"{file}: {name} is of dtype {kind}, which no model of ours has")
-            found[name] = WholeTensor(tuple(part.get_shape()), SAFETENSORS_DTYPES[kind], partial(_read, file, name))
+            found[name] = LazyTensor(tuple(part.get_shape()), SAFETENSORS_DTYPES[kind], partial(_read, file, name))
     return found
 
 
@@ -139,9 +139,9 @@ def _opened(file: Path) -> Any:
         raise _unreadable(file, error) from None
 
 
-def _pickled(file: Path) -> dict[str, WholeTensor]:
+def _pickled(file: Path) -> dict[str, LazyTensor]:
     return {
-        name: WholeTensor(tuple(tensor.shape), tensor.dtype, partial(_unpickle, file, name))
+        name: LazyTensor(tuple(tensor.shape), tensor.dtype, partial(_unpickle, file, name))
         for name, tensor in _mapped(file).items()
     }
 

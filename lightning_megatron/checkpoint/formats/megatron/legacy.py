@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS, is_of_model, plain_name
 from lightning_megatron.checkpoint.formats.megatron.unpickle import command_line, load_file
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError
 
 _FILE = "model_optim_rng.pt"
@@ -48,7 +48,7 @@ class _Shard:
         return self.make(self.tensor)
 
 
-def read_legacy(directory: Path, *, allow_pickle: bool) -> tuple[dict[str, WholeTensor], dict[str, Any] | None]:
+def read_legacy(directory: Path, *, allow_pickle: bool) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
     """The tensors of the model, merged when they are made, and Megatron's command line.
 
     Raises:
@@ -184,9 +184,9 @@ def _is_gated(name: str, shards: Mapping[str, Sequence[_Shard]]) -> bool:
     return shards[name][0].on_meta().shape[0] == 2 * second[0].on_meta().shape[1]
 
 
-def _merged(name: str, shards: Sequence[_Shard], gated: bool) -> WholeTensor:
+def _merged(name: str, shards: Sequence[_Shard], gated: bool) -> LazyTensor:
     joined = _join(name, gated, [shard.on_meta() for shard in shards])
-    return WholeTensor(
+    return LazyTensor(
         tuple(joined.shape), joined.dtype, lambda: _join(name, gated, [shard.value() for shard in shards])
     )
 

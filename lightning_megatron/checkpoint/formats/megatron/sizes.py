@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS
 from lightning_megatron.checkpoint.formats.megatron.weight_map import MegatronShape
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.errors import Problem
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 
 
-def size_problems(tensors: Mapping[str, WholeTensor], shape: MegatronShape) -> list[Problem]:
+def size_problems(tensors: Mapping[str, LazyTensor], shape: MegatronShape) -> list[Problem]:
     """Fields of the model whose value the tensors contradict.
 
     Args:
@@ -45,5 +45,5 @@ def size_problems(tensors: Mapping[str, WholeTensor], shape: MegatronShape) -> l
     return problems
 
 
-def _count(pattern: str, tensors: Mapping[str, WholeTensor]) -> int:
+def _count(pattern: str, tensors: Mapping[str, LazyTensor]) -> int:
     return len({match[1] for name in tensors if (match := re.search(pattern, name))})

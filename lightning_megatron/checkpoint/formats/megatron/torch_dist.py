@@ -22,7 +22,7 @@ from lightning_megatron.checkpoint.formats.megatron.names import LAYERS, is_of_m
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_oversized
 from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
-from lightning_megatron.checkpoint.lazy_tensor import WholeTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.params import Box
 
 COMMON = "common.pt"
@@ -31,7 +31,7 @@ _STACKED_LAYER = re.compile(rf"{re.escape(LAYERS)}(?!\d+\.)(.*)")
 _EXPERTS = ".mlp.experts.experts."
 
 
-def read_torch_dist(directory: Path) -> dict[str, WholeTensor]:
+def read_torch_dist(directory: Path) -> dict[str, LazyTensor]:
     """The tensors of the model, one for each layer and expert. Only names and shapes are read.
 
     Raises:
@@ -39,13 +39,13 @@ def read_torch_dist(directory: Path) -> dict[str, WholeTensor]:
     """
     metadata = read_metadata(directory, only_known=False)
     refuse_oversized(directory, metadata)
-    found: dict[str, WholeTensor] = {}
+    found: dict[str, LazyTensor] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and is_of_model(key):
             shape, dtype = tuple(entry.size), entry.properties.dtype
             for name, place in _unstacked(plain_name(key), shape):
                 make = partial(_slab, directory, metadata, key, shape, dtype, place)
-                found[name] = WholeTensor(shape[len(place) :], dtype, make)
+                found[name] = LazyTensor(shape[len(place) :], dtype, make)
     return _with_halves_joined(found)
 
 
@@ -64,21 +64,21 @@ def _unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[i
         yield name.format(*place), place
 
 
-def _with_halves_joined(tensors: dict[str, WholeTensor]) -> dict[str, WholeTensor]:
+def _with_halves_joined(tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Gates and ups that are stored apart, one after the other."""
     found = {}
     for name, gate in tensors.items():
         up = tensors.get(f"{name[:-1]}v") if name.endswith("_w") else None
         if up is not None:
             shape = (gate.shape[0] + up.shape[0], *gate.shape[1:])
-            found[name.removesuffix("_w")] = WholeTensor(shape, gate.dtype, partial(_joined, gate, up))
+            found[name.removesuffix("_w")] = LazyTensor(shape, gate.dtype, partial(_joined, gate, up))
         elif not (name.endswith("_v") and f"{name[:-1]}w" in tensors):
             found[name] = gate
     return found
 
 
-def _joined(gate: WholeTensor, up: WholeTensor) -> Tensor:
-    return torch.cat([gate.make(), up.make()])
+def _joined(gate: LazyTensor, up: LazyTensor) -> Tensor:
+    return torch.cat([gate.materialize(), up.materialize()])
 
 
 def _slab(
