@@ -26,13 +26,13 @@ from lightning_megatron import LlamaModule, MegatronStrategy, SpikeGuard, Stragg
 from lightning_megatron.lightning.callbacks.recent import Recent
 from lightning_megatron.lightning.monitoring.step_clock import HostClock
 from lightning_megatron.recorder.call import Call
-from lightning_megatron.recorder.form import Kind
-from lightning_megatron.recorder.recorder import Lane, Recorder
+from lightning_megatron.recorder.file_format import Kind
+from lightning_megatron.recorder.recorder import ActionLog, Recorder
 from lightning_megatron.testing.trainer import quiet_trainer
 from lightning_megatron.testing.workers import WorkerPool
 
 BATCH, LENGTH, WARM_UP = 1, 128, 4
-REAL = {name: getattr(Lane, name) for name in ("begin", "wait", "end")}
+REAL = {name: getattr(ActionLog, name) for name in ("begin", "wait", "end")}
 
 
 def nothing(*_: Any, **__: Any) -> int:
@@ -52,8 +52,8 @@ def cost_of(call: Callable[[], Any], count: int = 5000) -> float:
 
 def costs() -> tuple[float, float]:
     """CPU seconds of one recorded and timed collective, and of one judgement of a step."""
-    lane, value = Recorder().main, torch.zeros(4)
-    lane.clock = HostClock()
+    action_log, value = Recorder().main, torch.zeros(4)
+    action_log.clock = HostClock()
     losses, norms = Recent(128, 0.02), Recent(128, 0.2)
     dice = random.Random(0)
 
@@ -64,7 +64,7 @@ def costs() -> tuple[float, float]:
                 recent.is_near(numbers[0] + dice.random(), 6.0)
             recent.add(dice.random())
 
-    return cost_of(lambda: Call(lane, Kind.ALL_REDUCE, "tp", 1, value).run(nothing)), cost_of(judge)
+    return cost_of(lambda: Call(action_log, Kind.ALL_REDUCE, "tp", 1, value).run(nothing)), cost_of(judge)
 
 
 class Switch(Callback):
@@ -83,12 +83,12 @@ class Switch(Callback):
             self.times.append((now[0] - self._begin[0], now[1] - self._begin[1]))
         on = trainer.global_step % 2 == 0
         for name, method in REAL.items():
-            setattr(Lane, name, method if on else nothing)
-        lane = trainer.strategy.mesh.recorder.main
-        self.actions.append(lane._count)
-        lane._depth = 0
-        self._clock = lane.clock or self._clock
-        lane.clock = self._clock if on else None
+            setattr(ActionLog, name, method if on else nothing)
+        action_log = trainer.strategy.mesh.recorder.main
+        self.actions.append(action_log._count)
+        action_log._depth = 0
+        self._clock = action_log.clock or self._clock
+        action_log.clock = self._clock if on else None
         trainer.strategy.precision_plugin.step_gate = self.guard if on else None
         self._begin = time.perf_counter(), time.process_time()
 
@@ -109,7 +109,7 @@ def train(steps: int) -> tuple[list[tuple[float, float]], int]:
     )
     trainer.fit(LlamaModule("llama-tiny"), DataLoader(rows, batch_size=BATCH))  # type: ignore[arg-type]
     for name, method in REAL.items():
-        setattr(Lane, name, method)
+        setattr(ActionLog, name, method)
     return switch.times[WARM_UP:], max(b - a for a, b in pairwise(switch.actions[2:]))
 
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.recorder.form import Kind
-from lightning_megatron.recorder.reading import Glance
+from lightning_megatron.recorder.file_format import Kind
+from lightning_megatron.recorder.reading import FailureProbe
 from lightning_megatron.recorder.recorder import Recorder
 from lightning_megatron.testing.workers import WorkerPool
 
@@ -25,17 +25,17 @@ def cost_of_an_action(number: int = 20000) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder()
         recorder.open(folder, 0, 2)
-        lane, group = recorder.main, recorder.group("tp", [0, 1])
+        action_log, group = recorder.main, recorder.group("tp", [0, 1])
 
         def phase() -> None:
-            with lane.during(Kind.FORWARD):
+            with action_log.during(Kind.FORWARD):
                 pass
 
         def collective() -> None:
-            lane.end(lane.begin(Kind.ALL_REDUCE, group, 4096))
+            action_log.end(action_log.begin(Kind.ALL_REDUCE, group, 4096))
 
         def started_first() -> None:
-            lane.end(lane.wait(lane.begin(Kind.ALL_REDUCE, group, 4096, waits=False)))
+            action_log.end(action_log.wait(action_log.begin(Kind.ALL_REDUCE, group, 4096, waits=False)))
 
         found = {}
         for function in (phase, collective, started_first):
@@ -52,11 +52,11 @@ def cost_of_an_action(number: int = 20000) -> dict[str, float]:
 
 def cost_of_a_look(folder: Path, others: int = 7, number: int = 50) -> float:
     """Seconds of CPU for one look at the others of a node, which the watch takes once a second."""
-    glance = Glance(folder, 0)
+    probe = FailureProbe(folder, 0)
     begun = time.process_time()
     for _ in range(number):
         for _ in range(others):
-            glance.has_failed()
+            probe.has_failed()
     return (time.process_time() - begun) / number
 
 

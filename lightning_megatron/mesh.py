@@ -23,8 +23,8 @@ from lightning_megatron import device as devices
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.params import ShardRanks
 from lightning_megatron.recorder.call import Call
-from lightning_megatron.recorder.form import Kind
-from lightning_megatron.recorder.recorder import Lane, Recorder
+from lightning_megatron.recorder.file_format import Kind
+from lightning_megatron.recorder.recorder import ActionLog, Recorder
 from lightning_megatron.rng import RNGStreams
 from lightning_megatron.weight_grad_store import DeferredGradients
 
@@ -89,7 +89,7 @@ class Axis:
         rank: this rank's position on it.
         ranks: global ranks on the axis, by position.
         group: the process group; ``None`` where ``size == 1`` and nothing is ever sent.
-        lane: where what this rank does is written down; ``None`` for nowhere.
+        action_log: where what this rank does is written down; ``None`` for nowhere.
         number: of the group in that record.
     """
 
@@ -98,7 +98,7 @@ class Axis:
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
-    lane: Lane | None = field(default=None, compare=False, repr=False)
+    action_log: ActionLog | None = field(default=None, compare=False, repr=False)
     number: int = field(default=0, compare=False, repr=False)
 
     def call(self, kind: Kind, value: torch.Tensor | None = None, peer: int = -1) -> Call:
@@ -111,7 +111,7 @@ class Axis:
         """
         if torch.compiler.is_compiling():  # a graph has no clock, and sizes may be symbols there
             return Call(None, kind, self.name, self.number, None, peer)
-        return Call(self.lane, kind, self.name, self.number, value, peer)
+        return Call(self.action_log, kind, self.name, self.number, value, peer)
 
     def during(self, kind: Kind, detail: str = "") -> AbstractContextManager[None]:
         """Bracket a phase in the record of this rank.
@@ -120,7 +120,7 @@ class Axis:
             kind: which.
             detail: what it is about, such as a path.
         """
-        return nullcontext() if self.lane is None else self.lane.during(kind, detail)
+        return nullcontext() if self.action_log is None else self.action_log.during(kind, detail)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         return self  # a process group is a handle, and copies of a model keep talking through the same one
@@ -175,7 +175,7 @@ class ParallelMesh:
         self.deferred = DeferredGradients()
 
         def recorded(axis: Axis) -> Axis:
-            return replace(axis, lane=self.recorder.main, number=self.recorder.group(axis.name, axis.ranks))
+            return replace(axis, action_log=self.recorder.main, number=self.recorder.group(axis.name, axis.ranks))
 
         def axis(name: str, grid: Mapping[str, int], axes: Sequence[str]) -> Axis:
             ranks = next(g for g in rank_groups(grid, axes) if rank in g)
@@ -304,8 +304,8 @@ class ParallelMesh:
         if self.is_distributed:
             ranks = list(range(self.world.size))
             group = dist.new_group(ranks, timeout=timeout, backend=devices.CPU.backend)
-            own, number = self.recorder.beside, self._background
-            other.host = replace(self.host, name="background", group=group, lane=own, number=number)
+            own, number = self.recorder.background, self._background
+            other.host = replace(self.host, name="background", group=group, action_log=own, number=number)
         return other
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:

@@ -29,7 +29,7 @@ from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.comm.objects import drain_group
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 _log = logging.getLogger(__name__)
 

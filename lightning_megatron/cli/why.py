@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_megatron.recorder.diagnosis import diagnose
 from lightning_megatron.recorder.reading import read_run, runs_below
 from lightning_megatron.recorder.table import as_json, last_actions, render
-from lightning_megatron.recorder.verdict import judge
 
 _DESCRIPTION = """\
 Read the last actions of every rank of a run that hangs, or that has ended badly, and print who is to blame first.
@@ -42,14 +42,14 @@ def why_command(argv: Sequence[str]) -> int:
         found = "no record of a run that hangs or has ended badly" if Path(args.path).is_dir() else "no such directory"
         print(f"error: {args.path}: there is {found}; runs that end well leave none", file=sys.stderr)
         return 2
-    verdict = judge(views)
+    diagnosis = diagnose(views)
     # Of a run that is over: how long before its last sign of life.
     now = time.time_ns() if any(view.is_alive for view in views) else max(max(v.active, v.beat) for v in views)
     if args.json:
-        print(json.dumps({"run": str(runs[0]), **as_json(views, verdict, args.last)}, indent=1))
+        print(json.dumps({"run": str(runs[0]), **as_json(views, diagnosis, args.last)}, indent=1))
     else:
         others = f" ({len(runs) - 1} older beside it)" if len(runs) > 1 else ""
-        print(f"{runs[0]}{others}\n{render(views, verdict, now)}")
+        print(f"{runs[0]}{others}\n{render(views, diagnosis, now)}")
         for view in views if args.last > 0 else ():
             print(last_actions(view, args.last))
-    return 0 if verdict.culprits else 1
+    return 0 if diagnosis.culprits else 1

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh import Axis
 from lightning_megatron.recorder.call import Call
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 # torch 2.13 renamed these two, and warns of the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

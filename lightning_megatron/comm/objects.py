@@ -11,7 +11,7 @@ from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 
 from lightning_megatron.mesh import Axis, ParallelMesh
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 T = TypeVar("T")
 _FREED_WITHOUT_THE_LOCK = bool(RequirementCache("torch>=2.7"))

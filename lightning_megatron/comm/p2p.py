@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 
 def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from lightning_megatron.recorder.process import Seen, look_at
+from lightning_megatron.recorder.process import ProcessState, inspect_process
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Children:
         end = time.monotonic() + seconds
         while any(process.poll() is None for process in self._processes):
             left = [process.pid for process in self._processes if process.returncode is None]
-            if time.monotonic() > end or all(look_at(pid, 0).seen == Seen.STOPPED for pid in left):
+            if time.monotonic() > end or all(inspect_process(pid, 0).state == ProcessState.STOPPED for pid in left):
                 return False
             time.sleep(0.02)
         return True

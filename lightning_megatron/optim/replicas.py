@@ -15,7 +15,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.clip import local_norm
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 STEPS = 3
 TOLERANCE = 1e-2

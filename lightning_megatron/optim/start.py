@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.params import ParamSpec
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 
 @torch.no_grad()

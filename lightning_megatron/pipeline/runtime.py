@@ -24,8 +24,8 @@ from lightning_megatron.pipeline.action import Action, Message, message_in, rank
 from lightning_megatron.pipeline.schedule import build_schedule, forward_only
 from lightning_megatron.pipeline.send_recv import Step, Transfer, add_transfers
 from lightning_megatron.recorder.call import PeerLostError
-from lightning_megatron.recorder.form import Kind
-from lightning_megatron.recorder.recorder import Lane
+from lightning_megatron.recorder.file_format import Kind
+from lightning_megatron.recorder.recorder import ActionLog
 from lightning_megatron.weight_grad_store import Collection, DeferredGradients
 
 __all__ = ["PeerLostError", "PipelineRuntime", "StageWork", "evaluation_plan", "training_plan"]
@@ -103,7 +103,7 @@ class PipelineRuntime:
                 if isinstance(step, Transfer):
                     run.post(step)
                     continue
-                with _written_down(step, self._axis.lane):
+                with _written_down(step, self._axis.action_log):
                     if step.kind == "F":
                         run.forward(step, keep=trains)
                     elif final[step.stage, step.kind] == step:
@@ -122,16 +122,16 @@ _KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_BACKWARD, "W": 
 
 
 @contextmanager
-def _written_down(action: Action, lane: Lane | None) -> Iterator[None]:
-    if lane is None:
+def _written_down(action: Action, action_log: ActionLog | None) -> Iterator[None]:
+    if action_log is None:
         yield
         return
-    lane.stage, lane.microbatch = action.stage, action.microbatch
+    action_log.stage, action_log.microbatch = action.stage, action.microbatch
     try:
-        with lane.during(_KINDS[action.kind]):
+        with action_log.during(_KINDS[action.kind]):
             yield
     finally:
-        lane.stage = lane.microbatch = -1
+        action_log.stage = action_log.microbatch = -1
 
 
 @contextmanager

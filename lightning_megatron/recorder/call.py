@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_megatron.machine.transport import is_lost_connection
-from lightning_megatron.recorder.form import Kind
-from lightning_megatron.recorder.recorder import Lane
+from lightning_megatron.recorder.file_format import Kind
+from lightning_megatron.recorder.recorder import ActionLog
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class Call:
     """A collective or a message of one rank.
 
     Args:
-        lane: where it is written down; ``None`` for a rank that keeps no record.
+        action_log: where it is written down; ``None`` for a rank that keeps no record.
         kind: a :class:`Kind`.
         name: of the group.
         group: its number in the record.
@@ -31,12 +31,18 @@ class Call:
         peer: rank at the other end of a message.
     """
 
-    __slots__ = ("_group", "_kind", "_lane", "_name", "_peer", "_size", "_token")
+    __slots__ = ("_action_log", "_group", "_kind", "_name", "_peer", "_size", "_token")
 
     def __init__(
-        self, lane: Lane | None, kind: Kind, name: str, group: int, value: torch.Tensor | None = None, peer: int = -1
+        self,
+        action_log: ActionLog | None,
+        kind: Kind,
+        name: str,
+        group: int,
+        value: torch.Tensor | None = None,
+        peer: int = -1,
     ) -> None:
-        self._lane, self._kind, self._name, self._group, self._peer = lane, kind, name, group, peer
+        self._action_log, self._kind, self._name, self._group, self._peer = action_log, kind, name, group, peer
         self._size = 0 if value is None else value.nbytes
         self._token = -1
 
@@ -57,8 +63,8 @@ class Call:
         Raises:
             PeerLostError: if another rank is to blame for its error.
         """
-        if self._lane is not None:
-            self._token = self._lane.begin(self._kind, self._group, self._size, self._peer, False)
+        if self._action_log is not None:
+            self._token = self._action_log.begin(self._kind, self._group, self._size, self._peer, False)
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
@@ -66,47 +72,47 @@ class Call:
             raise
 
     def __enter__(self) -> None:
-        lane = self._lane
-        if lane is None:
+        action_log = self._action_log
+        if action_log is None:
             return
         if self._token < 0:
-            self._token = lane.begin(self._kind, self._group, self._size, self._peer)
+            self._token = action_log.begin(self._kind, self._group, self._size, self._peer)
         else:
-            self._token = lane.wait(self._token)
-        if lane.clock is not None:
-            lane.clock.begin_wait()
+            self._token = action_log.wait(self._token)
+        if action_log.clock is not None:
+            action_log.clock.begin_wait()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lane is not None and self._lane.clock is not None:
-            self._lane.clock.end_wait()
+        if self._action_log is not None and self._action_log.clock is not None:
+            self._action_log.clock.end_wait()
         try:
             if isinstance(error, RuntimeError):
                 self._blame(error)
         finally:
-            if self._lane is not None:
-                self._lane.end(self._token)
+            if self._action_log is not None:
+                self._action_log.end(self._token)
 
     def _blame(self, error: RuntimeError) -> None:
-        if self._lane is not None:
-            self._lane.keep_failed(error)
+        if self._action_log is not None:
+            self._action_log.keep_failed(error)
         if is_lost_connection(error):
-            raise lost(self._lane, str(self)) from error
+            raise peer_lost_error(self._action_log, str(self)) from error
 
     def __str__(self) -> str:
         other = f" with rank {self._peer}" if self._peer >= 0 else ""
         return f"{self._kind.name.lower()} over {self._name}{other}"
 
 
-def lost(lane: Lane | None, doing: str) -> PeerLostError:
+def peer_lost_error(action_log: ActionLog | None, doing: str) -> PeerLostError:
     """The error of a rank that waited in vain.
 
     Args:
-        lane: of the thread that waited.
+        action_log: of the thread that waited.
         doing: what it waited in.
     """
-    blame = None if lane is None else lane.recorder.blame
+    blame = None if action_log is None else action_log.recorder.blame
     if blame is None:
         said = "a rank at the other end has failed, ended or fallen behind; what it printed itself says why"
         return PeerLostError(f"{doing}: {said}")

@@ -8,10 +8,10 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
-class Seen(IntEnum):
+class ProcessState(IntEnum):
     """State of a process as another rank has seen it."""
 
-    NOTHING = 0
+    RUNNING = 0
     STOPPED = 1
     DEAD = 2
     ENDED_BY_LAUNCHER = 3
@@ -25,7 +25,7 @@ class Process(NamedTuple):
         status: exit status of one that is dead, negative for a signal; ``None`` where nobody says.
     """
 
-    seen: Seen
+    state: ProcessState
     status: int | None = None
 
 
@@ -43,7 +43,7 @@ def start_of(pid: int) -> int:
         return 0
 
 
-def look_at(pid: int, start: int) -> Process:
+def inspect_process(pid: int, start: int) -> Process:
     """The state of a process.
 
     Args:
@@ -54,15 +54,15 @@ def look_at(pid: int, start: int) -> Process:
         fields = _fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         if not os.path.isdir("/proc/self"):
-            return Process(Seen.NOTHING if _is_there(pid) else Seen.DEAD)
-        return Process(Seen.DEAD)
+            return Process(ProcessState.RUNNING if _is_there(pid) else ProcessState.DEAD)
+        return Process(ProcessState.DEAD)
     except OSError:
-        return Process(Seen.NOTHING)
+        return Process(ProcessState.RUNNING)
     if start and int(fields[19]) != start:
-        return Process(Seen.DEAD)
+        return Process(ProcessState.DEAD)
     if fields[0] in "ZX":
-        return Process(Seen.DEAD, _status(fields))
-    return Process(Seen.STOPPED if fields[0] in "Tt" else Seen.NOTHING)
+        return Process(ProcessState.DEAD, _status(fields))
+    return Process(ProcessState.STOPPED if fields[0] in "Tt" else ProcessState.RUNNING)
 
 
 def _status(fields: list[str]) -> int | None:
@@ -81,7 +81,7 @@ def _is_there(pid: int) -> bool:
     return True
 
 
-def in_words(status: int | None) -> str:
+def describe_exit(status: int | None) -> str:
     """An exit status for a reader."""
     if status is None:
         return "gone"

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.recorder import form
-from lightning_megatron.recorder.form import WORDS, Kind, State
-from lightning_megatron.recorder.process import Process, Seen, look_at
+from lightning_megatron.recorder import file_format
+from lightning_megatron.recorder.file_format import WORDS, Kind, State
+from lightning_megatron.recorder.process import Process, ProcessState, inspect_process
 from lightning_megatron.recorder.recorder import about_path, ring_path
 
 
@@ -103,7 +103,7 @@ class RankView:
     begun: int = 0
     since: int = 0
     beat: int = 0
-    process: Process = field(default_factory=lambda: Process(Seen.NOTHING))
+    process: Process = field(default_factory=lambda: Process(ProcessState.RUNNING))
     under_way: tuple[Record, ...] = ()
     last: tuple[Record, ...] = ()
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -112,17 +112,17 @@ class RankView:
     @property
     def is_dead(self) -> bool:
         """True if its process is gone before its run was over."""
-        return self.state == State.RUNNING and self.process.seen in (Seen.DEAD, Seen.ENDED_BY_LAUNCHER)
+        return self.state == State.RUNNING and self.process.state in (ProcessState.DEAD, ProcessState.ENDED_BY_LAUNCHER)
 
     @property
     def is_stopped(self) -> bool:
         """True if its process is stopped in the middle of its run."""
-        return self.state == State.RUNNING and self.process.seen == Seen.STOPPED
+        return self.state == State.RUNNING and self.process.state == ProcessState.STOPPED
 
     @property
     def is_alive(self) -> bool:
         """True if its process can go on."""
-        return self.state is not None and self.process.seen == Seen.NOTHING
+        return self.state is not None and self.process.state == ProcessState.RUNNING
 
     @property
     def waits_in(self) -> Record | None:
@@ -155,7 +155,7 @@ def read_run(folder: Path, live: bool = True) -> list[RankView]:
 
 
 def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
-    """One rank; ``None`` if it has no file, or one of another form.
+    """One rank; ``None`` if it has no file, or one of another format.
 
     Args:
         folder: of the files.
@@ -166,32 +166,36 @@ def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
         raw = ring_path(folder, rank).read_bytes()
     except OSError:
         return None
-    if len(raw) != form.SIZE or not raw.startswith(form.MAGIC):
+    if len(raw) != file_format.SIZE or not raw.startswith(file_format.MAGIC):
         return None
-    _, pid, own, size, state, begun, since, start, beat, seen, _, status = form.HEADER.unpack_from(raw)
+    _, pid, own, size, state, begun, since, start, beat, seen, _, status = file_format.HEADER.unpack_from(raw)
     try:
         about: dict[str, Any] = json.loads(about_path(folder, rank).read_text())
     except (OSError, ValueError):
         about = {}
     groups = {name: _ranks_of(ranks) for name, ranks in about.get("groups", ())}
     names = ["", *groups]
-    detail = form.text_in(raw[form.DETAIL_AT : form.DETAIL_AT + form.DETAIL])
+    detail = file_format.text_in(raw[file_format.DETAIL_AT : file_format.DETAIL_AT + file_format.DETAIL])
     state = State(state)
-    last = [record for lane in range(form.LANES) for record in _ring(raw, lane, names, detail)]
-    under_way = [record for lane in range(form.LANES) for record in _stack(raw, lane, names, detail)]
+    last = [record for thread in range(file_format.THREADS) for record in _ring(raw, thread, names, detail)]
+    under_way = [record for thread in range(file_format.THREADS) for record in _stack(raw, thread, names, detail)]
     if state in (State.RAISED, State.LOST):
-        failed = _records(raw, form.FAILED_AT, form.DEPTH, names, detail, last)
+        failed = _records(raw, file_format.FAILED_AT, file_format.DEPTH, names, detail, last)
         under_way = [replace(record, ended=0) for record in failed] or under_way
-    noted = Process(Seen(seen), status) if seen else Process(Seen.NOTHING)
+    noted = Process(ProcessState(seen), status) if seen else Process(ProcessState.RUNNING)
     host = str(about.get("host", ""))
-    if live and host in ("", socket.gethostname()) and noted.seen in (Seen.NOTHING, Seen.STOPPED):
-        looked = look_at(pid, start)
-        noted = noted if looked.seen == Seen.NOTHING and noted.seen == Seen.STOPPED and not _is_there(pid) else looked
+    if live and host in ("", socket.gethostname()) and noted.state in (ProcessState.RUNNING, ProcessState.STOPPED):
+        inspected = inspect_process(pid, start)
+        noted = (
+            noted
+            if inspected.state == ProcessState.RUNNING and noted.state == ProcessState.STOPPED and not _is_there(pid)
+            else inspected
+        )
     return RankView(
         own,
         pid,
         state,
-        form.text_in(raw[form.ERROR_AT : form.ERROR_AT + form.ERROR]),
+        file_format.text_in(raw[file_format.ERROR_AT : file_format.ERROR_AT + file_format.ERROR]),
         host,
         str(about.get("device", "")),
         begun,
@@ -205,7 +209,7 @@ def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
     )
 
 
-class Glance:
+class FailureProbe:
     """Looks at no more of a rank than whether it has failed, since that is done all the time.
 
     Args:
@@ -221,12 +225,12 @@ class Glance:
         """True if its run has ended in an error, or its process without an end of the run."""
         try:
             with open(self._path, "rb") as file:
-                raw = file.read(form.HEADER.size)
+                raw = file.read(file_format.HEADER.size)
         except OSError:
             return False
-        if len(raw) < form.HEADER.size:
+        if len(raw) < file_format.HEADER.size:
             return False
-        _, pid, _, _, state, _, _, start, *_ = form.HEADER.unpack(raw)
+        _, pid, _, _, state, _, _, start, *_ = file_format.HEADER.unpack(raw)
         if state != State.RUNNING:
             return state in (State.RAISED, State.LOST)
         if pid != self._pid:
@@ -235,20 +239,20 @@ class Glance:
             except (OSError, ValueError):
                 return False  # it has only begun
             self._pid = pid
-        return self._is_here and look_at(pid, start).seen == Seen.DEAD
+        return self._is_here and inspect_process(pid, start).state == ProcessState.DEAD
 
 
 def _is_there(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
-def _ring(raw: bytes, lane: int, names: list[str], detail: str) -> list[Record]:
-    return _records(raw, form.lane_at(lane) + form.STACK, form.LAST, names, detail)
+def _ring(raw: bytes, thread: int, names: list[str], detail: str) -> list[Record]:
+    return _records(raw, file_format.thread_at(thread) + file_format.STACK, file_format.LAST, names, detail)
 
 
-def _stack(raw: bytes, lane: int, names: list[str], detail: str) -> list[Record]:
-    ring = _ring(raw, lane, names, detail)
-    return _records(raw, form.lane_at(lane), form.DEPTH, names, detail, ring)
+def _stack(raw: bytes, thread: int, names: list[str], detail: str) -> list[Record]:
+    ring = _ring(raw, thread, names, detail)
+    return _records(raw, file_format.thread_at(thread), file_format.DEPTH, names, detail, ring)
 
 
 def _records(
@@ -268,7 +272,7 @@ def _records(
     found = []
     for slot in range(count):
         number, begun, waiting, ended, size, within, step, microbatch, peer, kind, group, stage, has = (
-            form.RECORD.unpack_from(raw, at + slot * form.RECORD_SIZE)
+            file_format.RECORD.unpack_from(raw, at + slot * file_format.RECORD_SIZE)
         )
         if not number:
             continue

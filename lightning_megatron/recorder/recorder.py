@@ -12,12 +12,12 @@ from time import time_ns
 from types import TracebackType
 from typing import Any, Protocol
 
-from lightning_megatron.recorder import form
-from lightning_megatron.recorder.form import Kind, State
+from lightning_megatron.recorder import file_format
+from lightning_megatron.recorder.file_format import Kind, State
 from lightning_megatron.recorder.process import start_of
 
-_RECORD, _ENDED, _NUMBER = form.RECORD.pack_into, form.ENDED.pack_into, form.NUMBER.pack_into
-_SIZE, _LAST, _DEPTH = form.RECORD_SIZE, form.LAST, form.DEPTH
+_RECORD, _ENDED, _NUMBER = file_format.RECORD.pack_into, file_format.ENDED.pack_into, file_format.NUMBER.pack_into
+_SIZE, _LAST, _DEPTH = file_format.RECORD_SIZE, file_format.LAST, file_format.DEPTH
 _NO_DEPTH = 15
 _WAITING, _ENDED_IN, _KIND = 2, 3, 9
 
@@ -34,7 +34,7 @@ class WaitClock(Protocol):
         ...
 
 
-class Lane:
+class ActionLog:
     """The actions of one thread.
 
     Attributes:
@@ -63,8 +63,8 @@ class Lane:
         self.recorder = recorder
         self.step, self.microbatch, self.stage = 0, -1, -1
         self.clock: WaitClock | None = None
-        self._base = form.lane_at(number)
-        self._ring = self._base + form.STACK
+        self._base = file_format.thread_at(number)
+        self._ring = self._base + file_format.STACK
         self._buffer: bytearray | mmap.mmap = recorder.buffer
         self._count = self._depth = 0
         self._counts = [0] * 64
@@ -80,8 +80,8 @@ class Lane:
         depth = self._depth
         if not depth:
             return 0
-        number = form.NUMBER.unpack_from(self._buffer, self._base + (depth - 1) * _SIZE)[0]
-        record = form.RECORD.unpack_from(self._buffer, self._ring + (number - 1) % _LAST * _SIZE)
+        number = file_format.NUMBER.unpack_from(self._buffer, self._base + (depth - 1) * _SIZE)[0]
+        record = file_format.RECORD.unpack_from(self._buffer, self._ring + (number - 1) % _LAST * _SIZE)
         waits = record[_KIND] >= Kind.ALL_REDUCE or record[_KIND] == Kind.RENDEZVOUS
         return int(record[_WAITING]) if waits and record[0] == number and not record[_ENDED_IN] else 0
 
@@ -134,7 +134,7 @@ class Lane:
         if depth >= _DEPTH or self._count - number > _LAST:
             return token
         buffer, at = self._buffer, self._ring + number % _LAST * _SIZE
-        _ENDED(buffer, at + form.WAITED_AT, time_ns())
+        _ENDED(buffer, at + file_format.WAITED_AT, time_ns())
         _NUMBER(buffer, self._base + depth * _SIZE, number + 1)
         self._depth = depth + 1
         return number << 4 | depth
@@ -143,7 +143,7 @@ class Lane:
         """Note that an action has ended; those begun inside it have, too."""
         number, depth = token >> 4, token & _NO_DEPTH
         if self._count - number <= _LAST:
-            _ENDED(self._buffer, self._ring + number % _LAST * _SIZE + form.ENDED_AT, time_ns())
+            _ENDED(self._buffer, self._ring + number % _LAST * _SIZE + file_format.ENDED_AT, time_ns())
         if depth != _NO_DEPTH:
             while self._depth > depth:
                 self._depth -= 1
@@ -161,33 +161,33 @@ class Lane:
     def keep_failed(self, error: BaseException) -> None:
         """Keep what is under way now, since an error begins here."""
         if self.recorder.is_new(error):
-            self._buffer[form.FAILED_AT : form.FAILED_AT + form.STACK] = self._buffer[
-                self._base : self._base + form.STACK
+            self._buffer[file_format.FAILED_AT : file_format.FAILED_AT + file_format.STACK] = self._buffer[
+                self._base : self._base + file_format.STACK
             ]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _fresh_lane, ()
+        return _fresh_log, ()
 
 
 class Span:
     """A phase of one thread, from ``with`` to its end."""
 
-    __slots__ = ("_detail", "_kind", "_lane", "_token")
+    __slots__ = ("_action_log", "_detail", "_kind", "_token")
 
-    def __init__(self, lane: Lane, kind: int, detail: str) -> None:
-        self._lane, self._kind, self._detail, self._token = lane, kind, detail, 0
+    def __init__(self, action_log: ActionLog, kind: int, detail: str) -> None:
+        self._action_log, self._kind, self._detail, self._token = action_log, kind, detail, 0
 
     def __enter__(self) -> None:
         if self._detail:
-            self._lane.recorder.detail(self._detail)
-        self._token = self._lane.begin(self._kind, detail=bool(self._detail))
+            self._action_log.recorder.detail(self._detail)
+        self._token = self._action_log.begin(self._kind, detail=bool(self._detail))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            self._lane.keep_failed(error)
-        self._lane.end(self._token)
+            self._action_log.keep_failed(error)
+        self._action_log.end(self._token)
 
 
 class Recorder:
@@ -195,15 +195,15 @@ class Recorder:
 
     Attributes:
         buffer: what the lanes write to.
-        main: the lane of the main thread, and of the backward that it waits for.
-        beside: the lane of the thread that writes checkpoints in the background.
+        main: the action_log of the main thread, and of the backward that it waits for.
+        beside: the action_log of the thread that writes checkpoints in the background.
         folder: where the files of all ranks are; ``None`` while there are none.
         blame: says for an action that has failed who is to blame; set by whoever watches the other ranks.
     """
 
     def __init__(self) -> None:
-        self.buffer: bytearray | mmap.mmap = bytearray(form.SIZE)
-        self.main, self.beside = Lane(self, 0), Lane(self, 1)
+        self.buffer: bytearray | mmap.mmap = bytearray(file_format.SIZE)
+        self.main, self.background = ActionLog(self, 0), ActionLog(self, 1)
         self.folder: Path | None = None
         self.blame: Callable[[str], str] | None = None
         self._rank = 0
@@ -234,9 +234,9 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         now = time_ns()
         self._rank = rank
-        fresh = bytearray(form.SIZE)
+        fresh = bytearray(file_format.SIZE)
         ids = os.getpid(), rank, world_size, int(State.RUNNING)
-        form.HEADER.pack_into(fresh, 0, form.MAGIC, *ids, now, now, start_of(os.getpid()), now, 0, 0, 0)
+        file_format.HEADER.pack_into(fresh, 0, file_format.MAGIC, *ids, now, now, start_of(os.getpid()), now, 0, 0, 0)
         path = ring_path(folder, rank)
         with open(
             f"{path}.new", "w+b"
@@ -244,7 +244,7 @@ class Recorder:
             file.write(fresh)
             file.flush()
             os.replace(f"{path}.new", path)
-            self._write_to(mmap.mmap(file.fileno(), form.SIZE))
+            self._write_to(mmap.mmap(file.fileno(), file_format.SIZE))
         self.folder = folder
         self._failed = None
 
@@ -263,7 +263,9 @@ class Recorder:
 
     def detail(self, text: str) -> None:
         """Note what the action that begins now is about."""
-        self.buffer[form.DETAIL_AT : form.DETAIL_AT + form.DETAIL] = form.as_text(text, form.DETAIL)
+        self.buffer[file_format.DETAIL_AT : file_format.DETAIL_AT + file_format.DETAIL] = file_format.as_text(
+            text, file_format.DETAIL
+        )
 
     def set_state(self, state: State, text: str = "") -> None:
         """Say how the run of this rank has ended.
@@ -273,18 +275,20 @@ class Recorder:
             text: of the error.
         """
         if self.state == State.RUNNING:
-            self.buffer[form.ERROR_AT : form.ERROR_AT + form.ERROR] = form.as_text(text, form.ERROR)
-            form.SINCE.pack_into(self.buffer, form.SINCE_AT, time_ns())
-            form.STATE.pack_into(self.buffer, form.STATE_AT, int(state))
+            self.buffer[file_format.ERROR_AT : file_format.ERROR_AT + file_format.ERROR] = file_format.as_text(
+                text, file_format.ERROR
+            )
+            file_format.SINCE.pack_into(self.buffer, file_format.SINCE_AT, time_ns())
+            file_format.STATE.pack_into(self.buffer, file_format.STATE_AT, int(state))
 
     @property
     def state(self) -> State:
         """State of this rank's run."""
-        return State(form.STATE.unpack_from(self.buffer, form.STATE_AT)[0])
+        return State(file_format.STATE.unpack_from(self.buffer, file_format.STATE_AT)[0])
 
     def beat(self) -> None:
         """Note that this process is alive."""
-        form.BEAT.pack_into(self.buffer, form.BEAT_AT, time_ns())
+        file_format.BEAT.pack_into(self.buffer, file_format.BEAT_AT, time_ns())
 
     def is_new(self, error: BaseException) -> bool:
         """True if an error is no consequence of one that was there before."""
@@ -309,7 +313,7 @@ class Recorder:
         buffer, folder = self.buffer, self.folder
         self.folder, self._failed = None, None
         if isinstance(buffer, mmap.mmap):
-            self._write_to(bytearray(form.SIZE))
+            self._write_to(bytearray(file_format.SIZE))
             buffer.close()
         if remove and folder is not None:
             for path in (ring_path(folder, self._rank), about_path(folder, self._rank)):
@@ -317,16 +321,16 @@ class Recorder:
 
     def _write_to(self, buffer: bytearray | mmap.mmap) -> None:
         if isinstance(buffer, mmap.mmap):  # what has happened before the file was there
-            buffer[form.LANES_AT :] = bytes(self.buffer[form.LANES_AT :])
+            buffer[file_format.THREADS_AT :] = bytes(self.buffer[file_format.THREADS_AT :])
         self.buffer = buffer
         self.main.write_to(buffer)
-        self.beside.write_to(buffer)
+        self.background.write_to(buffer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recorder, ()  # a file is of one process
 
 
-def _fresh_lane() -> Lane:
+def _fresh_log() -> ActionLog:
     return Recorder().main
 
 
@@ -340,21 +344,21 @@ def about_path(folder: Path, rank: int) -> Path:
     return folder / f"{rank:05}.json"
 
 
-def note_seen(folder: Path, rank: int, what: int, status: int) -> None:
+def note_process_state(folder: Path, rank: int, what: int, status: int) -> None:
     """Write into the file of another rank what this one has seen of it; the first word stays.
 
     Args:
         folder: of the run.
         rank: of the other one.
-        what: a :class:`~lightning_megatron.recorder.process.Seen`.
+        what: a :class:`~lightning_megatron.recorder.process.ProcessState`.
         status: its exit status, negative for a signal.
     """
     try:
         with open(ring_path(folder, rank), "r+b") as file:
-            file.seek(form.SEEN_AT)
-            if form.SEEN.unpack(file.read(form.SEEN.size))[0] == 0:
-                file.seek(form.SEEN_AT)
-                file.write(form.SEEN.pack(what, time_ns(), status))
+            file.seek(file_format.PROCESS_STATE_AT)
+            if file_format.PROCESS_STATE.unpack(file.read(file_format.PROCESS_STATE.size))[0] == 0:
+                file.seek(file_format.PROCESS_STATE_AT)
+                file.write(file_format.PROCESS_STATE.pack(what, time_ns(), status))
     except (OSError, struct.error):
         pass
 

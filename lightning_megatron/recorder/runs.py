@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_megatron.recorder.form import State
+from lightning_megatron.recorder.file_format import State
 from lightning_megatron.recorder.reading import FOLDER, RankView, read_run, runs_below
 
 KEPT = 3
@@ -31,14 +31,14 @@ def run_folder(root: str | os.PathLike[str], own: str, variables: Mapping[str, s
     return Path(os.path.abspath(root)) / FOLDER / f"run-{name}"
 
 
-def leave(folder: Path) -> None:
+def remove_finished(folder: Path) -> None:
     """Remove the folder of a run if all its ranks have finished; the last one to leave finds them so."""
     views = read_run(folder)
     if views and all(view.state == State.FINISHED for view in views):
         _remove(folder)
 
 
-def sweep(root: str | os.PathLike[str], keep: int = KEPT) -> None:
+def remove_old(root: str | os.PathLike[str], keep: int = KEPT) -> None:
     """Remove what earlier runs have left, but for the newest that ended badly.
 
     Args:

@@ -6,27 +6,27 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lightning_megatron.recorder.diagnosis import Diagnosis, describe_actions, describe_state
 from lightning_megatron.recorder.reading import RankView
-from lightning_megatron.recorder.verdict import Verdict, doing, state_of
 
 _SHOWN = 32
 _COLUMNS = ("rank", "host", "device", "pid", "state", "action", "since")
 
 
-def render(views: Sequence[RankView], verdict: Verdict, now: int) -> str:
+def render(views: Sequence[RankView], diagnosis: Diagnosis, now: int) -> str:
     """The table, as lines.
 
     Args:
         views: of all ranks.
-        verdict: who comes first.
+        diagnosis: who comes first.
         now: nanoseconds of the clock at which to say since when.
     """
-    order = [*verdict.culprits, *(view.rank for view in views if view.rank not in verdict.culprits)]
+    order = [*diagnosis.culprits, *(view.rank for view in views if view.rank not in diagnosis.culprits)]
     by_rank = {view.rank: view for view in views}
     rows = [_row(by_rank[rank], now) for rank in order[:_SHOWN]]
     widths = [max(len(row[column]) for row in [_COLUMNS, *rows]) for column in range(len(_COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [_COLUMNS, *rows]]
-    head = f"First to blame: {verdict.reason}" if verdict.culprits else "No rank stands out."
+    head = f"First to blame: {diagnosis.reason}" if diagnosis.culprits else "No rank stands out."
     more = [f"... and {len(order) - _SHOWN} more ranks"] if len(order) > _SHOWN else []
     return "\n".join([head, *(line.rstrip() for line in lines), *more])
 
@@ -34,9 +34,17 @@ def render(views: Sequence[RankView], verdict: Verdict, now: int) -> str:
 def _row(view: RankView, now: int) -> tuple[str, ...]:
     began = view.under_way[-1].begun if view.under_way else view.active
     since = f"{max(0, now - began) / 1e9:.1f} s" if began else "-"
-    state = state_of(view)
+    state = describe_state(view)
     state = state if len(state) <= 60 else state[:57] + "..."
-    return str(view.rank), view.host or "-", view.device or "-", str(view.pid or "-"), state, doing(view), since
+    return (
+        str(view.rank),
+        view.host or "-",
+        view.device or "-",
+        str(view.pid or "-"),
+        state,
+        describe_actions(view),
+        since,
+    )
 
 
 def last_actions(view: RankView, count: int) -> str:
@@ -49,28 +57,28 @@ def last_actions(view: RankView, count: int) -> str:
     return "\n".join([f"rank {view.rank}, its last actions:", *lines])
 
 
-def as_json(views: Sequence[RankView], verdict: Verdict, last: int) -> dict[str, Any]:
+def as_json(views: Sequence[RankView], diagnosis: Diagnosis, last: int) -> dict[str, Any]:
     """The same for programs.
 
     Args:
         views: of all ranks.
-        verdict: of them.
+        diagnosis: of them.
         last: how many actions of each rank.
     """
     return {
-        "culprits": list(verdict.culprits),
-        "is_fact": verdict.is_fact,
-        "reason": verdict.reason,
+        "culprits": list(diagnosis.culprits),
+        "is_fact": diagnosis.is_fact,
+        "reason": diagnosis.reason,
         "ranks": [
             {
                 "rank": view.rank,
                 "host": view.host,
                 "device": view.device,
                 "pid": view.pid,
-                "state": state_of(view),
+                "state": describe_state(view),
                 "exit_status": view.process.status,
                 "error": view.error,
-                "action": doing(view),
+                "action": describe_actions(view),
                 "active": view.active,
                 "under_way": [_plain(record) for record in view.under_way],
                 "last": [_plain(record) for record in view.last[-last:]] if last else [],

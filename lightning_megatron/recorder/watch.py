@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_megatron.recorder.form import State
-from lightning_megatron.recorder.process import Process, Seen
-from lightning_megatron.recorder.reading import Glance, RankView, read_run
-from lightning_megatron.recorder.recorder import Recorder, note_seen
+from lightning_megatron.recorder.diagnosis import Diagnosis, diagnose
+from lightning_megatron.recorder.file_format import State
+from lightning_megatron.recorder.process import Process, ProcessState
+from lightning_megatron.recorder.reading import FailureProbe, RankView, read_run
+from lightning_megatron.recorder.recorder import Recorder, note_process_state
 from lightning_megatron.recorder.table import render
-from lightning_megatron.recorder.verdict import Verdict, judge
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class PeerWatch:
         assert recorder.folder is not None
         self._recorder, self._rank, self._timeout, self._ends = recorder, rank, timeout, ends
         self._folder: Path = recorder.folder
-        self._others = {other: Glance(self._folder, other) for other in others if other != rank}
+        self._others = {other: FailureProbe(self._folder, other) for other in others if other != rank}
         self._before_end, self._children = before_end, children
         self._patience = GRACE
         self._over = threading.Event()
@@ -92,8 +92,8 @@ class PeerWatch:
         dead = self._children()
         found = read_run(self._folder)
         return [
-            replace(view, process=Process(Seen.DEAD, dead[view.rank]))
-            if view.rank in dead and view.process.seen != Seen.ENDED_BY_LAUNCHER
+            replace(view, process=Process(ProcessState.DEAD, dead[view.rank]))
+            if view.rank in dead and view.process.state != ProcessState.ENDED_BY_LAUNCHER
             else view
             for view in found
         ]
@@ -108,30 +108,30 @@ class PeerWatch:
         end = time.monotonic() + SETTLES
         while True:
             views = self.views()
-            verdict = judge(views)
-            if verdict.is_fact or time.monotonic() > end:
+            diagnosis = diagnose(views)
+            if diagnosis.is_fact or time.monotonic() > end:
                 break
             time.sleep(0.05)
-        self.report(views, verdict)
-        return f"{doing}: {verdict.reason or 'no other rank is seen to be dead, stopped or behind'}"
+        self.report(views, diagnosis)
+        return f"{doing}: {diagnosis.reason or 'no other rank is seen to be dead, stopped or behind'}"
 
-    def report(self, views: Sequence[RankView], verdict: Verdict) -> None:
+    def report(self, views: Sequence[RankView], diagnosis: Diagnosis) -> None:
         """Print the table on the lowest surviving rank, a line on the others; once."""
         with self._reporting:
             if self._has_reported:
                 return
             self._has_reported = True
-        for rank in verdict.culprits:
+        for rank in diagnosis.culprits:
             process = next(view.process for view in views if view.rank == rank)
-            if process.seen != Seen.NOTHING:
-                note_seen(self._folder, rank, int(process.seen), process.status or 0)
+            if process.seen != ProcessState.RUNNING:
+                note_process_state(self._folder, rank, int(process.seen), process.status or 0)
         own = next((view for view in views if view.rank == self._rank), None)
-        survivors = [v.rank for v in views if (v.is_alive or v is own) and v.rank not in verdict.culprits]
+        survivors = [v.rank for v in views if (v.is_alive or v is own) and v.rank not in diagnosis.culprits]
         if self._rank == min(survivors, default=self._rank):
-            text = render(views, verdict, time.time_ns())
+            text = render(views, diagnosis, time.time_ns())
             _log.error("Rank %d has lost its job.\n%s\nActions of all ranks: %s", self._rank, text, self._folder)
         else:
-            _log.error("Rank %d has lost its job: %s", self._rank, verdict.reason or "nobody stands out")
+            _log.error("Rank %d has lost its job: %s", self._rank, diagnosis.reason or "nobody stands out")
 
     def _look(self) -> None:
         trouble: float | None = None
@@ -151,8 +151,8 @@ class PeerWatch:
             return None, 0.0  # its own hooks may take their time
         if self._recorder.state == State.LOST:
             return f"rank {self._rank} has lost a peer", self._patience
-        for rank, glance in self._others.items():
-            if glance.has_failed():
+        for rank, probe in self._others.items():
+            if probe.has_failed():
                 return f"rank {rank} has failed", self._patience
         since = self._recorder.main.waiting_since
         if since and time.time_ns() - since > (self._timeout + LATE) * 1e9:
@@ -163,7 +163,7 @@ class PeerWatch:
         """End this process: its main thread waits for what does not come, or runs code that does not know."""
         self._recorder.set_state(State.LOST, reason)
         views = self.views()
-        self.report(views, judge(views))
+        self.report(views, diagnose(views))
         print(f"Rank {self._rank} is ended, since {reason}; it was here:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         self._before_end()

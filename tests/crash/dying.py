@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.checkpoint.integrity.save_guard import SaveGuard
+from lightning_megatron.recorder.diagnosis import diagnose
 from lightning_megatron.recorder.reading import read_run, runs_below
-from lightning_megatron.recorder.verdict import judge
 from lightning_megatron.testing.workers import PRELOAD
 
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2, "micro_batch_size": 1}, "dp2": {}}
@@ -313,7 +313,7 @@ def _outcome(case: Case, folder: Path, processes: list[BaseProcess]) -> float:
     if case.phase != "rendezvous":
         assert re.search(KINDS[case.kind], row), row
     assert re.search(PHASES[case.phase], row), row
-    afterwards = judge(read_run(runs_below(folder)[0], live=False))
+    afterwards = diagnose(read_run(runs_below(folder)[0], live=False))
     assert afterwards.culprits[:1] == (case.victim,), afterwards
     return took
 

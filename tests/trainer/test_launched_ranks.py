@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from lightning_megatron.lightning.children import Children
-from lightning_megatron.recorder.form import State
+from lightning_megatron.recorder.file_format import State
 from lightning_megatron.recorder.reading import read_run, runs_below
 from lightning_megatron.testing.jobs import own_environment
 

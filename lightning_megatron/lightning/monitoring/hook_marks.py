@@ -6,19 +6,19 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_megatron.recorder.form import Kind
-from lightning_megatron.recorder.recorder import Lane
+from lightning_megatron.recorder.file_format import Kind
+from lightning_megatron.recorder.recorder import ActionLog
 
 
 class HookMarks(Callback):
     """Notes what a rank is about; the next phase of the strategy, or the next mark, ends it.
 
     Args:
-        lane: where.
+        action_log: where.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, action_log: ActionLog) -> None:
+        self._action_log = action_log
         self._token: int | None = None
         self._trainer: Trainer | None = None
 
@@ -38,14 +38,14 @@ class HookMarks(Callback):
         """From here on a rank is at this."""
         self.end()
         if self._trainer is not None:
-            self._lane.step = self._trainer.global_step
-        self._token = self._lane.begin(kind)
+            self._action_log.step = self._trainer.global_step
+        self._token = self._action_log.begin(kind)
 
     def end(self) -> None:
         """From here on it is at something else."""
         token, self._token = self._token, None
         if token is not None:
-            self._lane.end(token)
+            self._action_log.end(token)
 
     def _wait_for_data(self, *args: Any, **kwargs: Any) -> None:
         """From the begin of a loop, or the end of a batch."""

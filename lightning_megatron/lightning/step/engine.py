@@ -18,7 +18,7 @@ from lightning_megatron.lightning.step.per_token_loss import num_tokens_in, scal
 from lightning_megatron.lightning.step.stage_work import EvaluationWork, MicroBatches, TrainingWork
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan, training_plan
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import BackwardScale, StageBoundary
 
 

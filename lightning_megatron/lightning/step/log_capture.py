@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.lightning.step.metric_sync import last_value, show_step, step_reduction
 from lightning_megatron.mesh import Axis
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 
 class Agreement:

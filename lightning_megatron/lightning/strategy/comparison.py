@@ -17,7 +17,7 @@ from lightning_megatron.lightning.comparison.facts import (
 from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.recorder.call import Call
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 _AFTER_RESTORING = ("_CheckpointConnector.resume_end", "run-stage")
 """Lightning's names of barriers."""

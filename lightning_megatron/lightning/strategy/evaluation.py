@@ -7,7 +7,7 @@ from typing import Any
 from lightning_megatron import device as devices
 from lightning_megatron.lightning.step.engine import StepEngine
 from lightning_megatron.lightning.strategy.recording import RecordedStrategy, recorded
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 
 class EvaluatingStrategy(RecordedStrategy):

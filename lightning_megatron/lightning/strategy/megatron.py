@@ -44,7 +44,7 @@ from lightning_megatron.ops.registry import Ops
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.pipeline.schedule import schedule_problems
 from lightning_megatron.recompute import RecomputeMethod, RecomputePlan, recompute_problems
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import StageBoundary, StageLayers
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]

@@ -35,7 +35,7 @@ from lightning_megatron.lightning.dataloaders import (
 )
 from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import Axis, ParallelMesh
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.recorder.recorder import Recorder
 
 _log = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class MeshStrategy(ParallelStrategy):
 
     def _axis(self, name: Literal["world", "host"]) -> Axis:
         """All ranks, also before there is a mesh."""
-        return Axis(name, lane=self._recorder.main) if self._mesh is None else getattr(self._mesh, name)
+        return Axis(name, action_log=self._recorder.main) if self._mesh is None else getattr(self._mesh, name)
 
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
@@ -252,7 +252,7 @@ class MeshStrategy(ParallelStrategy):
         operation = reduce_op if how is None else getattr(dist.ReduceOp, operations.get(how, how.upper()))
         mean = how in ("mean", "avg")
         out = tensor.float() if mean and not tensor.is_floating_point() else tensor.clone()
-        known = axis if group is axis.group else Axis("a group of the caller's", lane=self._recorder.main)
+        known = axis if group is axis.group else Axis("a group of the caller's", action_log=self._recorder.main)
         known.call(Kind.ALL_REDUCE, out).run(dist.all_reduce, out, op=operation, group=group)
         return out / dist.get_world_size(group) if mean else out
 

@@ -22,11 +22,11 @@ from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
 from lightning_megatron.lightning.strategy.stopping import StoppableStrategy
 from lightning_megatron.machine.transport import is_lost_connection
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.recorder.call import Call, PeerLostError, lost
-from lightning_megatron.recorder.form import Kind, State
-from lightning_megatron.recorder.process import Seen
-from lightning_megatron.recorder.recorder import note_seen
-from lightning_megatron.recorder.runs import leave, run_folder, sweep
+from lightning_megatron.recorder.call import Call, PeerLostError, peer_lost_error
+from lightning_megatron.recorder.file_format import Kind, State
+from lightning_megatron.recorder.process import ProcessState
+from lightning_megatron.recorder.recorder import note_process_state
+from lightning_megatron.recorder.runs import remove_finished, remove_old, run_folder
 from lightning_megatron.recorder.watch import PeerWatch
 
 _log = logging.getLogger(__name__)
@@ -69,12 +69,12 @@ class RecordedStrategy(StoppableStrategy):
             kind: which.
             detail: what it is about, such as a path.
         """
-        lane, module = self._recorder.main, self.lightning_module
+        action_log, module = self._recorder.main, self.lightning_module
         if self._marks is not None:
             self._marks.end()
         if module is not None and module._trainer is not None:
-            lane.step = module._trainer.global_step
-        with lane.during(kind, detail):
+            action_log.step = module._trainer.global_step
+        with action_log.during(kind, detail):
             yield
 
     def _meet(self) -> Store | None:
@@ -115,7 +115,7 @@ class RecordedStrategy(StoppableStrategy):
             return
         try:
             if self.is_global_zero:
-                sweep(self._root)
+                remove_old(self._root)
             self._recorder.open(folder, self.global_rank, self.world_size)
             self._recorder.describe({"host": socket.gethostname(), "device": str(self.root_device)})
         except OSError as error:
@@ -144,7 +144,7 @@ class RecordedStrategy(StoppableStrategy):
         if isinstance(self.launcher, CheckedLauncher):
             for rank in self.launcher.end_children():
                 if self._recorder.folder is not None:
-                    note_seen(self._recorder.folder, rank, Seen.ENDED_BY_LAUNCHER, 0)
+                    note_process_state(self._recorder.folder, rank, ProcessState.ENDED_BY_LAUNCHER, 0)
 
     def _dead_children(self) -> Mapping[int, int]:
         return self.launcher.dead_children() if isinstance(self.launcher, CheckedLauncher) else {}
@@ -168,7 +168,7 @@ class RecordedStrategy(StoppableStrategy):
         elif cause is not None:
             self._recorder.set_state(State.LOST, str(cause))
         elif is_lost_connection(error) and self._watch_of_peers is not None:
-            named = lost(self._recorder.main, "a collective")
+            named = peer_lost_error(self._recorder.main, "a collective")
             if hasattr(error, "add_note"):
                 error.add_note(str(named))
             else:
@@ -199,7 +199,7 @@ class RecordedStrategy(StoppableStrategy):
             self._recorder.set_state(State.FINISHED)
             self._recorder.close()
             if folder is not None:
-                leave(folder)
+                remove_finished(folder)
 
     # Phases that others carry out
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.errors import DataError
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 
 @runtime_checkable

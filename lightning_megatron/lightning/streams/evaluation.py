@@ -71,7 +71,7 @@ class EvaluationWatch(Callback):
                     name = "coupled hosts"
                     axis = Axis(name, len(ranks), ranks.index(own), ranks, group)
                     recorder = self._mesh.recorder
-                    self._hosts = replace(axis, lane=recorder.main, number=recorder.group(name, ranks))
+                    self._hosts = replace(axis, action_log=recorder.main, number=recorder.group(name, ranks))
         return self._hosts
 
     def _next(self) -> None:

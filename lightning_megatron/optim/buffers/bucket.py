@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 if TYPE_CHECKING:
     from lightning_megatron.optim.buffers.buffer import BufferKey, Slot

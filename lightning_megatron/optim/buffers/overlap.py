@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.buffers.bucket import Bucket
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 
 class GradReducer:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.buffer import Slot
 from lightning_megatron.optim.buffers.main_values import MainValues
-from lightning_megatron.recorder.form import Kind
+from lightning_megatron.recorder.file_format import Kind
 
 
 class OtherRanks:

@@ -14,12 +14,12 @@ import pytest
 from lightning_megatron.cli.main import main
 from lightning_megatron.machine.transport import is_lost_connection
 from lightning_megatron.recorder.call import Call, PeerLostError
-from lightning_megatron.recorder.form import DEPTH, LAST, Kind, State
-from lightning_megatron.recorder.process import Seen, in_words
-from lightning_megatron.recorder.reading import Glance, RankView, read_rank, read_run
-from lightning_megatron.recorder.recorder import Recorder, note_seen
-from lightning_megatron.recorder.runs import leave, run_folder, sweep
-from lightning_megatron.recorder.verdict import doing
+from lightning_megatron.recorder.diagnosis import describe_actions
+from lightning_megatron.recorder.file_format import DEPTH, LAST, Kind, State
+from lightning_megatron.recorder.process import ProcessState, describe_exit
+from lightning_megatron.recorder.reading import FailureProbe, RankView, read_rank, read_run
+from lightning_megatron.recorder.recorder import Recorder, note_process_state
+from lightning_megatron.recorder.runs import remove_finished, remove_old, run_folder
 
 
 def opened(folder: Path, rank: int = 0, world_size: int = 1) -> Recorder:
@@ -35,18 +35,18 @@ def view_of(folder: Path, rank: int = 0) -> RankView:
 
 
 def test_actions_under_way_and_the_last_ones_are_read_with_place_and_group(tmp_path: Path) -> None:
-    recorder, lane = opened(tmp_path), None
-    lane = recorder.main
+    recorder, action_log = opened(tmp_path), None
+    action_log = recorder.main
     tp, dp = recorder.group("tp", [0, 1]), recorder.group("dp", range(0, 4096, 2))
     recorder.describe({"host": "", "device": "cpu"})
-    lane.step, lane.microbatch, lane.stage = 7, 2, 1
-    with lane.during(Kind.TRAINING_STEP), lane.during(Kind.FORWARD):
-        early = lane.begin(Kind.ALL_REDUCE, dp, 1 << 20, waits=False)
+    action_log.step, action_log.microbatch, action_log.stage = 7, 2, 1
+    with action_log.during(Kind.TRAINING_STEP), action_log.during(Kind.FORWARD):
+        early = action_log.begin(Kind.ALL_REDUCE, dp, 1 << 20, waits=False)
         for _ in range(3):
-            lane.end(lane.begin(Kind.ALL_GATHER, tp, 4096))
-        lane.begin(Kind.ALL_GATHER, tp, 4096)
+            action_log.end(action_log.begin(Kind.ALL_GATHER, tp, 4096))
+        action_log.begin(Kind.ALL_GATHER, tp, 4096)
         view = view_of(tmp_path)
-        assert doing(view) == (
+        assert describe_actions(view) == (
             "step 7, training step of stage 1 micro-batch 2 > forward of stage 1 micro-batch 2 > "
             "all_gather 4 over tp, 4.0 KiB"
         )
@@ -58,46 +58,46 @@ def test_actions_under_way_and_the_last_ones_are_read_with_place_and_group(tmp_p
     assert not view.under_way
     assert str(view.last[2]) == "all_reduce 1 over dp, 1.0 MiB"
     assert not view.last[2].ended
-    early = lane.wait(early)
+    early = action_log.wait(early)
     assert str(view_of(tmp_path).waits_in) == "all_reduce 1 over dp, 1.0 MiB"
-    lane.end(early)
+    action_log.end(early)
     assert view_of(tmp_path).last[2].ended
 
 
 def test_a_rank_knows_since_when_it_waits_and_sees_others_fail(tmp_path: Path) -> None:
     recorder, other = opened(tmp_path, 0, 2), opened(tmp_path, 1, 2)
-    lane, group = recorder.main, recorder.group("tp", [0, 1])
-    glance = Glance(tmp_path, 1)
-    assert not lane.waiting_since
-    with lane.during(Kind.FORWARD):
-        assert not lane.waiting_since
-        token = lane.begin(Kind.ALL_REDUCE, group)
-        assert lane.waiting_since == view_of(tmp_path).last[-1].waiting > 0
-        lane.end(token)
-        assert not lane.waiting_since
-    with lane.during(Kind.RENDEZVOUS):
-        assert lane.waiting_since
-    assert not glance.has_failed()
+    action_log, group = recorder.main, recorder.group("tp", [0, 1])
+    probe = FailureProbe(tmp_path, 1)
+    assert not action_log.waiting_since
+    with action_log.during(Kind.FORWARD):
+        assert not action_log.waiting_since
+        token = action_log.begin(Kind.ALL_REDUCE, group)
+        assert action_log.waiting_since == view_of(tmp_path).last[-1].waiting > 0
+        action_log.end(token)
+        assert not action_log.waiting_since
+    with action_log.during(Kind.RENDEZVOUS):
+        assert action_log.waiting_since
+    assert not probe.has_failed()
     other.describe({"host": socket.gethostname()})
-    assert not glance.has_failed()
+    assert not probe.has_failed()
     other.set_state(State.RAISED, "x")
-    assert glance.has_failed()
-    assert not Glance(tmp_path, 5).has_failed()
+    assert probe.has_failed()
+    assert not FailureProbe(tmp_path, 5).has_failed()
     child = os.fork()
     if not child:
         opened(tmp_path, 1, 2).describe({"host": socket.gethostname()})
         os._exit(0)
     os.waitpid(child, 0)
-    assert glance.has_failed()
+    assert probe.has_failed()
 
 
 def test_what_was_begun_long_ago_is_still_known_when_the_ring_has_gone_round(tmp_path: Path) -> None:
     recorder = opened(tmp_path)
-    lane = recorder.main
+    action_log = recorder.main
     group = recorder.group("tp", [0, 1])
-    with lane.during(Kind.VALIDATION_STEP):
+    with action_log.during(Kind.VALIDATION_STEP):
         for _ in range(3 * LAST):
-            lane.end(lane.begin(Kind.ALL_REDUCE, group))
+            action_log.end(action_log.begin(Kind.ALL_REDUCE, group))
         view = view_of(tmp_path)
         assert [record.kind for record in view.under_way] == [Kind.VALIDATION_STEP]
         assert len(view.last) == LAST
@@ -116,19 +116,19 @@ def test_more_actions_inside_each_other_than_there_is_room_for(tmp_path: Path) -
 
 def test_where_an_error_began_is_kept_and_errors_that_follow_from_it_change_nothing(tmp_path: Path) -> None:
     recorder = opened(tmp_path)
-    lane = recorder.main
+    action_log = recorder.main
 
     def fail() -> None:
-        with lane.during(Kind.OPTIMIZER_STEP):
+        with action_log.during(Kind.OPTIMIZER_STEP):
             try:
-                with lane.during(Kind.FORWARD):
+                with action_log.during(Kind.FORWARD):
                     raise ValueError("x")
             except ValueError as error:
                 raise KeyError("y") from error
 
     with pytest.raises(KeyError):
         fail()
-    with lane.during(Kind.END):
+    with action_log.during(Kind.END):
         pass
     recorder.set_state(State.RAISED, "KeyError: y")
     recorder.set_state(State.FINISHED)
@@ -181,10 +181,10 @@ def test_a_killed_process_leaves_a_file_that_says_in_what_it_died(
     assert main(["why", str(folder), "--json", "--last", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ranks"][1]["last"][0]["kind"] == "all_gather_object"
-    note_seen(folder, 1, Seen.DEAD, -9)
+    note_process_state(folder, 1, ProcessState.DEAD, -9)
     assert views[1].process.status is None
     assert view_of(folder, 1).process.status == -9
-    assert in_words(-9) == "killed by SIGKILL"
+    assert describe_exit(-9) == "killed by SIGKILL"
     assert main(["why", str(tmp_path / "nothing")]) == 2
     assert main(["why", str(Path(__file__).parent)]) == 2
 
@@ -197,7 +197,7 @@ def test_a_run_that_all_ranks_finish_leaves_nothing_and_old_ones_are_swept(tmp_p
         assert (folder / "00000.actions").exists()
         recorder.set_state(State.FINISHED)
         recorder.close()
-        leave(folder)
+        remove_finished(folder)
     assert not list(tmp_path.iterdir())
 
     for number in range(6):
@@ -205,7 +205,7 @@ def test_a_run_that_all_ranks_finish_leaves_nothing_and_old_ones_are_swept(tmp_p
         recorder.set_state(State.RAISED, "x")
         recorder.close()
     running = opened(run_folder(tmp_path, "running", {}))
-    sweep(tmp_path)
+    remove_old(tmp_path)
     left = sorted(path.name for path in (tmp_path / ".actions").iterdir())
     assert len(left) == 4
     assert "run-running" in left

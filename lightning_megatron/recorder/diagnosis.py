@@ -6,13 +6,13 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_megatron.recorder.form import Kind, State
-from lightning_megatron.recorder.process import Seen, in_words
+from lightning_megatron.recorder.file_format import Kind, State
+from lightning_megatron.recorder.process import ProcessState, describe_exit
 from lightning_megatron.recorder.reading import RankView, Record
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """The judgement on a run.
 
     Attributes:
@@ -26,7 +26,7 @@ class Verdict:
     reason: str = ""
 
 
-def judge(views: Sequence[RankView]) -> Verdict:
+def diagnose(views: Sequence[RankView]) -> Diagnosis:
     """Find the culprit.
 
     Args:
@@ -41,19 +41,19 @@ def judge(views: Sequence[RankView]) -> Verdict:
     if not any(_has_met(view) for view in views):
         facts += [view.rank for view in views if view.state is None]
     if facts:
-        return Verdict(tuple(facts), True, _about(by_rank[facts[0]]))
+        return Diagnosis(tuple(facts), True, _about(by_rank[facts[0]]))
     roots = _awaited_in_the_end(by_rank)
     if roots:
         first = by_rank[roots[0]]
         waiting = next((view for view in views if view.rank not in roots and view.waits_in is not None), None)
         for_what = "" if waiting is None else f": others wait for it in {waiting.waits_in}"
-        return Verdict(tuple(roots), False, f"{_about(first)}{for_what}")
+        return Diagnosis(tuple(roots), False, f"{_about(first)}{for_what}")
     if aborted:
-        return Verdict(tuple(aborted), True, _about(by_rank[aborted[0]]))
+        return Diagnosis(tuple(aborted), True, _about(by_rank[aborted[0]]))
     at_odds = [view.rank for view in views if view.waits_in is not None]
     if len(at_odds) > 1 and len({_same(view.waits_in) for view in views if view.waits_in is not None}) > 1:
-        return Verdict(tuple(at_odds), False, "ranks wait for each other in different actions")
-    return Verdict()
+        return Diagnosis(tuple(at_odds), False, "ranks wait for each other in different actions")
+    return Diagnosis()
 
 
 def _has_met(view: RankView) -> bool:
@@ -64,7 +64,7 @@ def _has_met(view: RankView) -> bool:
 def _ended_by_itself(view: RankView) -> bool:
     if view.state == State.RAISED:
         return True
-    return view.is_dead and view.process.seen != Seen.ENDED_BY_LAUNCHER and not _aborted(view)
+    return view.is_dead and view.process.state != ProcessState.ENDED_BY_LAUNCHER and not _aborted(view)
 
 
 def _aborted(view: RankView) -> bool:
@@ -112,7 +112,7 @@ def _leaves(view: RankView, by_rank: Mapping[int, RankView]) -> set[int]:
     return leaves
 
 
-def state_of(view: RankView) -> str:
+def describe_state(view: RankView) -> str:
     """State of a rank in a few words."""
     if view.state is None:
         return "has not come"
@@ -120,16 +120,16 @@ def state_of(view: RankView) -> str:
         return "finished"
     if view.state == State.RAISED:
         return f"raised {view.error}"
-    if view.process.seen == Seen.ENDED_BY_LAUNCHER:
+    if view.process.state == ProcessState.ENDED_BY_LAUNCHER:
         return "ended by the launcher"
     if view.state == State.LOST:
         return "lost a peer"
     if view.is_dead:
-        return "dead: " + in_words(view.process.status)
+        return "dead: " + describe_exit(view.process.status)
     return "stopped" if view.is_stopped else "running"
 
 
-def doing(view: RankView) -> str:
+def describe_actions(view: RankView) -> str:
     """The action of a rank, with its place in the run."""
     if view.state is None:
         return "-"
@@ -144,5 +144,5 @@ def _about(view: RankView) -> str:
     if view.state is None:
         return f"rank {view.rank} has not come"
     where = f" on {view.host}" if view.host else ""
-    word = {"running": "is running"}.get(state_of(view), state_of(view))
-    return f"rank {view.rank} (pid {view.pid}{where}) {word} in {doing(view)}"
+    word = {"running": "is running"}.get(describe_state(view), describe_state(view))
+    return f"rank {view.rank} (pid {view.pid}{where}) {word} in {describe_actions(view)}"

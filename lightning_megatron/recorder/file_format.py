@@ -91,12 +91,12 @@ WAITED_AT, ENDED_AT = 16, 24
 HEADER = struct.Struct("<8siiiiqqqqiqi")
 """Magic, pid, rank, world size, state, begun, state since, start of the process, nanoseconds of the last look, and what
 others saw: word, when, exit status."""
-SEEN = struct.Struct("<iqi")
+PROCESS_STATE = struct.Struct("<iqi")
 STATE = struct.Struct("<i")
 SINCE = struct.Struct("<q")
 BEAT = struct.Struct("<q")
 STATE_AT, SINCE_AT, BEAT_AT = 20, 32, 48
-SEEN_AT = HEADER.size - SEEN.size
+PROCESS_STATE_AT = HEADER.size - PROCESS_STATE.size
 DETAIL_AT, DETAIL = 128, 256
 ERROR_AT, ERROR = 384, 640
 FAILED_AT = 1024
@@ -107,19 +107,19 @@ DEPTH = 8
 """Actions inside each other that are kept while they are under way."""
 LAST = 256
 """Actions in a ring."""
-LANES = 2
+THREADS = 2
 STACK = DEPTH * RECORD_SIZE
-LANES_AT = FAILED_AT + STACK
-LANE = STACK + LAST * RECORD_SIZE
-SIZE = LANES_AT + LANES * LANE
+THREADS_AT = FAILED_AT + STACK
+THREAD_SIZE = STACK + LAST * RECORD_SIZE
+SIZE = THREADS_AT + THREADS * THREAD_SIZE
 
 assert RECORD.size == RECORD_SIZE, RECORD.size
 assert HEADER.size <= DETAIL_AT
 
 
-def lane_at(lane: int) -> int:
+def thread_at(thread: int) -> int:
     """Beginning of a thread's part."""
-    return LANES_AT + lane * LANE
+    return THREADS_AT + thread * THREAD_SIZE
 
 
 def text_in(raw: bytes) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 
-from lightning_megatron.recorder.form import Kind, State
-from lightning_megatron.recorder.process import Process, Seen
+from lightning_megatron.recorder.diagnosis import describe_state, diagnose
+from lightning_megatron.recorder.file_format import Kind, State
+from lightning_megatron.recorder.process import Process, ProcessState
 from lightning_megatron.recorder.reading import RankView, Record
 from lightning_megatron.recorder.table import render
-from lightning_megatron.recorder.verdict import judge, state_of
 
 TP, DP, WORLD = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}, (0, 1, 2, 3)
-STOPPED, DEAD = Process(Seen.STOPPED), Process(Seen.DEAD, -signal.SIGKILL)
+STOPPED, DEAD = Process(ProcessState.STOPPED), Process(ProcessState.DEAD, -signal.SIGKILL)
 
 
 def rank(number: int, *under_way: Record, done: tuple[Record, ...] = (), **more: object) -> RankView:
@@ -35,11 +35,11 @@ def ended(group: str, within: int) -> Record:
 
 def test_a_rank_that_is_dead_comes_before_those_that_wait_for_it() -> None:
     views = [rank(0, waits("tp", 4)), rank(1, works(), process=DEAD), rank(2, waits("dp", 2)), rank(3, waits("dp", 2))]
-    verdict = judge(views)
-    assert verdict.culprits == (1,)
-    assert verdict.is_fact
-    assert verdict.reason == "rank 1 (pid 101 on h) dead: killed by SIGKILL in step 3, forward"
-    table = render(views, verdict, 2_000_000_010).splitlines()
+    diagnosis = diagnose(views)
+    assert diagnosis.culprits == (1,)
+    assert diagnosis.is_fact
+    assert diagnosis.reason == "rank 1 (pid 101 on h) dead: killed by SIGKILL in step 3, forward"
+    table = render(views, diagnosis, 2_000_000_010).splitlines()
     assert table[2].split()[0] == "1"
     assert [line.split()[0] for line in table[3:]] == ["0", "2", "3"]
     assert table[2].endswith("2.0 s")
@@ -52,16 +52,16 @@ def test_the_first_of_several_that_failed_is_to_blame_and_who_lost_a_peer_is_not
         rank(2, works(begun=40), process=DEAD),
         rank(3, state=State.FINISHED),
     ]
-    assert judge(views).culprits == (1, 2)
-    assert [state_of(view) for view in views][:2] == ["lost a peer", "raised ValueError: x"]
-    views[1] = rank(1, works(), process=Process(Seen.ENDED_BY_LAUNCHER))
-    assert judge(views).culprits == (2,)
+    assert diagnose(views).culprits == (1, 2)
+    assert [describe_state(view) for view in views][:2] == ["lost a peer", "raised ValueError: x"]
+    views[1] = rank(1, works(), process=Process(ProcessState.ENDED_BY_LAUNCHER))
+    assert diagnose(views).culprits == (2,)
 
 
 def test_a_stopped_rank_is_to_blame_also_when_others_have_ended() -> None:
     views = [rank(0, waits("tp", 4), state=State.LOST), rank(1, works(), process=STOPPED)]
-    assert judge(views).culprits == (1,)
-    assert judge(views).is_fact
+    assert diagnose(views).culprits == (1,)
+    assert diagnose(views).is_fact
 
 
 def test_who_is_waited_for_is_followed_to_the_one_that_waits_for_nobody() -> None:
@@ -72,47 +72,47 @@ def test_who_is_waited_for_is_followed_to_the_one_that_waits_for_nobody() -> Non
         rank(2, waits("tp", 9)),
         rank(3, works(), done=(ended("tp", 8), ended("dp", 1))),
     ]
-    verdict = judge(views)
-    assert (verdict.culprits, verdict.is_fact) == ((3,), False)
+    diagnosis = diagnose(views)
+    assert (diagnosis.culprits, diagnosis.is_fact) == ((3,), False)
     assert "rank 3 (pid 103 on h) is running in step 3, forward: others wait for it in all_reduce 4 over tp" in str(
-        verdict.reason
+        diagnosis.reason
     )
 
 
 def test_a_rank_whose_collective_was_only_started_has_come() -> None:
     started = Record(7, Kind.ALL_REDUCE, 8, within=4, group="tp")
     views = [rank(0, waits("tp", 4)), rank(1, works(), done=(started,))]
-    assert judge(views).culprits == ()
+    assert diagnose(views).culprits == ()
 
 
 def test_the_other_end_of_a_message_is_waited_for() -> None:
     views = [rank(0, waits("pp", 0, peer=1)), rank(1, works(Kind.BACKWARD))]
-    assert judge(views).culprits == (1,)
+    assert diagnose(views).culprits == (1,)
 
 
 def test_what_a_backends_watchdog_aborts_is_a_victim() -> None:
-    aborted = Process(Seen.DEAD, -signal.SIGABRT)
+    aborted = Process(ProcessState.DEAD, -signal.SIGABRT)
     views = [rank(0, waits("tp", 4), process=aborted), rank(1, works(), done=(ended("tp", 3),))]
-    assert judge(views).culprits == (1,)
-    assert judge([rank(0, works(), process=aborted), rank(1, works())]).culprits == (0,)
+    assert diagnose(views).culprits == (1,)
+    assert diagnose([rank(0, works(), process=aborted), rank(1, works())]).culprits == (0,)
 
 
 def test_ranks_in_different_collectives_wait_for_each_other() -> None:
     views = [rank(0, waits("tp", 4), done=(ended("dp", 5),)), rank(1, waits("world", 6), done=(ended("tp", 3),))]
-    verdict = judge(views)
-    assert verdict.culprits == (0, 1)
-    assert "each other" in verdict.reason
+    diagnosis = diagnose(views)
+    assert diagnosis.culprits == (0, 1)
+    assert "each other" in diagnosis.reason
 
 
 def test_a_rank_that_never_came_is_to_blame_before_the_start_only() -> None:
     start = Record(1, Kind.RENDEZVOUS, 5, waiting=5)
-    assert judge([rank(0, start), RankView(1)]).culprits == (1,)
+    assert diagnose([rank(0, start), RankView(1)]).culprits == (1,)
     views = [rank(0, waits("tp", 2), done=(works(Kind.SETUP),)), RankView(1)]
-    assert not judge(views).is_fact
-    assert state_of(RankView(1)) == "has not come"
+    assert not diagnose(views).is_fact
+    assert describe_state(RankView(1)) == "has not come"
 
 
 def test_nobody_stands_out_where_all_is_well() -> None:
     views = [rank(0, waits("tp", 4)), rank(1, waits("tp", 4))]
-    assert judge(views).culprits == ()
-    assert render(views, judge(views), 10).startswith("No rank stands out.")
+    assert diagnose(views).culprits == ()
+    assert render(views, diagnose(views), 10).startswith("No rank stands out.")
