@@ -123,8 +123,8 @@ class PeerWatch:
             self._has_reported = True
         for rank in diagnosis.culprits:
             process = next(view.process for view in views if view.rank == rank)
-            if process.seen != ProcessState.RUNNING:
-                note_process_state(self._folder, rank, int(process.seen), process.status or 0)
+            if process.state != ProcessState.RUNNING:
+                note_process_state(self._folder, rank, int(process.state), process.status or 0)
         own = next((view for view in views if view.rank == self._rank), None)
         survivors = [v.rank for v in views if (v.is_alive or v is own) and v.rank not in diagnosis.culprits]
         if self._rank == min(survivors, default=self._rank):
