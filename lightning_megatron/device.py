@@ -1,6 +1,6 @@
-"""The only file that names a kind of device: which there is, its collectives backend, its streams, memory and RNG.
+"""Kinds of device: availability, collectives backend, streams, memory and RNG. No other file names a kind of device.
 
-Environment variables that concern a device are read and set here and nowhere else.
+Environment variables about devices are read and set only here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """What differs between kinds of device.
+    """Properties of a kind of device.
 
     Attributes:
         type: torch's device type.
         backend: torch.distributed backend for tensors of this device.
-        supports_fp16_training: whether half-precision training with a loss scale makes sense here.
-        supports_double: whether there is fp64 arithmetic.
-        supports_sync_batchnorm: whether torch's ``SyncBatchNorm`` computes here.
+        supports_fp16_training: True if fp16 training with a loss scale is possible.
+        supports_double: True if there is fp64 arithmetic.
+        supports_sync_batchnorm: True if torch's ``SyncBatchNorm`` works.
         peak_bf16_flops: matmul FLOP/s of one device by (part of) its marketing name, for MFU; vendor data sheets.
     """
 
@@ -55,7 +55,7 @@ def kind_of(device: torch.device | str) -> DeviceKind:
     """The :class:`DeviceKind` of a torch device.
 
     Raises:
-        ValueError: for a device type this package was not written for.
+        ValueError: if this package does not support the device type.
     """
     name = torch.device(device).type
     if name not in KINDS:
@@ -65,7 +65,7 @@ def kind_of(device: torch.device | str) -> DeviceKind:
 
 @lru_cache(maxsize=1)
 def hpu_available() -> bool:
-    """True if Gaudi's bridge is installed and sees a device (the bridge is imported only here, and only then)."""
+    """True if Gaudi's bridge is installed and sees a device (the bridge is imported by this call, not earlier)."""
     if importlib.util.find_spec("habana_frameworks") is None:
         return False
     try:
@@ -76,30 +76,31 @@ def hpu_available() -> bool:
 
 
 def why_no_hpu() -> str:
-    """What is missing for a Gaudi."""
+    """Reason why no Gaudi is available, in words."""
     if importlib.util.find_spec("habana_frameworks") is None:
         return "Gaudi's bridge (habana_frameworks, of habana-torch-plugin) is not installed; its containers have it"
     return "Gaudi's bridge is installed, but sees no card"
 
 
 def best_available() -> DeviceKind:
-    """Gaudi before CUDA before CPU: Gaudi's GPU-migration toolkit makes CUDA look available."""
+    """Kind of the best available device: Gaudi before CUDA, which Gaudi's GPU-migration toolkit simulates, before CPU."""
     if hpu_available():
         return HPU
     return CUDA if torch.cuda.is_available() else CPU
 
 
 def collective_backends(device: torch.device) -> tuple[str, ...]:
-    """Backends of torch.distributed that are here and take tensors of a device; its own comes first."""
+    """Available backends of torch.distributed that take tensors of a device; the device's own comes first."""
     own = kind_of(device).backend
     able = (name for name, types in dist.Backend.backend_capability.items() if device.type in types)
     return own, *(name for name in able if name != own and dist.is_backend_available(name))
 
 
 def take_card(device: torch.device, *, world_size: int, rank: int, local_rank: int) -> None:
-    """Tell Gaudi's software which card is this process's; before anything is put on it, and never in a parent.
+    """Assign a card to this process in Gaudi's software; before the first tensor on it, and never in a parent process.
 
-    It writes the ranks and the number of the card into the environment, which children inherit: see :func:`drop_card`.
+    This writes the ranks and the number of the card into the environment, which children inherit: see
+    :func:`drop_card`.
     """
     if device.type == "hpu" and world_size > 1:
         from habana_frameworks.torch.distributed.hccl import initialize_distributed_hpu
@@ -108,18 +109,18 @@ def take_card(device: torch.device, *, world_size: int, rank: int, local_rank: i
 
 
 def drop_card(device: torch.device) -> None:
-    """Forget the card of this process, so that the processes it is about to start take one each."""
+    """Release the card's number from the environment, so that the processes started next take one card each."""
     if device.type == "hpu":
         os.environ.pop("HLS_MODULE_ID", None)
 
 
-def migrate_cuda_words() -> None:
-    """Let code that says "cuda" run on Gaudi, by Intel's toolkit; for modules of users, nothing here needs it."""
+def enable_gpu_migration() -> None:
+    """Run users' code that names "cuda" on Gaudi, by Intel's toolkit. This package does not need it."""
     importlib.import_module("habana_frameworks.torch.gpu_migration")
 
 
 def worker_start_method(device: torch.device) -> str | None:
-    """How workers of a DataLoader must be started: Gaudi does not outlive a fork; ``None`` for torch's own choice."""
+    """Start method of DataLoader workers, ``None`` for torch's default: Gaudi's software does not survive a fork."""
     return "spawn" if device.type == "hpu" else None
 
 
@@ -137,7 +138,7 @@ def device_count(kind: DeviceKind) -> int:
 
 
 def memory_statistics(device: torch.device) -> dict[str, int]:
-    """What the device's allocator counts, under the device's own names; nothing for a CPU."""
+    """Counters of the device's allocator, under the device's own names; empty for a CPU."""
     if device.type == "cpu":
         return {}
     module: Any = torch.get_device_module(device)
@@ -161,12 +162,12 @@ def is_lazy(device: torch.device) -> bool:
         return asked == "1"
     if importlib.util.find_spec("habana_frameworks") is None:
         return False
-    internal: Any = importlib.import_module("habana_frameworks.torch.utils.internal")  # the default is the release's
+    internal: Any = importlib.import_module("habana_frameworks.torch.utils.internal")  # the default depends on the release
     return bool(internal.is_lazy())
 
 
 def mark_step(device: torch.device) -> None:
-    """Run what Gaudi's lazy mode has collected; nothing elsewhere."""
+    """Run the ops that Gaudi's lazy mode has collected; no effect on other devices."""
     if is_lazy(device):
         import habana_frameworks.torch.core as core
 
@@ -184,24 +185,24 @@ def synchronize(device: torch.device) -> None:
 
 
 def timing_event(device: torch.device) -> Any | None:
-    """An event that tells when a stream of ``device`` has come to it; ``None`` where the host computes itself."""
+    """A timing event for a stream of ``device``; ``None`` for a CPU."""
     if device.type == "cpu":
         return None
     return torch.get_device_module(device).Event(enable_timing=True)
 
 
 def host_memory(like: torch.Tensor) -> torch.Tensor:
-    """Memory on the host of a tensor's shape and dtype; page-locked where its device copies into that at full speed."""
+    """Host memory of a tensor's shape and dtype; page-locked for CUDA, which copies faster into it."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
 def copy_to_host(source: torch.Tensor, memory: torch.Tensor) -> None:
-    """Begin to copy into :func:`host_memory`; it is there after :func:`synchronize`."""
+    """Start a copy into :func:`host_memory`; it is complete after :func:`synchronize`."""
     memory.copy_(source, non_blocking=source.device.type == "cuda")
 
 
 def begin_read(numbers: torch.Tensor) -> Callable[[], list[int]]:
-    """Begin to copy whole numbers to the host; what is returned waits for them, and for no work submitted later."""
+    """Start a copy of integers to the host. The returned function waits for them, but not for work submitted later."""
     if numbers.device.type == "cpu":
         found = numbers.tolist()
         return lambda: found
@@ -236,7 +237,7 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def seeded_rng_state(seed: int, device: torch.device) -> torch.Tensor:
-    """The state that a generator of ``device`` has right after seeding; no generator in use is touched."""
+    """State of a generator of ``device`` after seeding; generators in use do not change."""
     if device.type in ("cpu", "cuda"):
         return torch.Generator(device).manual_seed(seed).get_state()
     # Gaudi has no generator objects, and torch.manual_seed would reseed the host as well.
@@ -249,7 +250,7 @@ def seeded_rng_state(seed: int, device: torch.device) -> torch.Tensor:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """bf16 matmul FLOP/s of one device as its maker states it, ``None`` where unknown."""
+    """bf16 matmul FLOP/s of one device according to its vendor, ``None`` if unknown."""
     kind = kind_of(device)
     if kind is CPU:
         return None
@@ -259,18 +260,13 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has held at once: on the device, or resident on the host for a CPU."""
+    """Peak memory of this process: allocated on the device, or resident on the host for a CPU."""
     if device.type == "cpu":
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     module: Any = torch.get_device_module(device)
     return int(module.max_memory_allocated(device))
-
-
-def device_id_for_init(device: torch.device) -> torch.device | None:
-    """``device_id`` of ``init_process_group``: only NCCL gains from it, and Gaudi's oldest bridge refuses it."""
-    return device if device.type == "cuda" else None
 
 
 def barrier_device_ids(device: torch.device) -> list[int] | None:
@@ -282,17 +278,17 @@ _BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx10_1", "avx10_2", "bf16")
 
 
 def has_bf16_arithmetic(device: torch.device, capabilities: Mapping[str, Any] | None = None) -> bool:
-    """True if ``device`` multiplies bf16 as such, and does not turn every element into fp32 on the way.
+    """True if ``device`` multiplies bf16 natively, without converting every element to fp32.
 
-    Assumed wherever it cannot be known: for other devices than CPUs, and for CPUs of which torch says nothing.
+    Assumed for devices other than CPUs, and for CPUs whose capabilities torch does not report.
 
     Args:
-        device: where the product is made.
-        capabilities: of its CPU, names as in ``torch.cpu.get_capabilities()``; ``None`` asks torch.
+        device: device of the product.
+        capabilities: capabilities of the CPU, named as in ``torch.cpu.get_capabilities()``; ``None`` asks torch.
     """
     if device.type != "cpu":
         return True
-    ask = getattr(torch.cpu, "get_capabilities", dict)  # newer than the oldest torch supported; nothing is known there
+    ask = getattr(torch.cpu, "get_capabilities", dict)  # absent in the oldest supported torch
     known: Mapping[str, Any] = ask() if capabilities is None else capabilities
     answers = [bool(known[name]) for name in _BF16_INSTRUCTIONS if name in known]
     return any(answers) or not answers

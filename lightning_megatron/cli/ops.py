@@ -26,7 +26,7 @@ def ops_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=list(devices.KINDS), help="kind of device (default: the best there is)")
     parser.add_argument(
-        "--ops", metavar="NAME=WISH,...", help="as MegatronStrategy(ops=...): auto, require, off, or a variant"
+        "--ops", metavar="NAME=MODE,...", help="as MegatronStrategy(ops=...): auto, require, off, or a variant"
     )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     return parser
@@ -46,13 +46,13 @@ def ops_command(argv: Sequence[str]) -> int:
 
 
 def _table(ops: Ops, rows: Sequence[dict[str, Any]]) -> str:
-    lines = [("op", "wish", "chosen", "why")]
-    lines += [(row["op"], row["wish"], row["chosen"] or "nothing", row["why"]) for row in rows]
+    lines = [("op", "mode", "chosen", "why")]
+    lines += [(row["op"], row["mode"], row["chosen"] or "nothing", row["why"]) for row in rows]
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
     text = [f"device: {ops.device}", ""]
     for line, row in zip(lines, [None, *rows], strict=True):
         text.append("  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]))
         if row is not None:
             text += [f"    - {candidate}" for candidate in [*row["candidates"], "reference"]]
-            text += [f"    ({row['op']}={wish})" for wish in row["variants"]]
+            text += [f"    ({row['op']}={variant})" for variant in row["variants"]]
     return "\n".join(text)

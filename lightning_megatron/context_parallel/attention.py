@@ -12,7 +12,7 @@ from lightning_megatron.context_parallel.ring import ring_attention
 from lightning_megatron.context_parallel.ulysses import ulysses_attention
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import attention
-from lightning_megatron.ops.implementation import Choice
+from lightning_megatron.ops.implementation import OpChoice
 from lightning_megatron.ops.registry import Ops
 
 CoreAttention = Callable[..., Tensor]
@@ -44,7 +44,7 @@ CONTEXT_ATTENTION: Mapping[str, ContextAttention] = {
 }
 
 
-def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> Choice:
+def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> OpChoice:
     """Attention on one rank, for ranks that share a sequence in this way.
 
     Raises:
@@ -53,4 +53,4 @@ def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> Choice:
     if axis.size == 1 or cp_comm_type == "a2a":
         return ops.choose("attention")
     reason = f"cp_comm_type={cp_comm_type}: what comes in pieces is put together by sums of exponentials"
-    return ops.instead("attention", "block by block", reason, ops.choose("attention").run)
+    return ops.custom("attention", "block by block", reason, ops.choose("attention").run)

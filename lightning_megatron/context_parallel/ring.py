@@ -19,7 +19,13 @@ from torch import Tensor
 
 from lightning_megatron.comm.p2p import Rotation, start_rotation
 from lightning_megatron.mesh import Axis
-from lightning_megatron.ops.blockwise_attention import Attended, attend, attend_backward, inner, merge_
+from lightning_megatron.ops.blockwise_attention import (
+    PartialAttention,
+    attention_backward,
+    attention_forward,
+    merge_partials_,
+    row_dot,
+)
 
 
 def ring_attention(
@@ -94,14 +100,14 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool) -> Tensor:
         length = q.shape[0]
-        total: Attended | None = None
+        total: PartialAttention | None = None
         for source, keys, values in _keys_of_all(k, v, axis):
             seen = seen_at(axis.rank, source, length, causal)
-            part = attend(q[seen.queries], keys[seen.keys], values[seen.keys], causal=seen.causal)
+            part = attention_forward(q[seen.queries], keys[seen.keys], values[seen.keys], causal=seen.causal)
             if total is None:
                 total = part
                 continue
-            merge_(Attended(total.out[seen.queries], total.lse[seen.queries]), part)
+            merge_partials_(PartialAttention(total.out[seen.queries], total.lse[seen.queries]), part)
         assert total is not None
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse)
@@ -116,14 +122,14 @@ class _Ring(torch.autograd.Function):
         """
         q, k, v, out, lse = ctx.saved_tensors
         axis: Axis = ctx.axis
-        delta = inner(out, grad)
+        delta = row_dot(out, grad)
         dq: Tensor
         own: Tensor
         travelling: Rotation | None = None
         for source, keys, values in _keys_of_all(k, v, axis):
             seen = seen_at(axis.rank, source, q.shape[0], ctx.causal)
             rows = seen.queries
-            dq_part, *d_keys = attend_backward(
+            dq_part, *d_keys = attention_backward(
                 grad[rows], q[rows], keys[seen.keys], values[seen.keys], lse[rows], delta[rows], causal=seen.causal
             )
             if source == axis.rank:  # the first step

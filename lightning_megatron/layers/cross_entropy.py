@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_gather
 from lightning_megatron.mesh import Axis
-from lightning_megatron.ops.matmul import wide_product, widens
+from lightning_megatron.ops.matmul import matmul_fp32, upcasts
 
 IGNORE_INDEX = -100
 CHUNK_BYTES = 32 << 20
@@ -177,8 +177,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         rows = weight[: part.size]
         # Where products are made in fp32, logits and gradients stay as they are made until they leave.
-        wide = widens(hidden, weight.t())
-        multiply, dtype = (wide_product, torch.float32) if wide else (torch.matmul, weight.dtype)
+        wide = upcasts(hidden, weight.t())
+        multiply, dtype = (matmul_fp32, torch.float32) if wide else (torch.matmul, weight.dtype)
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if wants_dx else None
         d_weight = torch.empty_like(weight, dtype=dtype) if wants_dw else None
@@ -326,8 +326,8 @@ def _chunk_logits(
     hidden: Tensor, weight: Tensor, part: VocabSlice
 ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
     """Fp32 logits ``[T, V]`` of a chunk, the chunk in the dtype they are made in, and what multiplies in it."""
-    wide = widens(hidden, weight.t())
-    multiply, dtype = (wide_product, torch.float32) if wide else (torch.matmul, weight.dtype)
+    wide = upcasts(hidden, weight.t())
+    multiply, dtype = (matmul_fp32, torch.float32) if wide else (torch.matmul, weight.dtype)
     x = hidden.to(dtype)
     return multiply(x, weight[: part.size].t()).float(), x, multiply
 

@@ -15,8 +15,8 @@ from lightning_megatron.comm.collectives import all_reduce_max
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.fp8 import LARGEST, LINEARS, MULTIPLE, Fp8Kernels, Fp8Recipe, scale_for
-from lightning_megatron.ops.implementation import REFERENCE, Choice
-from lightning_megatron.ops.matmul import PLAIN
+from lightning_megatron.ops.implementation import REFERENCE, Selection
+from lightning_megatron.ops.matmul import PLAIN_GEMMS
 from lightning_megatron.ops.registry import Ops
 
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -32,7 +32,7 @@ class Cast(NamedTuple):
     dtype: torch.dtype
 
 
-class Fp8Products(nn.Module):
+class Fp8Gemms(nn.Module):
     """The products of one linear layer in fp8, with delayed scales.
 
     Where nothing was seen yet, a tensor is scaled by its own largest element.
@@ -40,7 +40,7 @@ class Fp8Products(nn.Module):
     Args:
         kernels: of the device.
         recipe: how scales are found.
-        choice: where calls are noted whose number of tokens does not fit.
+        selection: filled with calls whose number of tokens does not fit.
         device: of the buffers.
 
     Attributes:
@@ -57,11 +57,11 @@ class Fp8Products(nn.Module):
     seen_backward: Tensor
 
     def __init__(
-        self, kernels: Fp8Kernels, recipe: Fp8Recipe, choice: Choice, device: torch.device | str | None = None
+        self, kernels: Fp8Kernels, recipe: Fp8Recipe, selection: Selection, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
         self.kernels, self.recipe = kernels, recipe
-        self._noted = choice.fallbacks
+        self._noted = selection.fallbacks
         # Kept in the dtype of parameters: powers of two are exact in all of them.
         self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, 3, device=device))
         self.register_buffer("scale", torch.zeros(3, device=device))
@@ -71,7 +71,7 @@ class Fp8Products(nn.Module):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``x W^T + b``, ``[..., in] -> [..., out]``, and the scales of ``x`` and ``W``."""
         if not self._fits(x):
-            return PLAIN.forward(x, weight, bias)
+            return PLAIN_GEMMS.forward(x, weight, bias)
         scales = self._scale(x, _INPUT), self._scale(weight, _WEIGHT)
         a, b = self._cast(x, scales[_INPUT], _INPUT), self._cast(weight, scales[_WEIGHT], _WEIGHT)
         flat_bias = None if bias is None else bias.flatten()
@@ -80,19 +80,19 @@ class Fp8Products(nn.Module):
 
     def gradient(self, dy: Tensor) -> Cast | Tensor:
         """What both gradients need of the output's."""
-        return self._cast(dy, self._scale(dy, _GRADIENT), _GRADIENT) if self._fits(dy) else PLAIN.gradient(dy)
+        return self._cast(dy, self._scale(dy, _GRADIENT), _GRADIENT) if self._fits(dy) else PLAIN_GEMMS.gradient(dy)
 
     def input_gradient(self, dy: Cast | Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """``dy W``."""
         if isinstance(dy, Tensor):
-            return PLAIN.input_gradient(dy, weight, kept)
+            return PLAIN_GEMMS.input_gradient(dy, weight, kept)
         b = self._cast(weight, kept[_WEIGHT], _WEIGHT)
         return self.kernels.product(dy.values, b.values, dy.scale, b.scale, None, dy.dtype).view(*dy.shape[:-1], -1)
 
     def weight_gradient(self, dy: Cast | Tensor, x: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """``dy^T x``, ``[out, in]``."""
         if isinstance(dy, Tensor):
-            return PLAIN.weight_gradient(dy, x, kept)
+            return PLAIN_GEMMS.weight_gradient(dy, x, kept)
         b = self._cast(x, kept[_INPUT], _INPUT)
         return self.kernels.product(dy.values.t(), b.values, dy.scale, b.scale, None, dy.dtype)
 
@@ -150,7 +150,7 @@ class Fp8Steps(nn.Module):
         mesh: the ranks.
     """
 
-    def __init__(self, products: Sequence[Fp8Products], mesh: ParallelMesh) -> None:
+    def __init__(self, products: Sequence[Fp8Gemms], mesh: ParallelMesh) -> None:
         super().__init__()
         self._products, self._axes = tuple(products), (mesh.tp, mesh.dp_cp)
 
@@ -175,33 +175,32 @@ def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: Pa
     Args:
         blocks: of this rank, by global number.
         num_layers: of the whole model.
-        ops: with a wish for ``linear_fp8`` and a recipe.
+        ops: a mode for ``linear_fp8``, and a recipe.
         mesh: the ranks.
 
     Raises:
         ConfigError: where fp8 is required and the device has none.
     """
-    if ops.wish("linear_fp8") == "off":
+    if ops.mode("linear_fp8") == "off":
         return None
-    choice = ops.choose("linear_fp8")
-    kernels: Fp8Kernels | None = choice.run()
+    kernels, selection = ops.choose_fp8()
     found = []
     for number, block in blocks.items():
         for name, linear in _linears(block):
-            excuse = choice.why if kernels is None else ops.fp8.excuse(name, number, num_layers) or _odd(linear)
+            excuse = selection.why if kernels is None else ops.fp8.excuse(name, number, num_layers) or _odd(linear)
             if kernels is None or excuse is not None:
-                linear.product_choice = Choice("linear_fp8", REFERENCE, str(excuse), choice.run)
+                linear.product_choice = Selection("linear_fp8", REFERENCE, str(excuse))
             else:
-                found.append(multiply_in_fp8(linear, kernels, ops.fp8, choice))
+                found.append(multiply_in_fp8(linear, kernels, ops.fp8, selection))
     return Fp8Steps(found, mesh) if found else None
 
 
 def multiply_in_fp8(
-    linear: ColumnParallelLinear | RowParallelLinear, kernels: Fp8Kernels, recipe: Fp8Recipe, choice: Choice
-) -> Fp8Products:
+    linear: ColumnParallelLinear | RowParallelLinear, kernels: Fp8Kernels, recipe: Fp8Recipe, selection: Selection
+) -> Fp8Gemms:
     """Let one layer multiply in fp8; whoever calls this sees to its steps (:class:`Fp8Steps`)."""
-    linear.product_choice = Choice(choice.op, choice.version, choice.why, choice.run)
-    linear.products = Fp8Products(kernels, recipe, linear.product_choice, linear.weight.device)
+    linear.product_choice = Selection(selection.op, selection.implementation, selection.why)
+    linear.products = Fp8Gemms(kernels, recipe, linear.product_choice, linear.weight.device)
     return linear.products
 
 

@@ -34,8 +34,8 @@ from lightning_megatron.comm.collectives import (
 from lightning_megatron.errors import Problem, divisors, multiples_around, nearest_to, raise_if_any
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import Axis, ParallelMesh
-from lightning_megatron.ops.implementation import Choice
-from lightning_megatron.ops.matmul import PLAIN, Products, linear
+from lightning_megatron.ops.implementation import Selection
+from lightning_megatron.ops.matmul import PLAIN_GEMMS, LinearGemms, linear
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.weight_grad_store import DeferredGradients
 
@@ -62,7 +62,7 @@ class _Linear(torch.autograd.Function):
         sequence_parallel: bool,
         deferred: DeferredGradients | None,
         leaves: tuple[Tensor | None, ...],
-        products: Products,
+        products: LinearGemms,
     ) -> Tensor:
         ctx.products = products
         ctx.axis, ctx.sequence_parallel, ctx.deferred, ctx.leaves = axis, sequence_parallel, deferred, leaves
@@ -103,7 +103,7 @@ def _linear(
     axis: Axis,
     sequence_parallel: bool,
     deferred: DeferredGradients,
-    products: Products,
+    products: LinearGemms,
 ) -> Tensor:
     """The function above, with its parameters seen by autograd or not."""
     if not (deferred.enabled and x.requires_grad):
@@ -171,8 +171,8 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         mesh = mesh or ParallelMesh.single()
         self.axis, self.deferred = mesh.tp, mesh.deferred
-        self.products: Products = PLAIN
-        self.product_choice: Choice | None = None
+        self.products: LinearGemms = PLAIN_GEMMS
+        self.product_choice: Selection | None = None
         self.in_features, self.out_features, self.blocks = in_features, out_features, blocks
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
@@ -195,7 +195,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[S, B, in]`` (``[S/tp, B, in]`` under sequence parallelism) to ``[S, B, out/tp]``; blocks side by side."""
-        if self.axis.size == 1 and not self.deferred.enabled and self.products is PLAIN:
+        if self.axis.size == 1 and not self.deferred.enabled and self.products is PLAIN_GEMMS:
             return linear(x, self.weight, self.bias)
         out = _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.deferred, self.products)
         if not self.gather_output:
@@ -246,8 +246,8 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         mesh = mesh or ParallelMesh.single()
         self.axis, self.deferred = mesh.tp, mesh.deferred
-        self.products: Products = PLAIN
-        self.product_choice: Choice | None = None
+        self.products: LinearGemms = PLAIN_GEMMS
+        self.product_choice: Selection | None = None
         self.in_features, self.out_features = in_features, out_features
         self.split_input = split_input
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
@@ -269,7 +269,7 @@ class RowParallelLinear(nn.Module):
         if self.split_input:
             x = split_features(x, self.axis)
         added = self.bias if self.axis.size == 1 else None  # elsewhere once, after the sum
-        if self.deferred.enabled or self.products is not PLAIN:
+        if self.deferred.enabled or self.products is not PLAIN_GEMMS:
             partial = _linear(x, self.weight, added, _ALONE, False, self.deferred, self.products)
         else:
             partial = linear(x, self.weight, added)

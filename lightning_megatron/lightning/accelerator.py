@@ -139,7 +139,7 @@ def be_taken_with(accelerator: Accelerator | None, strategy: type[Strategy]) -> 
 def migrate_words(device: torch.device) -> None:
     """Let modules written for NVIDIA's devices run on Gaudi; elsewhere they run as they are."""
     if device.type == NAME:
-        devices.migrate_cuda_words()
+        devices.enable_gpu_migration()
     else:
         rank_zero_info(f"gpu_migration=True changes nothing on {device.type}: it is for Gaudi")
 

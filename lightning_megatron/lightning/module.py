@@ -31,7 +31,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import configuration
 from lightning_megatron.ops.adamw import beyond_fused_adamw
-from lightning_megatron.ops.implementation import Choice
+from lightning_megatron.ops.implementation import OpChoice
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR, schedule_problems
 from lightning_megatron.stage import BackwardScale
@@ -358,7 +358,7 @@ class GPTModule(MegatronModule):
             "lr_scheduler": {"scheduler": MegatronLR(optimizer, schedule), "interval": "step"},
         }
 
-    def _choose_adamw(self) -> Choice:
+    def _choose_adamw(self) -> OpChoice:
         strategy = self.megatron_strategy
         if strategy is None:
             return Ops(self.device.type).choose("adamw")

@@ -65,7 +65,7 @@ class Placement:
         """True if a model that stands here need not be built anew to stand there."""
         ours, theirs = self.ops, wanted.ops
         # Ops of no device in particular go by the device of their tensors, so they do on any.
-        same_ops = (ours.wishes or None, ours.fp8) == (theirs.wishes or None, theirs.fp8)
+        same_ops = (ours.modes or None, ours.fp8) == (theirs.modes or None, theirs.fp8)
         return same_ops and ours.device in (None, theirs.device) and replace(self, ops=theirs) == wanted
 
 

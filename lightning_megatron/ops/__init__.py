@@ -1,4 +1,4 @@
-"""The arithmetic that devices have fused versions of: one op a file, its reference in plain torch first.
+"""Arithmetic for which devices have fused implementations: one op per file, its reference in plain torch first.
 
-No file here knows of ranks; whoever needs several ranks to compute one op does so in ``layers/``.
+Nothing here depends on ranks. Ops that several ranks compute together are in ``layers/`` and ``context_parallel/``.
 """

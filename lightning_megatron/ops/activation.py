@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
-    """``silu(gate) * up`` in plain torch: the meaning of :func:`swiglu`."""
+    """:func:`swiglu` in plain torch."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps only the input for the backward pass; ``silu(gate)`` is cheaper to repeat than to store."""
+    """Saves only the input for backward; recomputing ``silu(gate)`` is cheaper than storing it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

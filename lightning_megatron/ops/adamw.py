@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Optimizer
 
-from lightning_megatron.ops.hpu_bridge import bridge, needs
-from lightning_megatron.ops.implementation import Op, Version
+from lightning_megatron.ops.hpu_bridge import bridge, requires
+from lightning_megatron.ops.implementation import Implementation, Op
 
 Groups = Iterable[Any]
 
 
 def adamw_reference(params: Groups, *, lr: float, betas: tuple[float, float], eps: float) -> Optimizer:
-    """torch's AdamW as torch chooses it; groups bring their own ``weight_decay``."""
+    """torch's AdamW in its default implementation; ``weight_decay`` is in the groups."""
     return AdamW(params, lr=lr, betas=betas, eps=eps)
 
 
@@ -30,21 +30,21 @@ def adamw_hpu(
 ) -> Optimizer:
     """Intel's ``FusedAdamW``; never run on a real Gaudi.
 
-    It adds ``eps`` to the root of the second moment before the correction of its bias, where torch adds it after. It
-    counts steps in the group. Where parameters are bf16 its weight decay is lost: ``1 - lr x decay`` rounds to 1.
+    It adds ``eps`` to the root of the second moment before its bias correction; torch adds it after. It counts steps in
+    the group. With bf16 parameters its weight decay is lost: ``1 - lr x decay`` rounds to 1.
     """
     return optimizer(params, lr=lr, betas=betas, eps=eps)  # type: ignore[call-arg]
 
 
 def beyond_fused_adamw(dtype: torch.dtype, device: str) -> str | None:
-    """Why the device's own AdamW cannot update values of ``dtype``; ``None`` if it can."""
+    """The reason why the device's own AdamW cannot update values of ``dtype``; ``None`` if it can."""
     if device != "hpu" or dtype == torch.float32:
         return None
     return f"its weight decay is lost where the optimizer's values are {dtype}"
 
 
 def is_fused_adamw(optimizer: object) -> bool:
-    """True if this is Intel's, told by its name: the bridge is not imported for the question."""
+    """True if this is Intel's optimizer, recognized by its name, so that the bridge is not imported."""
     return any((c.__module__.split(".")[0], c.__name__) == _INTELS for c in type(optimizer).__mro__)
 
 
@@ -52,11 +52,11 @@ _INTELS = ("habana_frameworks", "FusedAdamW")
 _FUSED_ADAMW = "hpex.optimizers", "FusedAdamW"
 ADAMW = Op(
     "adamw",
-    adamw_reference,
-    adamw_reference,
     (
-        Version("torch's fused AdamW", "cpu", lambda: adamw_torch),
-        Version("torch's fused AdamW", "cuda", lambda: adamw_torch),
-        Version("FusedAdamW", "hpu", lambda: partial(adamw_hpu, bridge(*_FUSED_ADAMW)), needs(*_FUSED_ADAMW)),
+        Implementation("torch's fused AdamW", "cpu", lambda: adamw_torch),
+        Implementation("torch's fused AdamW", "cuda", lambda: adamw_torch),
+        Implementation("FusedAdamW", "hpu", lambda: partial(adamw_hpu, bridge(*_FUSED_ADAMW)), requires(*_FUSED_ADAMW)),
     ),
+    run=adamw_reference,
+    reference=adamw_reference,
 )

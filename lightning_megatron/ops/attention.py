@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.ops.dropout import dropout as drop
-from lightning_megatron.ops.hpu_bridge import bridge, needs
-from lightning_megatron.ops.implementation import Op, Version
-from lightning_megatron.ops.matmul import widens
+from lightning_megatron.ops.hpu_bridge import bridge, requires
+from lightning_megatron.ops.implementation import Function, Implementation, Op
+from lightning_megatron.ops.matmul import upcasts
 
 
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0, first_query: int = 0
 ) -> Tensor:
-    """Attention in plain torch, softmax in fp32: the meaning of :func:`attention`."""
+    """Attention in plain torch, softmax in fp32: the definition of :func:`attention`."""
     repeats = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     scores = torch.einsum("sbnd,tbnd->bnst", q, k).float() / math.sqrt(q.shape[-1])
@@ -38,8 +38,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float =
     Args:
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``, ``N`` a multiple of ``G``; head ``n`` of ``q`` reads head ``n // (N / G)``.
-        v: like ``k``.
-        causal: whether position ``i`` sees only positions up to ``i``.
+        v: ``[T, B, G, D]``.
+        causal: True if position ``i`` sees only positions up to ``i``.
         dropout: probability of dropping an attention weight.
         first_query: position of the first query among the keys (decoding with a cache).
 
@@ -62,7 +62,7 @@ def attention_torch(
     plain_causal = causal and first_query == 0 and q.shape[2] > 1
     if dropout and q.device.type == "cpu":
         return _op_by_op(q, k, v, _past(q, k) if plain_causal else mask, dropout).permute(2, 0, 1, 3)
-    fused: Callable[..., Tensor] = _WideAttention.apply if widens(q, k.mT) else _fused
+    fused: Callable[..., Tensor] = _WideAttention.apply if upcasts(q, k.mT) else _fused
     return fused(q, k, v, mask, plain_causal, dropout).permute(2, 0, 1, 3)
 
 
@@ -74,10 +74,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
 
 
 class _WideAttention(torch.autograd.Function):
-    """In fp32 on widened copies of bf16 (see ``ops/matmul.py``), without dropout.
+    """Attention in fp32 on copies of bf16 operands (see ``ops/matmul.py``), without dropout.
 
-    torch's kernel would keep fp32 then, twice as much. Here the narrow operands are kept and backward computes the
-    forward again: all in all about half the time of the kernel for bf16.
+    torch's kernel would save the fp32 copies, twice the memory. This saves the bf16 operands, and backward computes the
+    forward again: together about half the time of the bf16 kernel.
     """
 
     @staticmethod
@@ -98,7 +98,7 @@ class _WideAttention(torch.autograd.Function):
 
 
 def _past(q: Tensor, k: Tensor, first_query: int = 0) -> Tensor:
-    """``[S, T]``: which keys each query sees."""
+    """``[S, T]``: True for the keys that each query sees."""
     queries = torch.arange(q.shape[2], device=q.device) + first_query
     return torch.arange(k.shape[2], device=q.device)[None, :] <= queries[:, None]
 
@@ -106,11 +106,12 @@ def _past(q: Tensor, k: Tensor, first_query: int = 0) -> Tensor:
 def _op_by_op(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
     """Attention with dropout of its weights, ``[B, N, S, D]``.
 
-    A CPU has no fused kernel for this, and torch's fallback keeps twelve bytes a score, in fp32. This keeps five, in 16
-    bits: softmax, what is left of it, and a mask of one byte (https://arxiv.org/abs/2205.05198, section 4.1).
+    A CPU has no fused kernel for this, and torch's fallback saves twelve bytes per score, in fp32. This saves five, in
+    16 bits: the softmax, its values after dropout, and a mask of one byte
+    (https://arxiv.org/abs/2205.05198, section 4.1).
     """
     groups, queries = k.shape[1], q.shape[2]
-    # Heads that share a key lie one below the other, so that keys are not copied.
+    # Heads that share a key are rows of one matrix, so that keys are not copied: [B, G, N/G x S, D].
     below = q.unflatten(1, (groups, -1)).flatten(2, 3)
     scores = below.matmul(k.mT).mul_(q.shape[-1] ** -0.5)
     if seen is not None:
@@ -120,7 +121,7 @@ def _op_by_op(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: flo
 
 
 MAX_HEAD_DIM = 128
-"""Of the Gaudi's kernel."""
+"""Largest head dimension of the Gaudi's kernel."""
 
 
 def attention_hpu(
@@ -140,13 +141,13 @@ def attention_hpu(
     Args:
         kernel: Intel's autograd function. It takes arguments by position only, and a mask or the causal flag, never
             both; its causal flag aligns the corners at the first key.
-        q: as in :func:`attention`, like all that follow.
-        k: the keys.
-        v: the values.
-        causal: whether position ``i`` sees only positions up to ``i``.
-        dropout: of attention weights.
-        first_query: must be 0.
-        recompute: keep a row's maximum and sum for backward instead of its weights
+        q: ``[S, B, N, D]``.
+        k: ``[T, B, G, D]``.
+        v: ``[T, B, G, D]``.
+        causal: True if position ``i`` sees only positions up to ``i``.
+        dropout: probability of dropping an attention weight.
+        first_query: position of the first query among the keys; must be 0.
+        recompute: True to save a row's maximum and sum for backward instead of its weights
             (https://arxiv.org/abs/2205.14135).
         softmax_mode: ``"None"``, or ``"fast"``, which is less exact.
     """
@@ -176,25 +177,25 @@ def _beyond_fast_softmax(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **mor
 _FUSED_SDPA = "hpex.kernels", "FusedSDPA"
 
 
-def _fused_sdpa(name: str, refuses: Callable[..., str | None], variant: str | None = None, **options: Any) -> Version:
+def _fused_sdpa(
+    name: str, unsupported: Callable[..., str | None], variant: str | None = None, **options: Any
+) -> Implementation[Function]:
     """A mode of Intel's kernel."""
-    return Version(
+    return Implementation(
         name,
         "hpu",
         lambda: partial(attention_hpu, bridge(*_FUSED_SDPA), **options),
-        needs(*_FUSED_SDPA),
-        refuses,
+        requires(*_FUSED_SDPA),
+        unsupported,
         variant,
     )
 
 
 ATTENTION = Op(
     "attention",
-    attention,
-    attention_reference,
     (
-        Version("torch's kernel", "cpu", lambda: attention_torch),
-        Version("torch's kernel", "cuda", lambda: attention_torch),
+        Implementation("torch's kernel", "cpu", lambda: attention_torch),
+        Implementation("torch's kernel", "cuda", lambda: attention_torch),
         _fused_sdpa("FusedSDPA", _beyond_sdpa),
         _fused_sdpa("FusedSDPA, fast softmax", _beyond_fast_softmax, "fast_softmax", softmax_mode="fast"),
         _fused_sdpa("FusedSDPA, weights kept", _beyond_sdpa, "no_recompute", recompute=False),
@@ -205,6 +206,8 @@ ATTENTION = Op(
             softmax_mode="fast",
             recompute=False,
         ),
-        Version("torch", None, lambda: attention_torch),
+        Implementation("torch", None, lambda: attention_torch),
     ),
+    run=attention,
+    reference=attention_reference,
 )

@@ -1,9 +1,9 @@
-"""Exact attention block by block, in plain torch: for long sequences, and for attention that comes in pieces.
+"""Exact attention block by block, in plain torch: for long sequences, and for attention computed in parts.
 
-The scores of a block of queries exist only while that block is worked on, so that memory does not grow with the square
-of the sequence. What is kept for the backward pass is one number a query and head, the log of the sum of its
-exponentials (FlashAttention, https://arxiv.org/abs/2205.14135, section 3). By these numbers attention to parts of the
-keys is put together to attention to all of them (https://arxiv.org/abs/2305.19370).
+The scores of a block of queries exist only while that block is computed, so that memory does not grow with the square
+of the sequence. The backward pass needs one number per query and head, the log-sum-exp of its scores (FlashAttention,
+https://arxiv.org/abs/2205.14135, section 3). With these numbers, attention to parts of the keys is merged into
+attention to all of them (https://arxiv.org/abs/2305.19370).
 
 Arithmetic is fp32 whatever the inputs (fp64 for fp64).
 """
@@ -20,30 +20,30 @@ from torch import Tensor
 BLOCK_BYTES = 4 << 20
 
 
-class Attended(NamedTuple):
-    """What queries took from some keys.
+class PartialAttention(NamedTuple):
+    """Attention of queries to a part of the keys.
 
     Attributes:
         out: ``[S, B, N, D]``, fp32.
-        lse: ``[S, B, N]``, fp32, log of the sum of exponentials of the scores.
+        lse: ``[S, B, N]``, fp32, log-sum-exp of the scores.
     """
 
     out: Tensor
     lse: Tensor
 
 
-def attend(
+def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0, block_bytes: int = BLOCK_BYTES
-) -> Attended:
-    """Attention with the log-sum-exp that its backward pass and :func:`merge_` need; no gradient.
+) -> PartialAttention:
+    """Attention with the log-sum-exp that its backward pass and :func:`merge_partials_` need; no gradient.
 
     Args:
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``, ``N`` a multiple of ``G``; head ``n`` of ``q`` reads head ``n // (N / G)``.
-        v: like ``k``.
-        causal: whether a query sees only keys up to its own position; keys that no query of a block sees cost nothing.
+        v: ``[T, B, G, D]``.
+        causal: True if a query sees only keys up to its own position; keys that no query of a block sees cost nothing.
         first_query: position of the first query among the keys, at least 0.
-        block_bytes: about what the scores of one block may take.
+        block_bytes: approximate limit for the scores of one block.
     """
     grouped = _Grouped.of(q, k.shape[2])
     queries, keys, values = grouped.rows(q), _heads_first(k), _heads_first(v)
@@ -55,10 +55,10 @@ def attend(
         total = exps.sum(-1, keepdim=True)
         out[:, :, :, block.rows] = block.shape_of(exps.matmul(values[:, :, block.keys]).div_(total))
         lse[:, :, :, block.rows] = block.shape_of(peak.add_(total.log_())).squeeze(-1)
-    return Attended(grouped.back(out), grouped.back(lse))
+    return PartialAttention(grouped.back(out), grouped.back(lse))
 
 
-def attend_backward(
+def attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -70,21 +70,21 @@ def attend_backward(
     first_query: int = 0,
     block_bytes: int = BLOCK_BYTES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys contribute to the gradients; probabilities are computed anew from ``lse``.
+    """Contribution of these keys to the gradients; probabilities are recomputed from ``lse``.
 
-    Where keys are only a part of all, ``lse`` and ``delta`` are still those of the whole: then the gradients of ``q``
-    over the parts add up.
+    If these keys are only a part, ``lse`` and ``delta`` are still those over all keys. Then the gradients of ``q`` over
+    the parts add up.
 
     Args:
         grad: gradient of the output, ``[S, B, N, D]``.
-        q: as in :func:`attend`, like all that follow.
-        k: the keys.
-        v: the values.
+        q: ``[S, B, N, D]``.
+        k: ``[T, B, G, D]``.
+        v: ``[T, B, G, D]``.
         lse: ``[S, B, N]`` fp32, over all keys.
-        delta: ``[S, B, N]`` fp32, the inner product of output and gradient (:func:`inner`).
-        causal: as in :func:`attend`.
-        first_query: as in :func:`attend`.
-        block_bytes: as in :func:`attend`.
+        delta: ``[S, B, N]`` fp32, the inner product of output and gradient (:func:`row_dot`).
+        causal: True if a query sees only keys up to its own position.
+        first_query: position of the first query among the keys.
+        block_bytes: approximate limit for the scores of one block.
 
     Returns:
         Gradients of ``q``, ``k`` and ``v``, fp32.
@@ -105,13 +105,13 @@ def attend_backward(
     return grouped.back(dq), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
 
 
-def inner(out: Tensor, grad: Tensor) -> Tensor:
-    """``[S, B, N, D], [S, B, N, D] -> [S, B, N]``: the ``delta`` of :func:`attend_backward`."""
-    return _wide(out).mul(_wide(grad)).sum(-1)
+def row_dot(out: Tensor, grad: Tensor) -> Tensor:
+    """``[S, B, N, D], [S, B, N, D] -> [S, B, N]``: the ``delta`` of :func:`attention_backward`."""
+    return _upcast(out).mul(_upcast(grad)).sum(-1)
 
 
-def merge_(whole: Attended, part: Attended) -> None:
-    """Add what the same queries took from other keys, in place."""
+def merge_partials_(whole: PartialAttention, part: PartialAttention) -> None:
+    """Merge attention of the same queries to other keys into ``whole``, in place."""
     lse = torch.logaddexp(whole.lse, part.lse)
     kept, added = ((x.lse - lse).exp_().unsqueeze(-1) for x in (whole, part))
     whole.out.mul_(kept).addcmul_(part.out, added)
@@ -119,14 +119,14 @@ def merge_(whole: Attended, part: Attended) -> None:
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0) -> Tensor:
-    """:func:`lightning_megatron.ops.attention.attention` without dropout, in memory that grows with ``S`` only.
+    """:func:`lightning_megatron.ops.attention.attention` without dropout, in memory linear in ``S``.
 
     Args:
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``.
-        v: like ``k``.
-        causal: as in :func:`attend`.
-        first_query: as in :func:`attend`.
+        v: ``[T, B, G, D]``.
+        causal: True if a query sees only keys up to its own position.
+        first_query: position of the first query among the keys.
 
     Returns:
         ``[S, B, N, D]``.
@@ -138,7 +138,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, first_query: int) -> Tensor:
-        attended = attend(q, k, v, causal=causal, first_query=first_query)
+        attended = attention_forward(q, k, v, causal=causal, first_query=first_query)
         out = attended.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, attended.lse)
         ctx.causal, ctx.first_query = causal, first_query
@@ -147,27 +147,27 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        delta = inner(out, grad)
-        grads = attend_backward(grad, q, k, v, lse, delta, causal=ctx.causal, first_query=ctx.first_query)
+        delta = row_dot(out, grad)
+        grads = attention_backward(grad, q, k, v, lse, delta, causal=ctx.causal, first_query=ctx.first_query)
         dq, dk, dv = (part.to(q.dtype) for part in grads)
         return dq, dk, dv, None, None
 
 
-def _wide(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """``[T, B, G, D] -> [B, G, T, D]``, wide."""
-    return _wide(x).permute(1, 2, 0, 3).contiguous()
+    """``[T, B, G, D] -> [B, G, T, D]``, at least fp32."""
+    return _upcast(x).permute(1, 2, 0, 3).contiguous()
 
 
 class _Grouped(NamedTuple):
-    """How the heads of queries meet those of keys: the queries of a group are rows of one matrix, no key is repeated.
+    """Query heads grouped by the key head that they share: a group's queries are rows of one matrix, no key is repeated.
 
     Attributes:
         groups: ``G``.
-        scale: of the scores.
+        scale: factor of the scores.
     """
 
     groups: int
@@ -178,8 +178,8 @@ class _Grouped(NamedTuple):
         return cls(groups, 1 / math.sqrt(q.shape[-1]))
 
     def rows(self, x: Tensor) -> Tensor:
-        """``[S, B, N, ...] -> [B, G, N/G, S, ...]``, wide."""
-        return _wide(x).unflatten(2, (self.groups, -1)).movedim(0, 3)
+        """``[S, B, N, ...] -> [B, G, N/G, S, ...]``, at least fp32."""
+        return _upcast(x).unflatten(2, (self.groups, -1)).movedim(0, 3)
 
     def back(self, x: Tensor) -> Tensor:
         """``[B, G, N/G, S, ...] -> [S, B, N, ...]``."""
@@ -187,12 +187,12 @@ class _Grouped(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Some queries, and the keys that any of them sees.
+    """A block of queries, and the keys that any of them sees.
 
     Attributes:
         rows: the queries.
         keys: the keys.
-        hidden: ``[queries, last keys]``, which of the last keys each query does not see; ``None`` if all see all.
+        hidden: ``[queries, last keys]``, True for the last keys that a query does not see; ``None`` if it sees all.
         heads: ``N/G``.
     """
 
@@ -206,7 +206,7 @@ class _Block(NamedTuple):
         return x[:, :, :, self.rows].flatten(2, 3)
 
     def shape_of(self, x: Tensor) -> Tensor:
-        """The way back, for these queries."""
+        """``[B, G, N/G x queries, ...] -> [B, G, N/G, queries, ...]``."""
         return x.unflatten(2, (self.heads, -1))
 
     def scores(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -229,6 +229,6 @@ def _blocks(queries: Tensor, keys: Tensor, causal: bool, first_query: int, block
             yield _Block(slice(start, end), slice(0, count), None, heads)
             continue
         seen = min(first_query + end, count)
-        # Key first_query + start is on the diagonal: what comes before it is seen by all.
+        # Key first_query + start is on the diagonal: all queries of the block see the keys before it.
         hidden = torch.ones(end - start, seen - first_query - start, dtype=torch.bool, device=queries.device).triu_(1)
         yield _Block(slice(start, end), slice(0, seen), hidden, heads)

@@ -1,4 +1,4 @@
-"""Dropout that keeps one byte an element for its backward."""
+"""Dropout that saves one byte per element for backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class _Dropout(torch.autograd.Function):
-    """Keeps which elements live; on a CPU torch keeps the mask in the dtype of the input, scaled."""
+    """Saves a mask of one byte per element; on a CPU torch saves a scaled mask in the dtype of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:

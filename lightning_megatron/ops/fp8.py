@@ -16,22 +16,23 @@ from torch import Tensor
 
 from lightning_megatron.arguments import OneOf, at_least, field_problems
 from lightning_megatron.errors import Problem, nearest_names
-from lightning_megatron.ops.hpu_bridge import lacks
-from lightning_megatron.ops.implementation import Op, Version
+from lightning_megatron.ops.hpu_bridge import missing
+from lightning_megatron.ops.implementation import REFERENCE, Implementation, Selectable, Selection
 
 LARGEST = {torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}
-"""By format. Gaudi 2 ends E4M3 at 240, where others reach 448; a Gaudi 3 is kept to that too."""
+"""Largest magnitude of each format. E4M3 ends at 240 on Gaudi 2, at 448 elsewhere; here 240 holds for Gaudi 3 too."""
 MULTIPLE = 16
-"""What the dimensions of operands must be multiples of."""
+"""Dimensions of operands must be multiples of this."""
 LINEARS = ("qkv", "out", "fc1", "fc2")
 
 
 class Fp8Kernels(NamedTuple):
-    """What a device must be able to do.
+    """The two kernels that fp8 linear layers call.
 
     Attributes:
-        cast: ``x, scale, dtype`` to ``x * scale`` in that dtype, what is too large cut to the largest.
-        product: ``a [n, k], b [k, m], a_scale, b_scale, bias, dtype`` to ``a b / (a_scale b_scale) + bias``.
+        cast: function of ``x, scale, dtype``: ``x * scale`` in that dtype, clamped to its largest magnitude.
+        product: function of ``a [n, k], b [k, m], a_scale, b_scale, bias, dtype``:
+            ``a b / (a_scale b_scale) + bias``.
     """
 
     cast: Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -39,14 +40,14 @@ class Fp8Kernels(NamedTuple):
 
 
 def cast_reference(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The meaning of ``cast`` in plain torch."""
+    """``cast`` in plain torch."""
     return (x.float() * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
 def product_reference(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The meaning of ``product`` in plain torch."""
+    """``product`` in plain torch."""
     out = a.float().matmul(b.float()) / (a_scale * b_scale)
     return (out if bias is None else out + bias.float()).to(dtype)
 
@@ -60,20 +61,21 @@ def cast_hpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def product_hpu(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """``product`` by Intel's operator, which takes an operand as it lies or transposed; never run on a real Gaudi."""
-    a, a_turned = _as_it_lies(a)
-    b, b_turned = _as_it_lies(b)
+    """``product`` by Intel's operator, with flags for transposed operands; never run on a real Gaudi."""
+    a, a_transposed = _contiguous(a)
+    b, b_transposed = _contiguous(b)
     scales = a_scale.reciprocal(), b_scale.reciprocal()
-    out: Tensor = torch.ops.hpu.fp8_gemm_v2(a, a_turned, b, b_turned, None, dtype, *scales, bias, False)
+    out: Tensor = torch.ops.hpu.fp8_gemm_v2(a, a_transposed, b, b_transposed, None, dtype, *scales, bias, False)
     return out
 
 
-def _as_it_lies(x: Tensor) -> tuple[Tensor, bool]:
+def _contiguous(x: Tensor) -> tuple[Tensor, bool]:
+    """The contiguous matrix, and True if it is ``x`` transposed."""
     return (x, False) if x.is_contiguous() else (x.t(), True)
 
 
 def scale_for(largest_seen: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
-    """The power of two that brings ``largest_seen`` to at most ``largest / 2^margin``; 1 where nothing was seen."""
+    """The power of two that brings ``largest_seen`` to at most ``largest / 2^margin``; 1 if no magnitude was recorded."""
     exponent = torch.floor(torch.log2(largest / largest_seen)) - margin
     scale = torch.exp2(exponent.clamp(-126, 126))  # fp32 has an inverse for these
     return torch.where((largest_seen > 0) & largest_seen.isfinite(), scale, torch.ones_like(scale))
@@ -81,18 +83,18 @@ def scale_for(largest_seen: Tensor, largest: Tensor | float, margin: int = 0) ->
 
 @dataclass(frozen=True)
 class Fp8Recipe:
-    """How scales are found, and which linear layers of a block are done in fp8.
+    """Linear layers of a block that use fp8, and the scaling of their tensors.
 
-    A scale comes from what was seen in earlier steps ("delayed scaling"): finding the largest element of a tensor first
-    would cost a pass over it.
+    A scale is computed from the largest magnitudes of earlier steps ("delayed scaling"): finding the largest element of
+    a tensor first would cost a pass over it.
 
     Attributes:
-        linears: some of ``LINEARS``.
-        amax_history_len: optimizer steps that are remembered.
-        amax_compute: ``"max"`` of the steps remembered, or the ``"most_recent"`` one.
-        margin: powers of two that a tensor may grow by before it is cut.
-        first_layers: this many at the beginning stay as they are.
-        last_layers: the same at the end.
+        linears: names out of ``LINEARS``.
+        amax_history_len: number of optimizer steps whose magnitudes are kept.
+        amax_compute: ``"max"`` of the steps kept, or the ``"most_recent"`` one.
+        margin: powers of two that a tensor may grow by before it is clamped.
+        first_layers: number of layers at the beginning without fp8.
+        last_layers: number of layers at the end without fp8.
     """
 
     linears: tuple[str, ...] = LINEARS
@@ -117,7 +119,7 @@ class Fp8Recipe:
         return [replace(problem, argument=f"fp8.{problem.argument}") for problem in found]
 
     def excuse(self, linear: str, layer: int, num_layers: int) -> str | None:
-        """Why a linear layer is not done in fp8, if it is not."""
+        """The reason why a linear layer does not use fp8; ``None`` if it does."""
         if linear not in self.linears:
             return f"the recipe has only {', '.join(self.linears)}"
         if not self.first_layers <= layer < num_layers - self.last_layers:
@@ -129,25 +131,31 @@ REFERENCE_KERNELS = Fp8Kernels(cast_reference, product_reference)
 HPU_KERNELS = Fp8Kernels(cast_hpu, product_hpu)
 
 
-def _operators_lack() -> str | None:
+def _hpu_operators_missing() -> str | None:
     if all(hasattr(torch.ops.hpu, name) for name in ("cast_to_fp8_v2", "fp8_gemm_v2")):
         return None
-    return lacks("core", "mark_step") or "the bridge has no such operators"
+    return missing("core", "mark_step") or "the bridge has no such operators"
 
 
-def without_fp8() -> Fp8Kernels | None:
-    """No kernels: products in the dtype of their operands."""
-    return None
-
-
-def _hpu_kernels() -> Fp8Kernels:
-    return HPU_KERNELS
-
-
-LINEAR_FP8 = Op(
+LINEAR_FP8: Selectable[Fp8Kernels] = Selectable(
     "linear_fp8",
-    without_fp8,
-    without_fp8,
-    (Version("hpu::fp8_gemm_v2", "hpu", lambda: _hpu_kernels, _operators_lack),),
+    (Implementation("hpu::fp8_gemm_v2", "hpu", lambda: HPU_KERNELS, _hpu_operators_missing),),
     default="off",
 )
+"""Kernels by device. It is no op: linear layers call the two kernels, and without them do not use fp8 at all."""
+
+
+def choose_fp8_kernels(device: str, mode: str | None = None) -> tuple[Fp8Kernels | None, Selection]:
+    """The kernels of a device; ``None`` for products in the dtype of their operands.
+
+    Args:
+        device: type of device.
+        mode: the user's mode for ``linear_fp8``; ``None`` for the default.
+
+    Raises:
+        ConfigError: if they are required and the device has none.
+    """
+    usable, why = LINEAR_FP8.usable(device, mode)
+    if not usable:
+        return None, Selection(LINEAR_FP8.name, REFERENCE, why)
+    return usable[0].bind(), Selection(LINEAR_FP8.name, usable[0].name, why)

@@ -1,4 +1,4 @@
-"""One matrix product a group of rows, each with a weight of its own: what the experts of a rank compute."""
+"""One matrix product per group of rows, each group with its own weight: the computation of a rank's experts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.ops.implementation import Op, Version
-from lightning_megatron.ops.matmul import matmul_into, widens
+from lightning_megatron.ops.implementation import Implementation, Op
+from lightning_megatron.ops.matmul import matmul_into, upcasts
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Writes each group's product where it belongs: no gradient as long as all weights is made once a group."""
+    """Writes each group's product into one output. Slicing in autograd would make a gradient of full size per group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -43,7 +43,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """The meaning of :func:`grouped_linear` in plain torch."""
+    """:func:`grouped_linear` in plain torch."""
     return torch.cat([rows @ w.t() for rows, w in zip(x.split(list(counts)), weight, strict=True)])
 
 
@@ -51,9 +51,9 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """``x_g W_g^T`` for every group ``g`` of consecutive rows.
 
     Args:
-        x: ``[n, in]``, the groups end to end; a group may be empty, and so may be all.
+        x: ``[n, in]``, the groups one after the other; groups may be empty.
         weight: ``[G, out, in]``.
-        counts: rows of each group, on the host: nothing waits for the device.
+        counts: number of rows of each group, on the host: nothing waits for the device.
 
     Returns:
         ``[n, out]``.
@@ -63,7 +63,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def grouped_in_place(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """:func:`grouped_linear` with a product a group, each written where it belongs."""
+    """:func:`grouped_linear` with one product per group, each written into its rows of the output."""
     out: Tensor = _GroupedLinear.apply(x, weight, tuple(counts))
     return out
 
@@ -88,20 +88,20 @@ def _no_kernel() -> str | None:
 
 GROUPED_LINEAR = Op(
     "grouped_linear",
-    grouped_linear,
-    grouped_linear_reference,
     (
-        Version("torch's grouped_mm", "cuda", lambda: grouped_product, _no_kernel, _beyond_kernel),
-        Version("a product a group", None, lambda: grouped_in_place),
+        Implementation("torch's grouped_mm", "cuda", lambda: grouped_product, _no_kernel, _beyond_kernel),
+        Implementation("a product a group", None, lambda: grouped_in_place),
     ),
+    run=grouped_linear,
+    reference=grouped_linear_reference,
 )
 
 
 def batched_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """:func:`grouped_linear` of groups of one length, ``[G, n, in] -> [G, n, out]``: one product where that is best."""
+    """:func:`grouped_linear` of groups of equal length, ``[G, n, in] -> [G, n, out]``: one product if that is faster."""
     transposed = weight.transpose(1, 2)
-    if not widens(x, transposed):
+    if not upcasts(x, transposed):
         return torch.bmm(x, transposed)
-    # Group by group, only one weight at a time has a wide copy.
+    # Group by group, so that only one weight at a time has an fp32 copy.
     groups, rows, _ = x.shape
     return grouped_linear(x.flatten(0, 1), weight, [rows] * groups).unflatten(0, (groups, rows))

@@ -1,4 +1,4 @@
-"""Intel's bridge to the Gaudi, asked for one thing at a time; nothing of it is imported before somebody asks."""
+"""Names from Intel's bridge to the Gaudi; nothing of it is imported before the first use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 _PACKAGE = "habana_frameworks"
 
 
-def lacks(module: str, name: str) -> str | None:
-    """Why ``habana_frameworks.torch.<module>`` cannot give ``name``; ``None`` if it can."""
+def missing(module: str, name: str) -> str | None:
+    """The reason why ``habana_frameworks.torch.<module>`` has no ``name``; ``None`` if it has."""
     if importlib.util.find_spec(_PACKAGE) is None:
         return f"{_PACKAGE} is not installed"
     try:
@@ -22,9 +22,9 @@ def lacks(module: str, name: str) -> str | None:
     return None if hasattr(found, name) else f"{_PACKAGE}.torch.{module} has no {name}"
 
 
-def needs(module: str, name: str) -> Callable[[], str | None]:
-    """:func:`lacks` for later."""
-    return partial(lacks, module, name)
+def requires(module: str, name: str) -> Callable[[], str | None]:
+    """:func:`missing` of these arguments, to be called later."""
+    return partial(missing, module, name)
 
 
 def bridge(module: str, name: str) -> Any:

@@ -1,191 +1,217 @@
-"""An op, the versions there are of it, and which of them is taken on a device."""
+"""Implementations of an op, and the selection of one for a device and a mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
 from lightning_megatron.errors import ConfigError, Problem
 
+T = TypeVar("T")
 Function = Callable[..., Any]
-WISHES = ("auto", "require", "off")
-"""The best version there is; a kernel of the device's own, or nothing; the reference. An op's variants come on top."""
+MODES = ("auto", "require", "off")
+"""The best available implementation; one made for the device, or an error; the reference. Variants come on top."""
 
 REFERENCE = "reference"
 
 
-def always() -> None:
-    """What a version that nothing is missing for says."""
+def available() -> None:
+    """Availability check of an implementation that needs no extra software: nothing is missing."""
 
 
 @dataclass(frozen=True, eq=False)
-class Version:
-    """One way to compute an op.
+class Implementation(Generic[T]):
+    """One implementation of an op.
 
     Attributes:
-        name: as its makers call it.
-        device: type of the device whose own it is; ``None`` for one that every device can run.
-        bind: gives the function. What belongs to a vendor is imported here, and nowhere before.
-        missing: says why the software of the device lacks it; ``None`` if it is there.
-        refuses: says of a call's arguments what this version cannot do with them; ``None`` if it can.
-        variant: the wish that it is taken for, and for no other; ``None`` for a version that is taken unasked.
+        name: name that its authors use.
+        device: type of the device that it is made for; ``None`` if it runs on every device.
+        bind: function that returns the implementation. A vendor's modules are imported here, and not earlier.
+        missing: function that returns the reason why the device's software has no such implementation, or ``None``.
+        unsupported: function of a call's arguments that returns the reason why this implementation cannot take them,
+            or ``None``.
+        variant: the mode that selects it; ``None`` for an implementation that ``"auto"`` selects.
     """
 
     name: str
     device: str | None
-    bind: Callable[[], Function]
-    missing: Callable[[], str | None] = always
-    refuses: Callable[..., str | None] | None = None
+    bind: Callable[[], T]
+    missing: Callable[[], str | None] = available
+    unsupported: Callable[..., str | None] | None = None
     variant: str | None = None
 
 
-class Candidate(NamedTuple):
-    """A version that a device could have, and why it does not."""
-
-    version: Version
-    reason: str | None
-
-
-class Fallback:
-    """A version that cannot do everything: calls beyond it go to the next one, and the first of each kind is noted.
-
-    Args:
-        op: name of the op.
-        wish: under ``"require"`` such a call is an error.
-        function: of the version.
-        refuses: see :class:`Version`.
-        otherwise: the next version's function.
-        other: its name.
-        noted: filled with what was refused, and who did it instead.
-    """
-
-    def __init__(
-        self,
-        op: str,
-        wish: str,
-        function: Function,
-        refuses: Callable[..., str | None],
-        otherwise: Function,
-        other: str,
-        noted: dict[str, str],
-    ) -> None:
-        self._op, self._wish = op, wish
-        self._function, self._refuses, self._otherwise = function, refuses, otherwise
-        self._other, self._noted = other, noted
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the op, whoever does it."""
-        reason = self._refuses(*args, **kwargs)
-        if reason is None:
-            return self._function(*args, **kwargs)
-        if self._wish == "require":
-            raise ConfigError([_cannot_require(self._op, reason)])
-        self._noted.setdefault(reason, self._other)
-        return self._otherwise(*args, **kwargs)
-
-
 @dataclass(frozen=True, eq=False)
-class Choice:
-    """The version of an op that one module uses. A module keeps it as an attribute, where the report finds it.
+class Selection:
+    """Name of the implementation that one module uses. A module keeps it as an attribute, for the report.
 
     Attributes:
         op: name of the op.
-        version: name of the version.
-        why: the reason, in words.
-        run: the function.
-        fallbacks: calls that the version could not do: why, and which version did.
+        implementation: name of the implementation.
+        why: reason, in words.
+        fallbacks: reasons why single calls were not supported, and the implementation that computed them instead.
     """
 
     op: str
-    version: str
+    implementation: str
     why: str
-    run: Function
-    fallbacks: dict[str, str] = field(default_factory=dict)
+    fallbacks: dict[str, str] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
-class Op:
-    """One op.
+class OpChoice(Selection):
+    """The implementation of an op that one module calls.
 
     Attributes:
-        name: as users switch it.
-        run: computes it by the best version for the device of its first argument.
-        reference: states in plain torch what all versions mean.
-        versions: the best first.
-        default: what happens where nobody wishes anything.
+        run: function that computes the op.
+    """
+
+    run: Function
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Fallback:
+    """An implementation that does not support every call; the next one computes the others.
+
+    Attributes:
+        op: name of the op.
+        mode: the user's mode. With ``"require"`` an unsupported call is an error.
+        preferred: the implementation's function.
+        unsupported: reason why ``preferred`` cannot take the arguments of a call, or ``None``.
+        otherwise: function of the next implementation.
+        otherwise_name: name of the next implementation.
+        noted: filled with the reason of each fallback, and the name of the implementation that was used.
+    """
+
+    op: str
+    mode: str
+    preferred: Function
+    unsupported: Callable[..., str | None]
+    otherwise: Function
+    otherwise_name: str
+    noted: dict[str, str]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the op by the preferred implementation, or by the next one."""
+        reason = self.unsupported(*args, **kwargs)
+        if reason is None:
+            return self.preferred(*args, **kwargs)
+        if self.mode == "require":
+            raise ConfigError([_cannot_require(self.op, reason)])
+        self.noted.setdefault(reason, self.otherwise_name)
+        return self.otherwise(*args, **kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Selectable(Generic[T]):
+    """A set of implementations under a name that users switch by modes.
+
+    Attributes:
+        name: name that users switch it by.
+        implementations: all of them, the best first.
+        default: mode where the user gives none.
     """
 
     name: str
-    run: Function
-    reference: Function
-    versions: tuple[Version, ...]
-    default: str = "auto"
+    implementations: tuple[Implementation[T], ...]
+    default: str = field(default="auto", kw_only=True)
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Versions that are taken where they are asked for alone."""
-        return tuple(dict.fromkeys(version.variant for version in self.versions if version.variant is not None))
+        """Modes that select an implementation which ``"auto"`` does not."""
+        return tuple(dict.fromkeys(each.variant for each in self.implementations if each.variant is not None))
 
     @property
-    def wishes(self) -> tuple[str, ...]:
-        """What can be wished of it."""
-        return (*WISHES, *self.variants)
+    def modes(self) -> tuple[str, ...]:
+        """All modes."""
+        return (*MODES, *self.variants)
 
-    def candidates(self, device: str, wish: str = "auto") -> list[Candidate]:
-        """The versions for a type of device, the best first; the reference is always there after them."""
-        able = [version for version in self.versions if version.device in (device, None)]
-        asked = [version for version in able if version.variant == wish]
-        return [Candidate(v, v.missing()) for v in (*asked, *(v for v in able if v.variant is None))]
+    def candidates(self, device: str, mode: str = "auto") -> list[tuple[Implementation[T], str | None]]:
+        """Implementations for a type of device, the best first, each with the reason why it is not available there."""
+        able = [each for each in self.implementations if each.device in (device, None)]
+        asked = [each for each in able if each.variant == mode]
+        return [(each, each.missing()) for each in (*asked, *(e for e in able if e.variant is None))]
 
-    def problem(self, device: str, wish: str, unless: str | None = None) -> Problem | None:
-        """Why a kernel of the device's own is required in vain; ``None`` if it is not."""
-        if wish != "require":
+    def problem(self, device: str, mode: str, unless: str | None = None) -> Problem | None:
+        """The reason why ``mode="require"`` cannot be satisfied; ``None`` if it can, and for other modes."""
+        if mode != "require":
             return None
-        own = [candidate for candidate in self.candidates(device) if candidate.version.device == device]
+        own = [(each, reason) for each, reason in self.candidates(device) if each.device == device]
         if not own:
-            return _cannot_require(self.name, f"there is no version of it for {device}")
+            return _cannot_require(self.name, f"there is no implementation of it for {device}")
         if all(reason for _, reason in own):
-            return _cannot_require(self.name, f"{device}: " + "; ".join(f"{v.name}: {reason}" for v, reason in own))
+            reasons = "; ".join(f"{each.name}: {reason}" for each, reason in own)
+            return _cannot_require(self.name, f"{device}: {reasons}")
         return None if unless is None else _cannot_require(self.name, unless)
 
-    def choose(self, device: str, wish: str | None = None, unless: str | None = None) -> Choice:
-        """The version for a module.
+    def usable(
+        self, device: str, mode: str | None = None, unless: str | None = None
+    ) -> tuple[list[Implementation[T]], str]:
+        """Implementations that one module can use, the best first, and the reason why there are no better ones.
 
         Args:
             device: type of device.
-            wish: of the user, one of ``wishes``; ``None`` for none. A variant that the device has not is as ``"auto"``.
-            unless: why this module cannot use a kernel of the device's own, if it cannot.
+            mode: the user's mode, one of ``modes``; ``None`` for the default. A variant that the device does not have
+                means ``"auto"``.
+            unless: reason why this module cannot use an implementation made for the device, if there is one.
 
         Raises:
-            ConfigError: where one is required and there is none.
+            ConfigError: if one is required and none is usable.
         """
-        wish = wish or self.default
-        if wish == "off":
-            return Choice(self.name, REFERENCE, "switched off", self.reference)
-        problem = self.problem(device, wish, unless)
+        mode = mode or self.default
+        if mode == "off":
+            return [], "switched off"
+        problem = self.problem(device, mode, unless)
         if problem is not None:
             raise ConfigError([problem])
-        usable, reasons = [], []
-        for version, reason in self.candidates(device, wish):
-            reason = reason or (unless if version.device == device else None)
+        found: list[Implementation[T]] = []
+        reasons = []
+        for each, missing in self.candidates(device, mode):
+            reason = missing or (unless if each.device == device else None)
             if reason is None:
-                usable.append(version)
+                found.append(each)
             else:
-                reasons.append(f"{version.name}: {reason}")
+                reasons.append(f"{each.name}: {reason}")
+        default = f"the best there is for {device}" if found else f"there is nothing else for {device}"
+        return found, "; ".join(reasons) or default
+
+
+@dataclass(frozen=True, eq=False)
+class Op(Selectable[Function]):
+    """An op.
+
+    Attributes:
+        run: function that computes it by the best implementation for the device of its first argument.
+        reference: function in plain torch that defines the result of every implementation.
+    """
+
+    run: Function = field(kw_only=True)
+    reference: Function = field(kw_only=True)
+
+    def choose(self, device: str, mode: str | None = None, unless: str | None = None) -> OpChoice:
+        """The implementation for one module; arguments and errors as in :meth:`usable`."""
+        usable, why = self.usable(device, mode, unless)
         noted: dict[str, str] = {}
-        function, name = self.reference, REFERENCE
-        for version in reversed(usable):
-            bound = version.bind()
-            if version.refuses is not None:
-                bound = Fallback(self.name, wish, bound, version.refuses, function, name, noted)
-            function, name = bound, version.name
-        default = f"the best there is for {device}" if usable else f"there is nothing else for {device}"
-        return Choice(self.name, name, "; ".join(reasons) or default, function, noted)
+        run, name = self.reference, REFERENCE
+        for each in reversed(usable):
+            function = each.bind()
+            if each.unsupported is not None:
+                function = Fallback(
+                    op=self.name,
+                    mode=mode or self.default,
+                    preferred=function,
+                    unsupported=each.unsupported,
+                    otherwise=run,
+                    otherwise_name=name,
+                    noted=noted,
+                )
+            run, name = function, each.name
+        return OpChoice(self.name, name, why, run, fallbacks=noted)
 
     def on(self, device: str) -> Function:
-        """The best version for a type of device."""
+        """The best implementation for a type of device."""
         return _best(self, device)
 
 

@@ -1,9 +1,8 @@
 """Matrix products of bf16 operands, also for processors that have no arithmetic for bf16.
 
-Such a processor turns bf16 into fp32 on the way into every multiplication, which takes about four times as long as to
-turn whole operands into fp32 once and multiply those. Either way products are summed in fp32; the detour rounds once,
-at the end, and where the result is wanted in fp32 not at all. The fp32 copies live as long as their product, and of a
-large weight there is only a block at a time.
+Such a processor converts bf16 to fp32 in every multiplication, which takes about four times as long as converting
+whole operands to fp32 once and multiplying those. Both sum in fp32; the second rounds once, at the end, and not at all
+if the result is wanted in fp32. The fp32 copies are freed after the product, and a large weight is copied block by block.
 """
 
 from __future__ import annotations
@@ -20,52 +19,52 @@ from lightning_megatron.device import has_bf16_arithmetic
 FEW = 16
 """With fewer rows or columns than this, copying the operands costs more than the faster product gains."""
 BLOCK_BYTES = 16 << 20
-"""About what the fp32 copy of a block of the second operand may take."""
+"""Approximate limit for the fp32 copy of a block of the second operand."""
 
 
-def widens(a: Tensor, b: Tensor, *, native: bool | None = None) -> bool:
-    """True if ``a b`` is made in fp32 of widened copies: the one place that chooses.
+def upcasts(a: Tensor, b: Tensor, *, native: bool | None = None) -> bool:
+    """True if ``a b`` is computed in fp32 from fp32 copies. Only this function decides.
 
-    Ranks that meet in a collective need not agree: shapes and dtypes of results are the same.
+    Ranks of one collective need not agree: shapes and dtypes of results are the same.
 
     Args:
         a: ``[..., n, k]``.
         b: ``[k, m]``, or ``[..., k, m]`` with a matrix for each of ``a``.
-        native: whether the device has arithmetic for bf16; ``None`` asks it.
+        native: True if the device has arithmetic for bf16; ``None`` asks the device.
     """
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         return False
     if has_bf16_arithmetic(a.device) if native is None else native:
         return False
-    if torch.is_autocast_enabled(a.device.type):  # autocast would narrow the copies again
+    if torch.is_autocast_enabled(a.device.type):  # autocast would convert the copies to bf16 again
         return False
     rows = a.shape[:-1].numel() if b.dim() == 2 else a.shape[-2]
     return min(rows, *b.shape[-2:]) >= FEW
 
 
 def product_reference(a: Tensor, b: Tensor) -> Tensor:
-    """The meaning of :func:`product` in plain torch, but for one rounding."""
+    """:func:`product` in plain torch, up to one rounding."""
     return a.matmul(b)
 
 
 def product(a: Tensor, b: Tensor, *, native: bool | None = None) -> Tensor:
-    """``a b`` with the digits it was computed with: fp32 if the operands were widened. Not for autograd to record.
+    """``a b`` in the precision it was computed in: fp32 if the operands were upcast. Autograd must not record this.
 
     Args:
         a: ``[..., n, k]``.
         b: ``[k, m]``.
-        native: see :func:`widens`.
+        native: True if the device has arithmetic for bf16; ``None`` asks the device.
     """
-    return wide_product(a, b) if widens(a, b, native=native) else product_reference(a, b)
+    return matmul_fp32(a, b) if upcasts(a, b, native=native) else product_reference(a, b)
 
 
-def wide_product(a: Tensor, b: Tensor, *, block_bytes: int = BLOCK_BYTES) -> Tensor:
-    """``a b`` in fp32, whatever the dtype of the operands; not for autograd to record.
+def matmul_fp32(a: Tensor, b: Tensor, *, block_bytes: int = BLOCK_BYTES) -> Tensor:
+    """``a b`` in fp32, for operands of any dtype. Autograd must not record this.
 
     Args:
         a: ``[..., n, k]``.
-        b: ``[k, m]``, widened block by block along the longer side.
-        block_bytes: of one block.
+        b: ``[k, m]``, upcast block by block along the longer side.
+        block_bytes: limit for the fp32 copy of one block.
     """
     a = a.float()
     k, m = b.shape
@@ -89,21 +88,21 @@ def matmul(a: Tensor, b: Tensor, *, native: bool | None = None) -> Tensor:
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write ``a b`` where it belongs; ``out`` is ``[n, m]``, maybe a view."""
-    if widens(a, b):
+    """Write ``a b`` into ``out``, ``[n, m]``, which may be a view."""
+    if upcasts(a, b):
         out.copy_(product(a, b))
     else:
         torch.mm(a, b, out=out)
 
 
 class _WideLinear(torch.autograd.Function):
-    """Keeps the narrow operands, not their copies. The gradient of a weight leaves in fp32, for who accumulates so."""
+    """Saves the bf16 operands, not their copies. A weight's gradient is fp32, for accumulation in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_shape = None if bias is None else bias.shape
-        out = wide_product(x, weight.flatten(0, -2).t())
+        out = matmul_fp32(x, weight.flatten(0, -2).t())
         return (out if bias is None else out.add_(bias.flatten())).to(x.dtype)
 
     @staticmethod
@@ -122,7 +121,7 @@ class _WideLinear(torch.autograd.Function):
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The meaning of :func:`linear` in plain torch."""
+    """:func:`linear` in plain torch."""
     return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
 
@@ -132,22 +131,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, native: boo
     Args:
         x: ``[..., in]``.
         weight: ``[..., in]``; all dimensions before the last are output features.
-        bias: like ``weight`` without its last dimension.
-        native: see :func:`widens`.
+        bias: shape of ``weight`` without its last dimension.
+        native: True if the device has arithmetic for bf16; ``None`` asks the device.
 
     Returns:
         ``[..., out]``.
     """
-    if not widens(x, weight.flatten(0, -2).t(), native=native):
+    if not upcasts(x, weight.flatten(0, -2).t(), native=native):
         return linear_reference(x, weight, bias)
     out: Tensor = _WideLinear.apply(x, weight, bias)
     return out
 
 
-class Products(Protocol):
-    """The products of a linear layer; none is for autograd to record.
+class LinearGemms(Protocol):
+    """The three GEMMs of a linear layer: forward, input gradient (dgrad), weight gradient (wgrad); not for autograd.
 
-    ``forward`` returns, beside its product, tensors that it wants to see again in backward.
+    ``forward`` returns, beside its product, tensors to be saved for backward.
     """
 
     # ruff: noqa: D102
@@ -157,18 +156,18 @@ class Products(Protocol):
     def weight_gradient(self, dy: Any, x: Tensor, kept: Sequence[Tensor]) -> Tensor: ...
 
 
-class PlainProducts:
-    """In the dtype of the operands."""
+class PlainGemms:
+    """GEMMs in the dtype of their operands."""
 
     def __reduce__(self) -> str:
-        return "PLAIN"  # there is one, also for copies of a layer
+        return "PLAIN_GEMMS"  # one instance, also for copies of a layer
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``x W^T + b``, ``[..., in] -> [..., out]``."""
         return linear(x, weight, bias), ()
 
     def gradient(self, dy: Tensor) -> Tensor:
-        """What both gradients need of the output's."""
+        """The output's gradient in the form that both other gradients use."""
         return dy
 
     def input_gradient(self, dy: Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
@@ -180,4 +179,4 @@ class PlainProducts:
         return product(dy.flatten(0, -2).t(), x.flatten(0, -2))
 
 
-PLAIN = PlainProducts()
+PLAIN_GEMMS = PlainGemms()

@@ -1,4 +1,4 @@
-"""Routed experts as one operator: every token visits those of its experts that are here."""
+"""Routed experts as one operator: each token visits those of its experts that this rank holds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_megatron.ops.activation import swiglu
 from lightning_megatron.ops.grouped_linear import grouped_linear
-from lightning_megatron.ops.hpu_bridge import lacks
-from lightning_megatron.ops.implementation import Op, Version
+from lightning_megatron.ops.hpu_bridge import missing
+from lightning_megatron.ops.implementation import Implementation, Op
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -18,9 +18,9 @@ Activation = Callable[[Tensor], Tensor]
 def mixture_of_experts_reference(
     x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, activation: Activation, first: int = 0
 ) -> Tensor:
-    """The meaning of :func:`mixture_of_experts` in plain torch: one product an expert, of its tokens.
+    """:func:`mixture_of_experts` in plain torch: one product per expert, of its tokens.
 
-    One host synchronization: how many tokens each expert has.
+    It synchronizes with the host once, for the number of tokens of each expert.
     """
     tokens, topk = experts.shape
     local = experts.flatten() - first
@@ -45,12 +45,12 @@ def mixture_of_experts(
 
     Args:
         x: ``[T, H]``.
-        experts: ``[T, k]`` ids over all ranks; those of other ranks, and ids beyond all, contribute nothing.
+        experts: ``[T, k]`` ids over all ranks; ids of other ranks' experts and ids beyond all experts contribute nothing.
         weights: ``[T, k]`` fp32.
         fc1: ``[n, F, H]``, or ``[n, 2, F, H]`` for a gated activation.
         fc2: ``[n, H, F]``.
-        activation: between the two.
-        first: id of the first expert here.
+        activation: function between the two layers.
+        first: id of the first expert of this rank.
 
     Returns:
         ``[T, H]``.
@@ -59,11 +59,11 @@ def mixture_of_experts(
     return out
 
 
-def fused_operator_lacks() -> str | None:
-    """Why there is no operator with gradients: Intel's bridge has it from 1.20.1 on, which an argument tells."""
+def fused_operator_missing() -> str | None:
+    """The reason why there is no operator with gradients. Intel's has them from 1.20.1 on, with an argument ``recomp``."""
     operator = getattr(torch.ops.hpu, "mixture_of_experts", None)
     if operator is None or "fused_weights" not in operator.overloads():
-        return lacks("core", "mark_step") or "the bridge has no such operator"
+        return missing("core", "mark_step") or "the bridge has no such operator"
     schema = operator.fused_weights._schema
     has_gradients = any(argument.name == "recomp" for argument in schema.arguments)
     return None if has_gradients else "this version of the bridge has no gradients of it"
@@ -78,10 +78,10 @@ def _beyond_operator(
 def mixture_of_experts_fused(
     x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, activation: Activation, first: int = 0
 ) -> Tensor:
-    """:func:`mixture_of_experts` of SwiGLU experts by the Gaudi's operator; never run on a real one.
+    """:func:`mixture_of_experts` of SwiGLU experts by the Gaudi's operator; never run on a real Gaudi.
 
-    Its eager path without gradients ignores the range of experts it is given. So ids are made local, the range is
-    always all of it, and choices of other ranks go to the first expert with weight 0.
+    Its eager path without gradients ignores the range of experts. So ids are made local, the range is always complete,
+    and tokens of other ranks' experts go to the first expert with weight 0.
     """
     here = fc2.shape[0]
     local = experts - first
@@ -102,11 +102,11 @@ def mixture_of_experts_fused(
 
 MIXTURE_OF_EXPERTS = Op(
     "mixture_of_experts",
-    mixture_of_experts,
-    mixture_of_experts_reference,
     (
-        Version(
-            "hpu::mixture_of_experts", "hpu", lambda: mixture_of_experts_fused, fused_operator_lacks, _beyond_operator
+        Implementation(
+            "hpu::mixture_of_experts", "hpu", lambda: mixture_of_experts_fused, fused_operator_missing, _beyond_operator
         ),
     ),
+    run=mixture_of_experts,
+    reference=mixture_of_experts_reference,
 )

@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.ops.hpu_bridge import bridge, needs
-from lightning_megatron.ops.implementation import Op, Version
+from lightning_megatron.ops.hpu_bridge import bridge, requires
+from lightning_megatron.ops.implementation import Implementation, Op
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / rms(x) * weight`` (https://arxiv.org/abs/1910.07467) in plain torch: the meaning of :func:`rms_norm`."""
+    """``x / rms(x) * weight`` (https://arxiv.org/abs/1910.07467) in plain torch."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * weight
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm in few passes over memory, which is what it costs on a CPU: torch has no fused kernel there."""
+    """The norm in few passes over memory, which bound its time on a CPU: torch has no fused kernel there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,7 +38,7 @@ class _RMSNorm(torch.autograd.Function):
         inverse = inverse.flatten(0, -2)
         products = grad * wide
         d_weight = inverse.t().mm(products).squeeze(0)
-        # dx = r (g w - x r^2 mean(g w x)): the mean is a matrix-vector product of what the weight needed too.
+        # dx = r (g w - x r^2 mean(g w x)): the mean is a matrix-vector product with `products`, which dw uses too.
         along = products.mv(scale).unsqueeze(-1).mul_(inverse.pow(3)).div_(-x.shape[-1])
         dx = torch.mul(grad, scale, out=products).mul_(inverse).addcmul_(wide, along)
         return dx.to(x.dtype).view(x.shape), d_weight.to(weight.dtype), None
@@ -58,7 +58,7 @@ def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_hpu(kernel: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """:func:`rms_norm` by Intel's ``FusedRMSNorm``; never run on a real Gaudi.
 
-    Its result would be fp32 if the weight's dtype were another than that of ``x``.
+    The weight is cast to the dtype of ``x``, else the result would be fp32.
     """
     out: Tensor = kernel.apply(x, weight.to(x.dtype), eps, True, 0)
     return out
@@ -71,7 +71,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """The meaning of :func:`layer_norm` in plain torch."""
+    """:func:`layer_norm` in plain torch."""
     wide = x.float()
     centred = wide - wide.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
@@ -86,20 +86,20 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 _FUSED_RMS_NORM = "hpex.normalization", "FusedRMSNorm"
 RMS_NORM = Op(
     "rms_norm",
-    rms_norm,
-    rms_norm_reference,
     (
-        Version("few passes", "cpu", lambda: rms_norm_cpu),
-        Version("torch's kernel", "cuda", lambda: rms_norm_torch),
-        Version(
-            "FusedRMSNorm", "hpu", lambda: partial(rms_norm_hpu, bridge(*_FUSED_RMS_NORM)), needs(*_FUSED_RMS_NORM)
+        Implementation("few passes", "cpu", lambda: rms_norm_cpu),
+        Implementation("torch's kernel", "cuda", lambda: rms_norm_torch),
+        Implementation(
+            "FusedRMSNorm", "hpu", lambda: partial(rms_norm_hpu, bridge(*_FUSED_RMS_NORM)), requires(*_FUSED_RMS_NORM)
         ),
-        Version("torch", None, lambda: rms_norm_torch),
+        Implementation("torch", None, lambda: rms_norm_torch),
     ),
+    run=rms_norm,
+    reference=rms_norm_reference,
 )
 LAYER_NORM = Op(
     "layer_norm",
-    layer_norm,
-    layer_norm_reference,
-    tuple(Version("torch's kernel", device, lambda: layer_norm) for device in ("cpu", "cuda", "hpu")),
+    tuple(Implementation("torch's kernel", device, lambda: layer_norm) for device in ("cpu", "cuda", "hpu")),
+    run=layer_norm,
+    reference=layer_norm_reference,
 )

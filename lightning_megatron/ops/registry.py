@@ -1,4 +1,4 @@
-"""What a user wishes of each op, and what a model gets: an argument, like a plan of recomputation."""
+"""All ops, and the user's mode for each: one argument of a model, as a plan of recomputation is."""
 
 from __future__ import annotations
 
@@ -12,43 +12,47 @@ from lightning_megatron.config.layout import ModelShape, ParallelLayout
 from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any
 from lightning_megatron.ops.adamw import ADAMW
 from lightning_megatron.ops.attention import ATTENTION
-from lightning_megatron.ops.fp8 import LINEAR_FP8, Fp8Recipe
+from lightning_megatron.ops.fp8 import LINEAR_FP8, Fp8Kernels, Fp8Recipe, choose_fp8_kernels
 from lightning_megatron.ops.grouped_linear import GROUPED_LINEAR
-from lightning_megatron.ops.implementation import Choice, Function, Op
+from lightning_megatron.ops.implementation import REFERENCE, Function, Op, OpChoice, Selectable, Selection
 from lightning_megatron.ops.mixture_of_experts import MIXTURE_OF_EXPERTS
 from lightning_megatron.ops.norm import LAYER_NORM, RMS_NORM
 from lightning_megatron.ops.rope import ROPE
 
-OPS: Mapping[str, Op] = {
-    op.name: op for op in (ATTENTION, RMS_NORM, LAYER_NORM, ROPE, MIXTURE_OF_EXPERTS, GROUPED_LINEAR, LINEAR_FP8, ADAMW)
+SELECTABLE: Mapping[str, Selectable[Any]] = {
+    each.name: each
+    for each in (ATTENTION, RMS_NORM, LAYER_NORM, ROPE, MIXTURE_OF_EXPERTS, GROUPED_LINEAR, LINEAR_FP8, ADAMW)
 }
-OpWishes = Mapping[str, str] | str | None
+"""Everything that ``ops=`` switches."""
+OPS: Mapping[str, Op] = {name: each for name, each in SELECTABLE.items() if isinstance(each, Op)}
+
+OpModes = Mapping[str, str] | str | None
 """``{"attention": "off"}``, or ``"attention=off,rms_norm=require"``."""
 
 DEFAULT_FP8 = Fp8Recipe()
 
 
-def parse_wishes(wishes: OpWishes) -> tuple[dict[str, str], list[Problem]]:
-    """Wishes by name of the op, and every fault in them."""
+def parse_op_modes(modes: OpModes) -> tuple[dict[str, str], list[Problem]]:
+    """Modes by name of the op, and every fault in them."""
     found: list[Problem] = []
-    if wishes is None:
+    if modes is None:
         return {}, found
-    if isinstance(wishes, str):
-        entries = [part.strip().partition("=") for part in wishes.split(",") if part.strip()]
+    if isinstance(modes, str):
+        entries = [part.strip().partition("=") for part in modes.split(",") if part.strip()]
         pairs = [(name.strip(), value.strip()) for name, _, value in entries]
         for name in sorted({name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1}):
-            found.append(Problem("ops", wishes, f"{name} is wished for twice"))
-        wishes = dict(pairs)
-    if not isinstance(wishes, Mapping):
-        form = "is neither a mapping of names to wishes nor text like 'attention=off,rms_norm=require'"
-        return {}, [Problem("ops", wishes, form, (None,))]
-    for name, wish in wishes.items():
-        if name not in OPS:
-            found.append(Problem("ops", name, "no op that can be chosen", nearest_names(str(name), list(OPS))))
-        elif wish not in OPS[name].wishes:
-            near = tuple(f"{name}={known}" for known in nearest_names(str(wish), OPS[name].wishes))
-            found.append(Problem("ops", f"{name}={wish}", "no way to choose", near))
-    known = {name: wish for name, wish in wishes.items() if name in OPS and wish in OPS[name].wishes}
+            found.append(Problem("ops", modes, f"{name} is given twice"))
+        modes = dict(pairs)
+    if not isinstance(modes, Mapping):
+        form = "is neither a mapping of names to modes nor text like 'attention=off,rms_norm=require'"
+        return {}, [Problem("ops", modes, form, (None,))]
+    for name, mode in modes.items():
+        if name not in SELECTABLE:
+            found.append(Problem("ops", name, "there is no such op", nearest_names(str(name), list(SELECTABLE))))
+        elif mode not in SELECTABLE[name].modes:
+            near = tuple(f"{name}={known}" for known in nearest_names(str(mode), SELECTABLE[name].modes))
+            found.append(Problem("ops", f"{name}={mode}", "there is no such mode", near))
+    known = {name: mode for name, mode in modes.items() if name in SELECTABLE and mode in SELECTABLE[name].modes}
     return known, found
 
 
@@ -57,111 +61,127 @@ class Ops:
     """The ops of a model.
 
     Attributes:
-        device: type of the device that the model is on; ``None`` where nobody has said, and every call goes by the
-            device of its tensors.
-        wishes: of the user.
-        fp8: which linear layers ``linear_fp8`` is about, and how they are scaled.
+        device: type of the model's device; ``None`` if it is not known yet: then each call goes by the device of its
+            tensors.
+        modes: the user's modes.
+        fp8: linear layers that ``linear_fp8`` is about, and the scaling of their tensors.
 
     Raises:
-        ConfigError: with every fault of the wishes.
+        ConfigError: for every fault of the modes.
     """
 
     device: str | None = None
-    wishes: OpWishes = None
+    modes: OpModes = None
     fp8: Fp8Recipe = DEFAULT_FP8
-    _wished: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    _given: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        wished, found = parse_wishes(self.wishes)
+        given, found = parse_op_modes(self.modes)
         raise_if_any(found + self.fp8.problems())
-        object.__setattr__(self, "_wished", wished)
+        object.__setattr__(self, "_given", given)
 
-    def wish(self, op: str) -> str:
-        """What is wished of an op."""
-        return self._wished.get(op, OPS[op].default)
+    def mode(self, op: str) -> str:
+        """The mode of an op: the user's, or its default."""
+        return self._given.get(op, SELECTABLE[op].default)
 
-    def choose(self, op: str, unless: str | None = None) -> Choice:
-        """The version of an op for one module.
+    def choose(self, op: str, unless: str | None = None) -> OpChoice:
+        """The implementation of an op for one module.
 
         Args:
-            op: its name.
-            unless: why this module cannot use a kernel of the device's own, if it cannot.
+            op: name of the op.
+            unless: reason why this module cannot use an implementation made for the device, if there is one.
 
         Raises:
-            ConfigError: where one is required and there is none.
+            ConfigError: if one is required and none is usable.
         """
-        if self.device is None and self.wish(op) == "auto":
-            return Choice(op, "by device", "nobody has said where the model will be", OPS[op].run)
-        return OPS[op].choose(self.device or "", self.wish(op), unless)
+        if self.device is None and self.mode(op) == "auto":
+            return OpChoice(op, "by device", _UNKNOWN_DEVICE, OPS[op].run)
+        return OPS[op].choose(self.device or "", self.mode(op), unless)
 
-    def instead(self, op: str, version: str, why: str, run: Function) -> Choice:
-        """The choice of a module that computes an op in a way of its own.
+    def choose_fp8(self) -> tuple[Fp8Kernels | None, Selection]:
+        """The device's fp8 kernels, ``None`` for products in the dtype of their operands.
 
         Raises:
-            ConfigError: where a kernel of the device's own is required.
+            ConfigError: if they are required and the device has none.
         """
-        if self.wish(op) == "require":
+        mode = self.mode(LINEAR_FP8.name)
+        if self.device is None and mode == "auto":
+            return None, Selection(LINEAR_FP8.name, REFERENCE, _UNKNOWN_DEVICE)
+        return choose_fp8_kernels(self.device or "", mode)
+
+    def custom(self, op: str, implementation: str, why: str, run: Function) -> OpChoice:
+        """The choice of a module that has its own implementation of an op.
+
+        Raises:
+            ConfigError: if one made for the device is required.
+        """
+        if self.mode(op) == "require":
             raise ConfigError([Problem("ops", f"{op}=require", why, (f"{op}=auto", f"{op}=off"))])
-        return Choice(op, version, why, run)
+        return OpChoice(op, implementation, why, run)
 
     def problems(self) -> list[Problem]:
-        """Kernels that are required in vain on this device."""
+        """Ops that are required and not available on this device."""
         if self.device is None:
             return []
-        found = (OPS[name].problem(self.device, wish) for name, wish in self._wished.items())
+        found = (SELECTABLE[name].problem(self.device, mode) for name, mode in self._given.items())
         return [problem for problem in found if problem is not None]
 
     def model_problems(self, layout: ParallelLayout, model: ModelShape) -> list[Problem]:
-        """What does not go together with a model or a layout."""
-        wish = self.wish("linear_fp8")
-        if wish == "off":
+        """Modes that a model or a layout does not support."""
+        mode = self.mode(LINEAR_FP8.name)
+        if mode == "off":
             return []
         found, off = [], ("linear_fp8=off",)
         if getattr(model, "num_experts", 0):
-            found.append(Problem("ops", f"linear_fp8={wish}", "experts multiply in the dtype of their weights", off))
+            found.append(Problem("ops", f"linear_fp8={mode}", "experts multiply in the dtype of their weights", off))
         if layout.cp > 1:
             reason = f"Intel's own fp8 is for cp=1, and ours has not been tried with cp={layout.cp}"
-            found.append(Problem("ops", f"linear_fp8={wish}", reason, off))
+            found.append(Problem("ops", f"linear_fp8={mode}", reason, off))
         return found
 
 
 ANY_DEVICE = Ops()
+_UNKNOWN_DEVICE = "the model's device is not known yet"
 
 
 def op_table(ops: Ops) -> list[dict[str, Any]]:
-    """For every op what there is on the device, what would be chosen, and why.
+    """A row for every op: its implementations on the device, the one that would be chosen, and the reason.
 
     Args:
-        ops: with a device.
+        ops: modes, with a device.
     """
     assert ops.device is not None
     rows = []
-    for name, op in OPS.items():
-        wish = ops.wish(name)
-        problem = op.problem(ops.device, wish)
-        able = op.candidates(ops.device, wish)
-        candidates = [f"{v.name}{'' if reason is None else f' ({reason})'}" for v, reason in able]
-        choice = None if problem else ops.choose(name)
+    for name, each in SELECTABLE.items():
+        mode = ops.mode(name)
+        problem = each.problem(ops.device, mode)
+        candidates = [
+            f"{implementation.name}{'' if reason is None else f' ({reason})'}"
+            for implementation, reason in each.candidates(ops.device, mode)
+        ]
+        usable, why = ([], problem.reason) if problem else each.usable(ops.device, mode)
+        chosen = usable[0].name if usable else REFERENCE
         rows.append(
             {
                 "op": name,
-                "wish": wish,
+                "mode": mode,
                 "candidates": candidates,
-                "variants": list(op.variants),
-                "chosen": choice.version if choice else None,
-                "why": choice.why if choice else problem.reason,  # type: ignore[union-attr]
+                "variants": list(each.variants),
+                "chosen": None if problem else chosen,
+                "why": why,
             }
         )
     return rows
 
 
 def choices_of(model: nn.Module) -> dict[str, list[dict[str, Any]]]:
-    """What every module of ``model`` chose, by its name; ``fallbacks`` tell what of that could not be kept so far."""
+    """The choices of every module of ``model``, by its name; ``fallbacks`` are the calls so far that went elsewhere."""
     found = {}
     for name, module in model.named_modules():
-        chosen = [value for value in vars(module).values() if isinstance(value, Choice)]
+        chosen = [value for value in vars(module).values() if isinstance(value, Selection)]
         if chosen:
             found[name] = [
-                {"op": c.op, "chosen": c.version, "why": c.why, "fallbacks": dict(c.fallbacks)} for c in chosen
+                {"op": each.op, "chosen": each.implementation, "why": each.why, "fallbacks": dict(each.fallbacks)}
+                for each in chosen
             ]
     return found

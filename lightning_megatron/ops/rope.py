@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.ops.hpu_bridge import bridge, needs
-from lightning_megatron.ops.implementation import Op, Version
+from lightning_megatron.ops.hpu_bridge import bridge, requires
+from lightning_megatron.ops.implementation import Implementation, Op
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``x`` in plain torch: the meaning of :func:`rope`."""
+    """:func:`rope` in plain torch."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class _Rope(torch.autograd.Function):
-    """A rotation's gradient is the rotation by the opposite angle: nothing but the angles is kept for it."""
+    """A rotation's gradient is the rotation by the opposite angle: only the angles are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -43,8 +43,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """:func:`rope` in few passes over memory, keeping nothing but the angles."""
-    if torch.compiler.is_compiling():  # the compiler saves the passes by itself, and knows no `out=` of a slice
+    """:func:`rope` in few passes over memory, saving only the angles."""
+    if torch.compiler.is_compiling():  # the compiler fuses the passes, and does not support `out=` of a slice
         return rope_reference(x, cos, sin)
     out: Tensor = _Rope.apply(x, cos, sin)
     return out
@@ -68,7 +68,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x: ``[S, B, N, D]``.
         cos: ``[S, 1 or B, 1, D]``, both halves alike, in the dtype of ``x``.
-        sin: like ``cos``.
+        sin: ``[S, 1 or B, 1, D]``, as ``cos``.
 
     Returns:
         ``[S, B, N, D]``.
@@ -80,10 +80,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _HELPER = "hpex.kernels", "RotaryPosEmbeddingHelperV1"
 ROPE = Op(
     "rope",
-    rope,
-    rope_reference,
     (
-        Version(_HELPER[1], "hpu", lambda: partial(rope_hpu, bridge(*_HELPER)), needs(*_HELPER), _beyond_helper),
-        Version("few passes", None, lambda: rope_torch),
+        Implementation(
+            _HELPER[1], "hpu", lambda: partial(rope_hpu, bridge(*_HELPER)), requires(*_HELPER), _beyond_helper
+        ),
+        Implementation("few passes", None, lambda: rope_torch),
     ),
+    run=rope,
+    reference=rope_reference,
 )

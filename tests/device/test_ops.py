@@ -25,7 +25,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.activation import gelu_tanh, swiglu
 from lightning_megatron.ops.adamw import beyond_fused_adamw
-from lightning_megatron.ops.fp8 import LINEAR_FP8, REFERENCE_KERNELS, Fp8Recipe
+from lightning_megatron.ops.fp8 import REFERENCE_KERNELS, Fp8Recipe, choose_fp8_kernels
 from lightning_megatron.ops.implementation import REFERENCE
 from lightning_megatron.ops.registry import OPS, Ops, choices_of, op_table
 from lightning_megatron.testing import hpu
@@ -96,7 +96,7 @@ def test_fused_versions_equal_the_references_forward_and_backward(case: str, dty
     name, kernel, calling, shapes = CASES[case]
     right = run(calling(OPS[name].reference), shapes, torch.float32, "cpu")
     choice = Ops("hpu").choose(name)
-    assert choice.version == kernel
+    assert choice.implementation == kernel
     assert_same(run(calling(choice.run), shapes, dtype, "hpu"), right, rtol=TOLERANCE[dtype])
     assert called(kernel) >= 1
     assert choice.fallbacks == {}
@@ -105,7 +105,7 @@ def test_fused_versions_equal_the_references_forward_and_backward(case: str, dty
     assert called(kernel) >= 1
     hpu.reset_calls()
     off = Ops("hpu", {name: "off"}).choose(name)
-    assert off.version == REFERENCE
+    assert off.implementation == REFERENCE
     assert_same(run(calling(off.run), shapes, dtype, "hpu"), right, rtol=TOLERANCE[dtype])
     assert called(kernel) == 0
     assert_same(by_tensor, right, rtol=TOLERANCE[dtype])
@@ -113,7 +113,7 @@ def test_fused_versions_equal_the_references_forward_and_backward(case: str, dty
 
 
 @pytest.mark.parametrize(
-    ("wish", "operator"),
+    ("mode", "operator"),
     [
         ("auto", "sdpa_recomp_fwd"),
         ("no_recompute", "sdpa_fwd"),
@@ -121,8 +121,8 @@ def test_fused_versions_equal_the_references_forward_and_backward(case: str, dty
         ("fast_softmax_no_recompute", "sdpa_fwd"),
     ],
 )
-def test_attention_in_every_mode_of_the_kernel(wish: str, operator: str) -> None:
-    choice = Ops("hpu", {"attention": wish}).choose("attention")
+def test_attention_in_every_mode_of_the_kernel(mode: str, operator: str) -> None:
+    choice = Ops("hpu", {"attention": mode}).choose("attention")
     right = run(attending(True)(OPS["attention"].reference), GROUPED, torch.float32, "cpu")
     assert_same(run(attending(True)(choice.run), GROUPED, torch.float32, "hpu"), right, rtol=1e-5)
     assert called(f"hpu::{operator}") == 1
@@ -132,7 +132,7 @@ def test_attention_in_every_mode_of_the_kernel(wish: str, operator: str) -> None
 
 def test_the_fast_softmax_is_recomputed_for_causal_attention_only() -> None:
     choice = Ops("hpu", {"attention": "fast_softmax"}).choose("attention")
-    assert choice.version == "FusedSDPA, fast softmax"
+    assert choice.implementation == "FusedSDPA, fast softmax"
     right = run(attending(False)(OPS["attention"].reference), GROUPED, torch.float32, "cpu")
     assert_same(run(attending(False)(choice.run), GROUPED, torch.float32, "hpu"), right, rtol=1e-5)
     assert choice.fallbacks == {"recomputation with the fast softmax is causal": "FusedSDPA"}
@@ -185,7 +185,7 @@ def test_experts_by_the_operator_where_it_has_gradients() -> None:
     shapes: Inputs = [(S, H), (S, 2), (3, 2, 24, H), (3, H, 24)]
     right = run(experts(swiglu)(OPS["mixture_of_experts"].reference), shapes, torch.float32, "cpu")
     choice = Ops("hpu").choose("mixture_of_experts")
-    assert (choice.version == REFERENCE) == (not HAS_EXPERT_GRADIENTS)
+    assert (choice.implementation == REFERENCE) == (not HAS_EXPERT_GRADIENTS)
     assert_same(run(experts(swiglu)(choice.run), shapes, torch.float32, "hpu"), right, rtol=1e-5)
     assert (called("mixture_of_experts") > 0) == HAS_EXPERT_GRADIENTS
     if HAS_EXPERT_GRADIENTS:
@@ -201,18 +201,18 @@ def test_experts_by_the_operator_where_it_has_gradients() -> None:
 
 def test_adamw_takes_the_steps_of_torchs() -> None:
     steps = {}
-    for device, wishes in {"cpu": None, "hpu": "adamw=require"}.items():
+    for device, modes in {"cpu": None, "hpu": "adamw=require"}.items():
         torch.manual_seed(0)
         model = nn.Linear(8, 8).to(device)
         groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
-        choice = Ops(device, wishes).choose("adamw")
+        choice = Ops(device, modes).choose("adamw")
         optimizer = choice.run(groups, lr=0.05, betas=(0.8, 0.9), eps=1e-30)
         for seed in range(5):
             model.zero_grad()
             model(random(4, 8, seed=seed).to(device)).square().mean().backward()
             optimizer.step()
         steps[device] = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    assert choice.version == "FusedAdamW"
+    assert choice.implementation == "FusedAdamW"
     assert called("FusedAdamW") == 2 * 5  # a call a group
     assert_same(steps["hpu"], steps["cpu"], rtol=2e-5)
 
@@ -227,16 +227,16 @@ def gradients(model: GPTModel, device: str) -> dict[str, Tensor]:
     return {"loss": loss.detach().cpu(), **{name: p.grad.cpu() for name, p in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("wishes", [None, dict.fromkeys(OPS, "off"), "attention=require,rms_norm=require,rope=require"])
-def test_a_model_on_the_device_has_the_gradients_of_one_on_a_cpu(wishes: str | dict[str, str] | None) -> None:
+@pytest.mark.parametrize("modes", [None, dict.fromkeys(OPS, "off"), "attention=require,rms_norm=require,rope=require"])
+def test_a_model_on_the_device_has_the_gradients_of_one_on_a_cpu(modes: str | dict[str, str] | None) -> None:
     torch.manual_seed(1)
     right = gradients(GPTModel(LLAMA), "cpu")
     torch.manual_seed(1)
-    model = GPTModel(LLAMA, ops=Ops("hpu", wishes)).to("hpu")
+    model = GPTModel(LLAMA, ops=Ops("hpu", modes)).to("hpu")
     assert_same(gradients(model, "hpu"), right, rtol=1e-4)
     used = [called(kernel) for kernel in ("FusedSDPA", "FusedRMSNorm", "RotaryPosEmbeddingHelperV1")]
     # Three layers: one attention, two norms and one more at the end, queries and keys.
-    least = [0, 0, 0] if isinstance(wishes, dict) else [3, 7, 6]
+    least = [0, 0, 0] if isinstance(modes, dict) else [3, 7, 6]
     assert all((n >= low) if low else (n == 0) for n, low in zip(used, least, strict=True))
     assert all(not c["fallbacks"] for chosen in choices_of(model).values() for c in chosen)
 
@@ -244,10 +244,11 @@ def test_a_model_on_the_device_has_the_gradients_of_one_on_a_cpu(wishes: str | d
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_fp8_products_of_the_operators_are_those_of_the_reference(kind: type[nn.Module]) -> None:
     found = {}
-    for device, kernels in (("cpu", REFERENCE_KERNELS), ("hpu", LINEAR_FP8.choose("hpu", "require").run())):
+    own, selection = choose_fp8_kernels("hpu", "require")
+    for device, kernels in (("cpu", REFERENCE_KERNELS), ("hpu", own)):
         torch.manual_seed(1)
         linear = kind(32, 48, bias=True).to(device)
-        products = multiply_in_fp8(linear, kernels, Fp8Recipe(), LINEAR_FP8.choose("hpu"))
+        products = multiply_in_fp8(linear, kernels, Fp8Recipe(), selection)
         steps = Fp8Steps([products], ParallelMesh.single())
         for seed in (1, 2):
             linear.zero_grad()
@@ -341,12 +342,12 @@ def test_a_run_goes_on_across_devices(tmp_path: Path) -> None:
 def test_a_run_in_fp8_learns_and_keeps_its_scales(tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", "hpu", 2)
     assert called("fp8_gemm_v2") == 0
-    wish = {"ops": "linear_fp8=require"}
-    ours = trained(tmp_path / "whole", "hpu", 2, **wish)
+    mode = {"ops": "linear_fp8=require"}
+    ours = trained(tmp_path / "whole", "hpu", 2, **mode)
     assert called("fp8_gemm_v2") == 6 * 2 * 3 * 4
     assert ours == pytest.approx(plain, rel=0.05)
-    begun = trained(tmp_path / "parts", "hpu", 1, **wish)
-    gone_on = trained(tmp_path / "parts", "hpu", 2, tmp_path / "parts" / "last.ckpt", **wish)
+    begun = trained(tmp_path / "parts", "hpu", 1, **mode)
+    gone_on = trained(tmp_path / "parts", "hpu", 2, tmp_path / "parts" / "last.ckpt", **mode)
     assert [*begun, *gone_on] == ours
     assert trained(tmp_path / "parts", "cpu", 2, tmp_path / "parts" / "last.ckpt") == []  # loads, and is at its end
 
@@ -354,5 +355,5 @@ def test_a_run_in_fp8_learns_and_keeps_its_scales(tmp_path: Path) -> None:
 def test_weight_decay_that_bf16_would_lose_is_left_to_torch() -> None:
     assert "weight decay" in str(beyond_fused_adamw(torch.bfloat16, "hpu"))
     choice = Ops("hpu").choose("adamw", unless=beyond_fused_adamw(torch.bfloat16, "hpu"))
-    assert choice.version == REFERENCE
+    assert choice.implementation == REFERENCE
     assert beyond_fused_adamw(torch.float32, "hpu") is None

@@ -34,7 +34,7 @@ USED = {
 """Operators that a family comes down to; before 1.21 that of experts has no gradient."""
 
 
-def losses(family: str, accelerator: str, world_size: int, wishes: Any) -> list[float]:
+def losses(family: str, accelerator: str, world_size: int, modes: Any) -> list[float]:
     """Six steps. The tiny eps takes away what ``FusedAdamW`` does otherwise with it."""
     seed_everything(5, verbose=False)
     sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
@@ -47,7 +47,7 @@ def losses(family: str, accelerator: str, world_size: int, wishes: Any) -> list[
     tokens = torch.randint(61, (48, 17), generator=torch.Generator().manual_seed(3))
     rows = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
     recorder = Recorder()
-    strategy = MegatronHPUStrategy(micro_batch_size=2, ops=wishes, **LAYOUTS[family])
+    strategy = MegatronHPUStrategy(micro_batch_size=2, ops=modes, **LAYOUTS[family])
     trainer = quiet_trainer(
         strategy, accelerator=accelerator, devices=world_size, max_epochs=1, logger=recorder, gradient_clip_val=1.0
     )
@@ -56,12 +56,12 @@ def losses(family: str, accelerator: str, world_size: int, wishes: Any) -> list[
 
 
 def compare(family: str, world_size: int) -> dict[str, Any]:
-    """Losses by device and wish, and the operators that were called."""
+    """Losses by device and mode, and the operators that were called."""
     right = losses(family, "cpu", world_size, None)
     found: dict[str, Any] = {}
-    for name, wishes in (("auto", None), ("off", dict.fromkeys(OPS, "off"))):
+    for name, modes in (("auto", None), ("off", dict.fromkeys(OPS, "off"))):
         hpu.reset_calls()
-        found[name] = losses(family, "hpu", world_size, wishes), hpu.calls()
+        found[name] = losses(family, "hpu", world_size, modes), hpu.calls()
     return found | {"right": right}
 
 

@@ -13,7 +13,7 @@ from lightning_megatron.layers.fp8_linear import Fp8Steps, multiply_in_fp8
 from lightning_megatron.layers.init import seeded
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.fp8 import LINEAR_FP8, REFERENCE_KERNELS, Fp8Recipe
+from lightning_megatron.ops.fp8 import REFERENCE_KERNELS, Fp8Recipe, choose_fp8_kernels
 from lightning_megatron.testing.parity import assert_same
 
 S, B, H, FFN = 16, 4, 32, 64
@@ -32,8 +32,8 @@ def two_steps(mesh: ParallelMesh, sequence_parallel: bool = False) -> dict[str, 
             init_std=0.2,
             output_init_std=0.2,
         )
-    choice = LINEAR_FP8.choose("cpu")
-    products = [multiply_in_fp8(linear, REFERENCE_KERNELS, Fp8Recipe(), choice) for linear in (mlp.fc1, mlp.fc2)]
+    selection = choose_fp8_kernels("cpu")[1]
+    products = [multiply_in_fp8(linear, REFERENCE_KERNELS, Fp8Recipe(), selection) for linear in (mlp.fc1, mlp.fc2)]
     steps = Fp8Steps(products, mesh)
     out, x = torch.empty(0), torch.empty(0)
     for seed in (1, 2):

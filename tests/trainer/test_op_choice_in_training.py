@@ -50,7 +50,7 @@ def test_the_report_lies_beside_the_logs(tmp_path: Path) -> None:
     train(None, {"ops": "rms_norm=off"}, logger=CSVLogger(tmp_path, name="run", version=0), accelerator="cpu")
     folder = tmp_path / "run" / "version_0"
     report = json.loads((folder / "op_report.json").read_text())
-    assert (report["device"], report["wishes"]) == ("cpu", "rms_norm=off")
+    assert (report["device"], report["modes"]) == ("cpu", "rms_norm=off")
     norm, *_ = report["modules"]["model.layers.3.mlp_norm"]
     assert (norm["chosen"], norm["why"]) == ("reference", "switched off")
     assert {c["op"] for c in report["modules"]["model.layers.0.attention"]} == {"rope", "attention"}
@@ -75,7 +75,7 @@ def test_the_report_of_a_pipeline_has_the_layers_of_all_stages(ranks: Any, tmp_p
 
 
 def test_a_kernel_that_no_device_of_the_trainer_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rope=require.*no version of it for cpu"):
+    with pytest.raises(ConfigError, match=r"rope=require.*no implementation of it for cpu"):
         train(tmp_path, {"ops": {"rope": "require"}}, accelerator="cpu")
     assert not list(tmp_path.iterdir())
 
@@ -85,4 +85,4 @@ def test_the_command_line_takes_text_and_mappings(words: list[str]) -> None:
     parser = LightningArgumentParser()
     parser.add_class_arguments(MegatronStrategy, "s")
     strategy = parser.instantiate_classes(parser.parse_args(words)).s
-    assert Ops("cpu", strategy.op_wishes).wish("attention") == "off"
+    assert Ops("cpu", strategy.op_modes).mode("attention") == "off"

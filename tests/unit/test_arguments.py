@@ -72,7 +72,7 @@ FAULTS: dict[str, tuple[Callable[[], object], list[str]]] = {
             "cp_comm_type='rings': unknown; nearest valid: p2p, all_gather, a2a",
             "pipeline_layout=5: must be text or None; nearest valid: None",
             "recompute='mlpp': no part of a layer; nearest valid: mlp",
-            "ops='x': no op that can be chosen; nearest valid: attention, rms_norm, layer_norm, rope, "
+            "ops='x': there is no such op; nearest valid: attention, rms_norm, layer_norm, rope, "
             "mixture_of_experts, grouped_linear, linear_fp8, adamw",
         ],
     ),

@@ -12,12 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.ops.attention import attention
 from lightning_megatron.ops.blockwise_attention import (
-    Attended,
-    attend,
-    attend_backward,
+    PartialAttention,
+    attention_backward,
+    attention_forward,
     blockwise_attention,
-    inner,
-    merge_,
+    merge_partials_,
+    row_dot,
 )
 from lightning_megatron.testing.parity import assert_same
 
@@ -78,8 +78,8 @@ def test_output_log_sum_exp_and_gradients_are_exact_in_blocks_of_any_size(case, 
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v, grad = (x.to(dtype) for x in inputs(case))
         how = {"causal": case.causal, "first_query": case.first_query, "block_bytes": block_bytes}
-        out, lse = attend(q, k, v, **how)
-        dq, dk, dv = attend_backward(grad, q, k, v, lse, inner(out, grad), **how)
+        out, lse = attention_forward(q, k, v, **how)
+        dq, dk, dv = attention_backward(grad, q, k, v, lse, row_dot(out, grad), **how)
         found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
         assert {x.dtype for x in found.values()} == {torch.float32}
         # The inputs are the same numbers in both dtypes, and nothing is rounded to bf16 on the way.
@@ -110,13 +110,13 @@ def test_pieces_of_the_keys_merge_to_all_of_them_and_their_gradients_add_up():
     case = Case(6, 12, heads=4, groups=2, causal=False)
     q, k, v, grad = (x.float() for x in inputs(case))
     cuts = [slice(0, 5), slice(5, 6), slice(6, 12)]
-    parts = [attend(q, k[cut], v[cut], causal=False) for cut in cuts]
+    parts = [attention_forward(q, k[cut], v[cut], causal=False) for cut in cuts]
     for order in ([0, 1, 2], [2, 0, 1]):
-        whole, *rest = (Attended(*(x.clone() for x in parts[i])) for i in order)
+        whole, *rest = (PartialAttention(*(x.clone() for x in parts[i])) for i in order)
         for part in rest:
-            merge_(whole, part)
-        delta = inner(whole.out, grad)
-        grads = [attend_backward(grad, q, k[c], v[c], whole.lse, delta, causal=False) for c in cuts]
+            merge_partials_(whole, part)
+        delta = row_dot(whole.out, grad)
+        grads = [attention_backward(grad, q, k[c], v[c], whole.lse, delta, causal=False) for c in cuts]
         dk, dv = (torch.cat([part[i] for part in grads]) for i in (1, 2))
         found = {**whole._asdict(), "dq": sum(part[0] for part in grads), "dk": dk, "dv": dv}
         assert_same(found, truth(case), rtol=2e-6)
@@ -124,8 +124,8 @@ def test_pieces_of_the_keys_merge_to_all_of_them_and_their_gradients_add_up():
 
 def test_merging_holds_where_one_part_outweighs_the_other_by_more_than_fp32_can_say():
     for first, second in ((-200.0, 200.0), (200.0, -200.0)):
-        whole, part = (Attended(torch.full((1, 1, 1, 2), x), torch.full((1, 1, 1), x)) for x in (first, second))
-        merge_(whole, part)
+        whole, part = (PartialAttention(torch.full((1, 1, 1, 2), x), torch.full((1, 1, 1), x)) for x in (first, second))
+        merge_partials_(whole, part)
         assert whole.out.flatten().tolist() == [200.0, 200.0]
         assert whole.lse.item() == 200.0
 
@@ -155,6 +155,6 @@ def test_scores_never_exist_whole():
     length = 512
     q, k, v = (torch.randn(length, 1, 1, 4) for _ in range(3))
     with Largest() as seen:
-        out, lse = attend(q, k, v, causal=True, block_bytes=1 << 14)
-        attend_backward(out, q, k, v, lse, inner(out, out), causal=True, block_bytes=1 << 14)
+        out, lse = attention_forward(q, k, v, causal=True, block_bytes=1 << 14)
+        attention_backward(out, q, k, v, lse, row_dot(out, out), causal=True, block_bytes=1 << 14)
     assert seen.elements <= (1 << 14) // 4 < length * length

@@ -15,11 +15,11 @@ from lightning_megatron import MegatronStrategy, ParallelLayout
 from lightning_megatron.checkpoint import load, local_tensors, model_state, save
 from lightning_megatron.checkpoint.stream import open_checkpoint
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.fp8_linear import Fp8Products, Fp8Steps, multiply_in_fp8, use_fp8
+from lightning_megatron.layers.fp8_linear import Fp8Gemms, Fp8Steps, multiply_in_fp8, use_fp8
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.ops.fp8 import LINEAR_FP8, REFERENCE_KERNELS, Fp8Recipe, cast_reference, scale_for
+from lightning_megatron.ops.fp8 import REFERENCE_KERNELS, Fp8Recipe, cast_reference, choose_fp8_kernels, scale_for
 from lightning_megatron.ops.registry import Ops, choices_of
 from lightning_megatron.params import spec_registry
 from lightning_megatron.testing.parity import assert_same
@@ -32,11 +32,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer(kind: type[nn.Module] = ColumnParallelLinear, **recipe: object) -> tuple[nn.Module, Fp8Products, Fp8Steps]:
+def layer(kind: type[nn.Module] = ColumnParallelLinear, **recipe: object) -> tuple[nn.Module, Fp8Gemms, Fp8Steps]:
     torch.manual_seed(1)
     linear = kind(32, 48, bias=True)
     nn.init.normal_(linear.bias)
-    products = multiply_in_fp8(linear, REFERENCE_KERNELS, Fp8Recipe(**recipe), LINEAR_FP8.choose("cpu"))
+    products = multiply_in_fp8(linear, REFERENCE_KERNELS, Fp8Recipe(**recipe), choose_fp8_kernels("cpu")[1])
     return linear, products, Fp8Steps([products], ParallelMesh.single())
 
 
@@ -199,12 +199,12 @@ def test_recomputed_put_off_and_compiled_gradients_are_the_same(kind, how):
 
 def in_fp8(model: GPTModel, recipe: Fp8Recipe) -> GPTModel:
     """As on a device that has the kernels."""
-    choice, found = LINEAR_FP8.choose("cpu"), []
+    selection, found = choose_fp8_kernels("cpu")[1], []
     for number, block in model.layers.items():
         for name, module in block.named_modules():
             linear = name.rpartition(".")[2]
             if linear in recipe.linears and recipe.excuse(linear, int(number), len(model.layers)) is None:
-                found.append(multiply_in_fp8(module, REFERENCE_KERNELS, recipe, choice))
+                found.append(multiply_in_fp8(module, REFERENCE_KERNELS, recipe, selection))
     model.fp8 = Fp8Steps(found, ParallelMesh.single())
     return model
 
@@ -228,7 +228,7 @@ def test_a_model_learns_in_fp8_as_it_does_without():
     torch.manual_seed(2)
     model = GPTModel(TINY)
     twin = in_fp8(copy.deepcopy(model), Fp8Recipe(first_layers=0, last_layers=0))
-    assert sum(isinstance(m, Fp8Products) for m in twin.modules()) == 16
+    assert sum(isinstance(m, Fp8Gemms) for m in twin.modules()) == 16
     plain, ours = losses(model), losses(twin)
     assert ours != plain
     assert ours == pytest.approx(plain, rel=0.05)
@@ -238,11 +238,8 @@ def test_a_model_learns_in_fp8_as_it_does_without():
 class WithKernels(Ops):
     """A device that has them."""
 
-    def choose(self, op, unless=None):
-        choice = super().choose(op, unless)
-        if op == "linear_fp8":
-            object.__setattr__(choice, "run", lambda: REFERENCE_KERNELS)
-        return choice
+    def choose_fp8(self):
+        return REFERENCE_KERNELS, super().choose_fp8()[1]
 
 
 def test_the_first_and_last_layers_and_odd_sizes_stay_as_they_are():
@@ -255,7 +252,7 @@ def test_the_first_and_last_layers_and_odd_sizes_stay_as_they_are():
     assert "first 1 and last 1" in chosen["layers.3.attention.qkv"]
     assert "only fc1, fc2, qkv" in chosen["layers.1.attention.out"]
     assert chosen["layers.1.mlp.fc2"] == "56 features, no multiple of 16"
-    fp8 = {name.removesuffix(".products") for name, m in model.named_modules() if isinstance(m, Fp8Products)}
+    fp8 = {name.removesuffix(".products") for name, m in model.named_modules() if isinstance(m, Fp8Gemms)}
     assert fp8 == {f"layers.{i}.{part}" for i in (1, 2) for part in ("attention.qkv", "mlp.fc1")}
 
 
@@ -267,7 +264,7 @@ def test_where_there_is_no_fp8_auto_says_so_and_require_is_refused():
         "reference",
         "there is nothing else for cpu",
     )
-    with pytest.raises(ConfigError, match=r"linear_fp8=require.*no version of it for cpu"):
+    with pytest.raises(ConfigError, match=r"linear_fp8=require.*no implementation of it for cpu"):
         GPTModel(TINY, ops=Ops("cpu", "linear_fp8=require"))
     assert GPTModel(TINY, ops=Ops("cpu")).fp8 is None
 

@@ -19,10 +19,10 @@ from lightning_megatron.ops.matmul import (
     linear,
     linear_reference,
     matmul,
+    matmul_fp32,
     product,
     product_reference,
-    wide_product,
-    widens,
+    upcasts,
 )
 from lightning_megatron.testing.parity import assert_same
 
@@ -60,16 +60,16 @@ def test_accelerators_have_it_and_a_torch_that_cannot_say_counts_as_native(monke
 
 def test_only_bf16_of_some_size_on_a_device_without_arithmetic_for_it_is_widened():
     a, b = random(N, IN), random(IN, OUT)
-    assert widens(a, b, native=False)
-    assert not widens(a, b, native=True)
-    assert not widens(a.float(), b.float(), native=False)
-    assert not widens(a.half(), b.half(), native=False)
-    assert not widens(a, b.float(), native=False)
-    assert not widens(a[: FEW - 1], b, native=False)
-    assert widens(a[:FEW].view(2, -1, IN), b, native=False)
-    assert not widens(a[: FEW - 2].view(2, -1, IN), random(2, IN, OUT), native=False)
+    assert upcasts(a, b, native=False)
+    assert not upcasts(a, b, native=True)
+    assert not upcasts(a.float(), b.float(), native=False)
+    assert not upcasts(a.half(), b.half(), native=False)
+    assert not upcasts(a, b.float(), native=False)
+    assert not upcasts(a[: FEW - 1], b, native=False)
+    assert upcasts(a[:FEW].view(2, -1, IN), b, native=False)
+    assert not upcasts(a[: FEW - 2].view(2, -1, IN), random(2, IN, OUT), native=False)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not widens(a, b, native=False)
+        assert not upcasts(a, b, native=False)
 
 
 def test_a_widened_product_is_the_fp32_product_rounded_once_and_the_native_one_is_torchs():
@@ -84,7 +84,7 @@ def test_a_widened_product_is_the_fp32_product_rounded_once_and_the_native_one_i
 @pytest.mark.parametrize("block_bytes", [4 * IN, 1000, 1 << 20])
 def test_a_large_operand_is_widened_block_by_block(block_bytes):
     for a, b in ((random(2, N, IN), random(IN, OUT)), (random(N, OUT), random(OUT, IN))):
-        blocked = wide_product(a, b, block_bytes=block_bytes)
+        blocked = matmul_fp32(a, b, block_bytes=block_bytes)
         torch.testing.assert_close(blocked.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
 
 

@@ -17,9 +17,9 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.attention import ATTENTION, attention_reference, attention_torch
-from lightning_megatron.ops.implementation import Op, Version
+from lightning_megatron.ops.implementation import Implementation, Op
 from lightning_megatron.ops.norm import rms_norm, rms_norm_cpu, rms_norm_reference
-from lightning_megatron.ops.registry import OPS, Ops, choices_of, parse_wishes
+from lightning_megatron.ops.registry import OPS, SELECTABLE, Ops, choices_of, parse_op_modes
 from lightning_megatron.testing.parity import assert_same
 
 TINY = tiny_llama(hidden_size=16, ffn_hidden_size=32)
@@ -37,25 +37,25 @@ def not_long(x: Tensor) -> str | None:
     return "long" if len(x) > 3 else None
 
 
-LACKING = Version("newest", "cpu", lambda: doubled_fast, lambda: "the chip is too old")
-SHORT = Version("fast", "cpu", lambda: doubled_fast, refuses=not_long)
-PLAIN = Version("plain", None, lambda: doubled)
+LACKING = Implementation("newest", "cpu", lambda: doubled_fast, lambda: "the chip is too old")
+SHORT = Implementation("fast", "cpu", lambda: doubled_fast, unsupported=not_long)
+PLAIN = Implementation("plain", None, lambda: doubled)
 
 
 def test_the_best_version_that_is_there_is_chosen_and_the_reasons_are_told():
-    op = Op("double", doubled, doubled, (LACKING, SHORT, PLAIN))
+    op = Op("double", (LACKING, SHORT, PLAIN), run=doubled, reference=doubled)
     choice = op.choose("cpu")
-    assert (choice.version, choice.why) == ("fast", "newest: the chip is too old")
-    assert op.choose("cuda").version == "plain"
+    assert (choice.implementation, choice.why) == ("fast", "newest: the chip is too old")
+    assert op.choose("cuda").implementation == "plain"
     assert op.choose("cuda").run is doubled
-    assert op.choose("cpu", unless="of this module").version == "plain"
+    assert op.choose("cpu", unless="of this module").implementation == "plain"
     assert "of this module" in op.choose("cpu", unless="of this module").why
     assert op.choose("cpu", "off").run is op.reference
     assert op.choose("cpu", "off").why == "switched off"
 
 
 def test_a_call_beyond_a_version_goes_to_the_next_one_and_is_noted_once():
-    choice = Op("double", doubled, doubled, (SHORT, PLAIN)).choose("cpu")
+    choice = Op("double", (SHORT, PLAIN), run=doubled, reference=doubled).choose("cpu")
     for length in (2, 5, 6):
         torch.testing.assert_close(choice.run(torch.ones(length)), torch.full((length,), 2.0))
     assert choice.fallbacks == {"long": "plain"}
@@ -63,20 +63,22 @@ def test_a_call_beyond_a_version_goes_to_the_next_one_and_is_noted_once():
 
 def test_what_is_required_is_never_done_by_another():
     with pytest.raises(ConfigError, match=r"double=require.*newest: the chip is too old"):
-        Op("double", doubled, doubled, (LACKING, PLAIN)).choose("cpu", "require")
-    with pytest.raises(ConfigError, match=r"there is no version of it for cuda"):
-        Op("double", doubled, doubled, (SHORT, PLAIN)).choose("cuda", "require")
-    choice = Op("double", doubled, doubled, (SHORT, PLAIN)).choose("cpu", "require")
+        Op("double", (LACKING, PLAIN), run=doubled, reference=doubled).choose("cpu", "require")
+    with pytest.raises(ConfigError, match=r"there is no implementation of it for cuda"):
+        Op("double", (SHORT, PLAIN), run=doubled, reference=doubled).choose("cuda", "require")
+    choice = Op("double", (SHORT, PLAIN), run=doubled, reference=doubled).choose("cpu", "require")
     assert choice.run(torch.ones(2)).sum() == 4
     with pytest.raises(ConfigError, match="long"):
         choice.run(torch.ones(5))
 
 
 def test_a_variant_is_taken_where_it_is_asked_for_and_nowhere_else():
-    fast = Version("fast", "cpu", lambda: doubled, variant="inexact", refuses=lambda x: "long" if len(x) > 4 else None)
-    op = Op("double", doubled, doubled, (PLAIN, fast))
-    assert op.wishes == ("auto", "require", "off", "inexact")
-    chosen = {wish: op.choose("cpu", wish).version for wish in ("auto", "off", "inexact")}
+    fast = Implementation(
+        "fast", "cpu", lambda: doubled, variant="inexact", unsupported=lambda x: "long" if len(x) > 4 else None
+    )
+    op = Op("double", (PLAIN, fast), run=doubled, reference=doubled)
+    assert op.modes == ("auto", "require", "off", "inexact")
+    chosen = {mode: op.choose("cpu", mode).implementation for mode in ("auto", "off", "inexact")}
     assert chosen == {"auto": "plain", "off": "reference", "inexact": "fast"}
     choice = op.choose("cpu", "inexact")
     choice.run(torch.ones(5))
@@ -86,10 +88,10 @@ def test_a_variant_is_taken_where_it_is_asked_for_and_nowhere_else():
         MegatronStrategy(ops="attention=fast")
 
 
-def test_wishes_are_a_mapping_or_text_and_all_faults_are_told_at_once():
-    assert parse_wishes(" attention=off, rope=auto,") == ({"attention": "off", "rope": "auto"}, [])
-    assert parse_wishes({"attention": "off"}) == ({"attention": "off"}, [])
-    assert parse_wishes(None) == ({}, [])
+def test_modes_are_a_mapping_or_text_and_all_faults_are_told_at_once():
+    assert parse_op_modes(" attention=off, rope=auto,") == ({"attention": "off", "rope": "auto"}, [])
+    assert parse_op_modes({"attention": "off"}) == ({"attention": "off"}, [])
+    assert parse_op_modes(None) == ({}, [])
     with pytest.raises(ConfigError) as caught:
         MegatronStrategy(ops={"atention": "off", "rope": "on"}, micro_batch_size=0)
     told = str(caught.value)
@@ -106,7 +108,7 @@ def test_wishes_are_a_mapping_or_text_and_all_faults_are_told_at_once():
 def test_a_kernel_that_is_not_there_is_missed_before_any_process_is_started():
     strategy = MegatronStrategy(ops="rope=require,attention=require")
     strategy.parallel_devices = [torch.device("cpu")]
-    with pytest.raises(ConfigError, match=r"rope=require.*there is no version of it for cpu") as caught:
+    with pytest.raises(ConfigError, match=r"rope=require.*there is no implementation of it for cpu") as caught:
         strategy.check()
     assert len(caught.value.problems) == 1  # attention has a kernel
     names = {p.value for p in Ops("hpu", dict.fromkeys(OPS, "require")).problems()}
@@ -186,7 +188,7 @@ def test_the_reference_of_attention_drops_weights():
 def test_the_command_prints_the_table(capsys):
     assert main(["ops", "--device", "cpu", "--json"]) == 0
     rows = {row["op"]: row for row in json.loads(capsys.readouterr().out)["ops"]}
-    assert set(rows) == set(OPS)
+    assert set(rows) == set(SELECTABLE)
     assert rows["rms_norm"]["chosen"] == "few passes"
     assert rows["rms_norm"]["candidates"] == ["few passes", "torch"]
     assert main(["ops", "--device", "hpu"]) == 0

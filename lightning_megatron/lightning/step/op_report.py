@@ -38,8 +38,8 @@ def write_op_report(module: LightningModule, ops: Ops, mesh: ParallelMesh) -> No
     folders = [str(folder) for folder in found if folder and isinstance(folder, str | os.PathLike)]
     if not trainer.is_global_zero or not folders or "://" in folders[0]:
         return
-    wishes = ops.wishes if isinstance(ops.wishes, str | None) else dict(ops.wishes)
-    content = {"device": ops.device, "wishes": wishes, "torch": torch.__version__, "modules": modules}
+    modes = ops.modes if isinstance(ops.modes, str | None) else dict(ops.modes)
+    content = {"device": ops.device, "modes": modes, "torch": torch.__version__, "modules": modules}
     try:
         _write(Path(folders[0]), json.dumps(content, indent=1) + "\n")
     except OSError as error:

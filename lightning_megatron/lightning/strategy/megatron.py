@@ -119,7 +119,7 @@ class MegatronStrategy(EvaluatingStrategy, RewindStrategy, BatchStrategy, Compar
         boundary: where model calls begin and end on this rank's pipeline stages; ``None`` without a pipeline.
         num_nodes: set by the Trainer.
         recompute: what models compute again.
-        op_wishes: as given.
+        op_modes: as given.
 
     Raises:
         ConfigError: for sizes that cannot work; what depends on the number of devices, the model or the data is checked
@@ -202,7 +202,7 @@ class MegatronStrategy(EvaluatingStrategy, RewindStrategy, BatchStrategy, Compar
         self._accumulating = False
         self._backward_is_done = False
         wish = recompute, recompute_method, recompute_num_layers, recompute_shard_saved
-        self.op_wishes, self._fp8 = ops, fp8 or Fp8Recipe()
+        self.op_modes, self._fp8 = ops, fp8 or Fp8Recipe()
         raise_if_any(schedule_problems(pipeline_schedule, pp, vpp, 1) + recompute_problems(*wish, layout))
         self.recompute = RecomputePlan(*wish)
         self._op_report_is_due = False
@@ -211,7 +211,7 @@ class MegatronStrategy(EvaluatingStrategy, RewindStrategy, BatchStrategy, Compar
     def ops(self) -> Ops:
         """What the arithmetic of models is chosen from, on the devices of the Trainer."""
         assert self.parallel_devices is not None
-        return Ops(self.parallel_devices[0].type, self.op_wishes, self._fp8)
+        return Ops(self.parallel_devices[0].type, self.op_modes, self._fp8)
 
     @property
     def precision_plugin(self) -> MegatronPrecision:

@@ -29,14 +29,14 @@ from lightning_megatron.lightning.validation.features import (
 )
 from lightning_megatron.lightning.validation.saving import saving_problems
 from lightning_megatron.moe.capacity_bins import bins_problems
-from lightning_megatron.ops.registry import Ops, parse_wishes
+from lightning_megatron.ops.registry import Ops, parse_op_modes
 from lightning_megatron.optim.reach import vouching_problems
 from lightning_megatron.pipeline.partition import LayerSplit, parse_layout
 from lightning_megatron.recompute import RecomputePlan, granularity_problems
 
 RULES: Rules = {
     "recompute": Check(granularity_problems),
-    "ops": Check(lambda asked: parse_wishes(asked)[1]),
+    "ops": Check(lambda asked: parse_op_modes(asked)[1]),
     "fp8": Check(lambda recipe: [] if recipe is None else recipe.problems()),
     "checkpoint_io": Check(lambda plugin: [] if plugin is None else [checkpoint_io_problem("checkpoint_io", plugin)]),
     "elementwise_optimizers": Check(lambda vouched: vouching_problems(vouched or ())),

@@ -9,7 +9,7 @@ from torch import library as operators
 
 from lightning_megatron.ops.activation import swiglu
 from lightning_megatron.ops.mixture_of_experts import (
-    fused_operator_lacks,
+    fused_operator_missing,
     mixture_of_experts_fused,
     mixture_of_experts_reference,
 )
@@ -35,12 +35,12 @@ def stand_in(x, table, weights, w12, w3, permuted_weights, activation, experts_m
 
 @pytest.mark.parametrize(("more", "has_gradients"), [("", False), (", *, bool? recomp=True", True)])
 def test_the_operator_gets_local_ids_and_weights_of_zero_for_experts_elsewhere(more, has_gradients):
-    assert fused_operator_lacks()
+    assert fused_operator_missing()
     ops = operators.Library("hpu", "FRAGMENT")
     try:
         ops.define(f"mixture_of_experts.fused_weights{ARGUMENTS}{more}) -> Tensor")
         ops.impl("mixture_of_experts.fused_weights", stand_in, "CPU")
-        assert (fused_operator_lacks() is None) == has_gradients
+        assert (fused_operator_missing() is None) == has_gradients
         torch.manual_seed(1)
         x, experts, weights = torch.randn(T, H), torch.randint(8, (T, K)), torch.rand(T, K)
         fc1, fc2 = torch.randn(HERE, 2, FFN, H), torch.randn(HERE, H, FFN)
