@@ -83,7 +83,7 @@ def why_no_hpu() -> str:
 
 
 def best_available() -> DeviceKind:
-    """Kind of the best available device: Gaudi before CUDA, which Gaudi's GPU-migration toolkit simulates, before CPU."""
+    """Best available kind: Gaudi, CUDA, CPU. Gaudi comes first because its GPU-migration toolkit simulates CUDA."""
     if hpu_available():
         return HPU
     return CUDA if torch.cuda.is_available() else CPU
@@ -162,7 +162,9 @@ def is_lazy(device: torch.device) -> bool:
         return asked == "1"
     if importlib.util.find_spec("habana_frameworks") is None:
         return False
-    internal: Any = importlib.import_module("habana_frameworks.torch.utils.internal")  # the default depends on the release
+    internal: Any = importlib.import_module(
+        "habana_frameworks.torch.utils.internal"
+    )  # the default depends on the release
     return bool(internal.is_lazy())
 
 

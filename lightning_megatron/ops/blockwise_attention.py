@@ -163,7 +163,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 class _Grouped(NamedTuple):
-    """Query heads grouped by the key head that they share: a group's queries are rows of one matrix, no key is repeated.
+    """Query heads grouped by their key head: a group's queries are rows of one matrix, and no key is repeated.
 
     Attributes:
         groups: ``G``.

@@ -75,7 +75,7 @@ def _contiguous(x: Tensor) -> tuple[Tensor, bool]:
 
 
 def scale_for(largest_seen: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
-    """The power of two that brings ``largest_seen`` to at most ``largest / 2^margin``; 1 if no magnitude was recorded."""
+    """The power of two that brings ``largest_seen`` to at most ``largest / 2^margin``; 1 if there is none."""
     exponent = torch.floor(torch.log2(largest / largest_seen)) - margin
     scale = torch.exp2(exponent.clamp(-126, 126))  # fp32 has an inverse for these
     return torch.where((largest_seen > 0) & largest_seen.isfinite(), scale, torch.ones_like(scale))

@@ -98,7 +98,7 @@ GROUPED_LINEAR = Op(
 
 
 def batched_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """:func:`grouped_linear` of groups of equal length, ``[G, n, in] -> [G, n, out]``: one product if that is faster."""
+    """:func:`grouped_linear` of groups of equal length, ``[G, n, in] -> [G, n, out]``: one product where faster."""
     transposed = weight.transpose(1, 2)
     if not upcasts(x, transposed):
         return torch.bmm(x, transposed)

@@ -2,7 +2,7 @@
 
 Such a processor converts bf16 to fp32 in every multiplication, which takes about four times as long as converting
 whole operands to fp32 once and multiplying those. Both sum in fp32; the second rounds once, at the end, and not at all
-if the result is wanted in fp32. The fp32 copies are freed after the product, and a large weight is copied block by block.
+if the result is wanted in fp32. The fp32 copies are freed after the product. A large weight is copied in blocks.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def mixture_of_experts(
 
     Args:
         x: ``[T, H]``.
-        experts: ``[T, k]`` ids over all ranks; ids of other ranks' experts and ids beyond all experts contribute nothing.
+        experts: ``[T, k]`` ids over all ranks; ids of other ranks' experts, or beyond all, contribute nothing.
         weights: ``[T, k]`` fp32.
         fc1: ``[n, F, H]``, or ``[n, 2, F, H]`` for a gated activation.
         fc2: ``[n, H, F]``.
@@ -60,7 +60,7 @@ def mixture_of_experts(
 
 
 def fused_operator_missing() -> str | None:
-    """The reason why there is no operator with gradients. Intel's has them from 1.20.1 on, with an argument ``recomp``."""
+    """The reason why there is no operator with gradients. Intel's has them from 1.20.1 on (argument ``recomp``)."""
     operator = getattr(torch.ops.hpu, "mixture_of_experts", None)
     if operator is None or "fused_weights" not in operator.overloads():
         return missing("core", "mark_step") or "the bridge has no such operator"
