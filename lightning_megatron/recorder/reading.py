@@ -210,14 +210,18 @@ def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
 
 
 class FailureProbe:
-    """Looks at no more of a rank than whether it has failed, since that is done all the time.
+    """Cheap and repeated check of one rank for failure: reads the header of its file alone.
 
     Args:
-        folder: of the run.
-        rank: whose file.
+        folder: folder of the run.
+        rank: rank to check.
+
+    Attributes:
+        rank: rank to check.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
+        self.rank = rank
         self._path, self._about = ring_path(folder, rank), about_path(folder, rank)
         self._pid, self._is_here = 0, False
 

@@ -286,6 +286,11 @@ class Recorder:
         """State of this rank's run."""
         return State(file_format.STATE.unpack_from(self.buffer, file_format.STATE_AT)[0])
 
+    @property
+    def state_since(self) -> int:
+        """Begin of that state, in nanoseconds of the clock."""
+        return int(file_format.SINCE.unpack_from(self.buffer, file_format.SINCE_AT)[0])
+
     def beat(self) -> None:
         """Note that this process is alive."""
         file_format.BEAT.pack_into(self.buffer, file_format.BEAT_AT, time_ns())

@@ -1,7 +1,9 @@
-"""Looking at the other ranks of a job: who is to blame for a collective that fails, and an end to waiting in vain.
+"""A thread of each rank that watches the others: it names the rank to blame for a failed collective, and ends waits.
 
-The files of all ranks are the channel: a rank that is dead, stopped or stuck need not answer. On one host they are
-shared memory; between hosts they are as fresh as the file system makes them that the ranks share.
+Ranks communicate through their files: a rank that is dead, stopped or stuck need not answer. On one host the files are
+shared memory; between hosts they are as fresh as the shared file system makes them.
+
+Reading files of other hosts loads that file system, so it is bounded: see ``REMOTE`` and ``REMOTE_WAITING``.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from lightning_megatron.recorder.diagnosis import Diagnosis, diagnose
@@ -26,33 +30,47 @@ from lightning_megatron.recorder.table import render
 _log = logging.getLogger(__name__)
 
 EVERY = 1.0
-"""Seconds between two looks at the others; half of it once something is wrong."""
-SETTLES = 1.0
-"""Seconds that a rank which has lost another waits until that is seen to be dead."""
+"""Seconds between two looks at the other ranks; half of it once one has failed."""
+LATE = 1.0
+"""Seconds after the timeout by which the backend should have raised; then this watch ends the process."""
 GRACE = 2.0
 """Seconds that a process has to end by itself once its job has failed."""
-LATE = 2.0
-"""Seconds over the timeout after which the backend itself has missed it."""
+SETTLES = 1.0
+"""Seconds that a rank which has lost a peer waits until the system shows why."""
+LONG = 3.0
+"""Seconds of waiting for others after which a rank looks at more files of other hosts."""
+REMOTE = 2
+"""Files of other hosts that are read at each look, in turn."""
+REMOTE_WAITING = 16
+"""Files of other hosts that are read at each look while this rank has been waiting for longer than ``LONG``."""
 
 
 class PeerWatch:
-    """One rank's eye on the others.
+    """Watches the other ranks of a job for one rank.
+
+    Every look reads the files of all ranks on this host, and of a few ranks on other hosts in turn. A rank that has
+    seen another fail ends too, and those that watch it see that: so even the few files spread a failure to all hosts.
+
+    From the timeout of a collective on, a job ends within ``LATE + EVERY + GRACE + EVERY / 2`` seconds: a rank that
+    waits is ended after ``LATE``; the others see that at their next look, have their grace, and look once more.
 
     Args:
-        recorder: its own, with an open file.
-        rank: its own.
-        others: ranks to look at all the time: those of this host, and a few beyond.
-        timeout: seconds, of collectives.
-        ends: ends this process by force where it waits for ranks that have failed; else it is left to itself.
-        before_end: called first: ends processes that this one has launched.
-        children: exit status of launched ranks that have failed, negative for a signal.
+        recorder: recorder of this rank, with an open file.
+        rank: this rank.
+        local: ranks of this host.
+        world_size: ranks of the job.
+        timeout: timeout of collectives, in seconds.
+        ends: True if this process may be ended by force when it waits for ranks that have failed.
+        before_end: function called before that; it ends processes that this one has launched.
+        children: function that gives the exit status of launched ranks that have failed, negative for a signal.
     """
 
     def __init__(
         self,
         recorder: Recorder,
         rank: int,
-        others: Iterable[int],
+        local: Collection[int],
+        world_size: int,
         timeout: float,
         ends: bool,
         before_end: Callable[[], None],
@@ -61,7 +79,11 @@ class PeerWatch:
         assert recorder.folder is not None
         self._recorder, self._rank, self._timeout, self._ends = recorder, rank, timeout, ends
         self._folder: Path = recorder.folder
-        self._others = {other: FailureProbe(self._folder, other) for other in others if other != rank}
+        self._local = [FailureProbe(self._folder, other) for other in local if other != rank]
+        # Each rank begins with its successor, so that ranks read different files at a time.
+        others = ((rank + distance) % world_size for distance in range(1, world_size))
+        self._remote = deque(FailureProbe(self._folder, other) for other in others if other not in local)
+        self._failed: FailureProbe | None = None
         self._before_end, self._children = before_end, children
         self._patience = GRACE
         self._over = threading.Event()
@@ -71,24 +93,24 @@ class PeerWatch:
         recorder.blame = self.blame
 
     def start(self) -> None:
-        """Begin to look, where it is for this to end the process."""
+        """Start the thread, if it may end the process."""
         if self._ends:
             self._thread = threading.Thread(target=self._look, name="peer-watch", daemon=True)
             self._thread.start()
 
     def give_time(self, seconds: float) -> None:
-        """Let the main thread take longer to end by itself, since it knows, and ends others."""
+        """Give the main thread more time to end by itself, since it knows of the failure and is ending other ranks."""
         self._patience = GRACE + seconds
 
     def stop(self) -> None:
-        """End of the run."""
+        """Stop the thread at the end of the run."""
         self._over.set()
         self._recorder.blame = None
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
 
     def views(self) -> list[RankView]:
-        """All ranks as they are now."""
+        """Views of all ranks as they are now; reads every file of the run."""
         dead = self._children()
         found = read_run(self._folder)
         return [
@@ -99,24 +121,26 @@ class PeerWatch:
         ]
 
     def blame(self, doing: str) -> str:
-        """Report who is to blame for a collective that has failed; the text is that of the error.
+        """Report the rank to blame for a failed collective, and return the text of the error.
 
         Args:
-            doing: what this rank waited in.
+            doing: description of what this rank waited in.
         """
         self._recorder.set_state(State.LOST, doing)
-        end = time.monotonic() + SETTLES
+        begun = time.monotonic()
         while True:
+            before = time.monotonic()
             views = self.views()
             diagnosis = diagnose(views)
-            if diagnosis.is_fact or time.monotonic() > end:
+            now = time.monotonic()
+            if diagnosis.is_fact or now - begun > SETTLES:
                 break
-            time.sleep(0.05)
+            time.sleep(max(0.05, now - before))
         self.report(views, diagnosis)
         return f"{doing}: {diagnosis.reason or 'no other rank is seen to be dead, stopped or behind'}"
 
     def report(self, views: Sequence[RankView], diagnosis: Diagnosis) -> None:
-        """Print the table on the lowest surviving rank, a line on the others; once."""
+        """Print the table on the lowest surviving rank and a line on the others, once."""
         with self._reporting:
             if self._has_reported:
                 return
@@ -135,7 +159,7 @@ class PeerWatch:
 
     def _look(self) -> None:
         trouble: float | None = None
-        while not self._over.wait(EVERY if trouble is None else EVERY / 2):
+        while not self._over.wait(self._pause(trouble is not None)):
             self._recorder.beat()
             reason, patience = self._trouble()
             if reason is None:
@@ -145,22 +169,44 @@ class PeerWatch:
             if time.monotonic() - trouble >= patience and not self._over.is_set():
                 self._end(reason)
 
+    def _pause(self, has_trouble: bool) -> float:
+        """Seconds to the next look: at the latest when a collective that is under way should have timed out."""
+        pause = EVERY / 2 if has_trouble else EVERY
+        left = self._timeout + LATE - self._waited
+        return min(pause, left) if self._waited and left > 0 else pause
+
+    @property
+    def _waited(self) -> float:
+        """Seconds for which the main thread has been waiting for other ranks; 0 if it does not wait."""
+        since = self._recorder.main.waiting_since
+        return (time.time_ns() - since) / 1e9 if since else 0.0
+
     def _trouble(self) -> tuple[str | None, float]:
-        """The reason for which this rank cannot go on, if any, and the seconds that it has to find out by itself."""
-        if self._recorder.state == State.RAISED:
-            return None, 0.0  # its own hooks may take their time
+        """Reason for which this rank cannot go on, if any, and the seconds that it has to find out by itself."""
+        if self._recorder.state == State.RAISED:  # its hooks may take as long as a collective, but not hang
+            if (time.time_ns() - self._recorder.state_since) / 1e9 > self._timeout:
+                return f"it raised an error {self._timeout:.0f} s ago and has not ended yet", 0.0
+            return None, 0.0
         if self._recorder.state == State.LOST:
             return f"rank {self._rank} has lost a peer", self._patience
-        for rank, probe in self._others.items():
-            if probe.has_failed():
-                return f"rank {rank} has failed", self._patience
-        since = self._recorder.main.waiting_since
-        if since and time.time_ns() - since > (self._timeout + LATE) * 1e9:
+        if (failed := self._failed_peer()) is not None:
+            return f"rank {failed.rank} has failed", self._patience
+        if self._waited > self._timeout + LATE:
             return f"what it waits for has not come in {self._timeout:.0f} s", 0.0
         return None, 0.0
 
+    def _failed_peer(self) -> FailureProbe | None:
+        """A rank that has failed: one of this host, or of the ranks of other hosts whose turn it is."""
+        if self._failed is not None and self._failed.has_failed():
+            return self._failed
+        count = REMOTE_WAITING if self._waited > LONG else REMOTE
+        chosen = [*self._local, *islice(self._remote, count)]
+        self._remote.rotate(-count)
+        self._failed = next((probe for probe in chosen if probe.has_failed()), None)
+        return self._failed
+
     def _end(self, reason: str) -> None:
-        """End this process: its main thread waits for what does not come, or runs code that does not know."""
+        """End this process: its main thread waits in vain, or runs code that does not know of the failure."""
         self._recorder.set_state(State.LOST, reason)
         views = self.views()
         self.report(views, diagnose(views))

@@ -127,10 +127,9 @@ class RecordedStrategy(StoppableStrategy):
             self._watch_of_peers = None
         if self._recorder.folder is not None and self.world_size > 1:
             seconds, own = self._timeout.total_seconds(), (self._makes_group, self._end_children, self._dead_children)
-            # Ranks of other hosts are read over the network: two of them each will do.
             rank, first = self.global_rank, self.node_rank * self.num_processes
-            near = {*range(first, first + self.num_processes), rank - 1, rank + 1} & set(range(self.world_size))
-            self._watch_of_peers = PeerWatch(self._recorder, rank, near, seconds, *own)
+            local = range(first, first + self.num_processes)
+            self._watch_of_peers = PeerWatch(self._recorder, rank, local, self.world_size, seconds, *own)
             self._watch_of_peers.start()
 
     @property
