@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, what they cost, and who holds which layer."""
+"""Pipeline parallelism: schedules as data, their costs, and the layers of each stage."""

@@ -1,7 +1,7 @@
-"""The words a pipeline schedule is written in: one action of one stage on one micro-batch.
+"""Actions of a pipeline schedule: one stage at work on one micro-batch.
 
 A schedule is data: per pipeline rank the list of actions that it runs, in order. It prints, parses and compares
-without a process; ``schedule`` makes it, ``check`` proves it, ``simulate`` prices it, ``runtime`` executes it.
+without a process: ``schedule`` builds it, ``validate`` proves it, ``simulate`` computes its time, ``runtime`` executes it.
 
 Stages are numbered through the whole pipeline: chunk ``c`` of pipeline rank ``r`` is stage ``c * pp + r``.
 """
@@ -25,7 +25,7 @@ class Action(NamedTuple):
 
     Attributes:
         stage: global stage number.
-        kind: what the stage does.
+kind: kind of work that the stage does.
         microbatch: number of the micro-batch within the step.
     """
 
@@ -38,10 +38,10 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that prints as ``text``.
+"""Parse an action as :meth:`__str__` writes it.
 
         Raises:
-            ConfigError: if no action does.
+            ConfigError: if the text is not an action.
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
@@ -56,12 +56,12 @@ Schedule = list[list[Action]]
 
 
 class Message(NamedTuple):
-    """What one stage hands its neighbour: an activation downstream or a gradient upstream.
+"""A tensor that one stage sends to its neighbour: an activation downstream or a gradient upstream.
 
     Attributes:
-        source: the stage that sends.
-        destination: the stage that receives, ``source + 1`` or ``source - 1``.
-        microbatch: the micro-batch that it belongs to.
+source: stage that sends.
+        destination: stage that receives, ``source + 1`` or ``source - 1``.
+        microbatch: micro-batch that it belongs to.
     """
 
     source: int
@@ -79,17 +79,17 @@ class Message(NamedTuple):
 
 
 def rank_of(stage: int, pp: int) -> int:
-    """The pipeline rank that holds a stage."""
+"""Pipeline rank that holds a stage."""
     return stage % pp
 
 
 def chunk_of(stage: int, pp: int) -> int:
-    """Which of its rank's chunks a stage is."""
+"""Number of a stage among the chunks of its rank."""
     return stage // pp
 
 
 def message_in(action: Action, num_stages: int) -> Message | None:
-    """What an action must have received before it can run; ``None`` if nothing."""
+"""Message that an action must have received before it can run; ``None`` if it needs none."""
     if action.kind == "F" and action.stage > 0:
         return Message(action.stage - 1, action.stage, action.microbatch)
     if action.kind in "BI" and action.stage < num_stages - 1:
@@ -98,7 +98,7 @@ def message_in(action: Action, num_stages: int) -> Message | None:
 
 
 def message_out(action: Action, num_stages: int) -> Message | None:
-    """What an action sends when it is done; ``None`` if nothing."""
+"""Message that an action sends when it is done; ``None`` if it sends none."""
     if action.kind == "F" and action.stage < num_stages - 1:
         return Message(action.stage, action.stage + 1, action.microbatch)
     if action.kind in "BI" and action.stage > 0:
@@ -107,17 +107,17 @@ def message_out(action: Action, num_stages: int) -> Message | None:
 
 
 def count_stages(schedule: Sequence[Sequence[Action]]) -> int:
-    """Stages of the whole pipeline, by the highest number that occurs."""
+"""Number of stages of the whole pipeline, from the highest stage number in the schedule."""
     return 1 + max((action.stage for actions in schedule for action in actions), default=-1)
 
 
 def format_schedule(schedule: Sequence[Sequence[Action]]) -> str:
-    """The schedule as CSV, one row per pipeline rank: what torch's schedules load with ``_load_csv``."""
+"""Write a schedule as CSV, one row per pipeline rank; torch's schedules load it with ``_load_csv``."""
     return "".join(",".join(map(str, actions)) + "\n" for actions in schedule)
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule that :func:`format_schedule` wrote; empty cells, torch's idle slots, are left out.
+"""Parse a schedule as :func:`format_schedule` writes it; empty cells, torch's idle slots, are left out.
 
     Raises:
         ConfigError: with every cell that is no action, by pipeline rank and column.

@@ -1,4 +1,4 @@
-"""Which stage builds which layers, and which of them hold the embedding and the loss."""
+"""Partition of a model's layers into pipeline stages, with the embedding and the loss."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightning_megatron.pipeline.action import chunk_of, rank_of
 from lightning_megatron.stage import StageLayers
 
 _LONGEST = 10_000
-"""Letters of a layout string that is written out."""
+"""Largest number of letters of a layout string with its repeats written out."""
 
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """How a user wants layers shared out; the attributes are arguments of :func:`partition`."""
+"""The user's choice of a partition; the attributes are arguments of :func:`partition`."""
 
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
@@ -29,15 +29,15 @@ class LayerSplit:
         return self == LayerSplit()
 
     def stages(self, num_layers: int, pp: int, vpp: int) -> tuple[StageLayers, ...]:
-        """What each stage builds.
+"""Layers of each stage.
 
         Raises:
-            ConfigError: with every fault of the wish.
+            ConfigError: with every fault of the choice.
         """
         return partition(num_layers, pp, vpp, **asdict(self))
 
     def problems(self, num_layers: int, pp: int, vpp: int) -> list[Problem]:
-        """Every fault of the wish for a model and a pipeline."""
+"""Every fault of the choice for a model and a pipeline."""
         return problems_of(self.stages, num_layers, pp, vpp)
 
 
@@ -52,25 +52,25 @@ def partition(
     count_loss: bool = False,
     layout: str | None = None,
 ) -> tuple[StageLayers, ...]:
-    """Share ``num_layers`` layers over ``pp * vpp`` stages.
+"""Divide ``num_layers`` layers into ``pp * vpp`` stages.
 
     Args:
         num_layers: layers of the whole model.
         pp: pipeline ranks.
-        vpp: chunks a rank holds.
+vpp: chunks a rank holds.
         first_stage_layers: layers of stage 0, which also embeds; the other stages share the rest evenly.
         last_stage_layers: layers of the last stage, which also computes the loss.
-        count_embedding: let the embedding take the place of one layer, then share evenly.
-        count_loss: the same for the loss.
+        count_embedding: True to count the embedding as one layer of an even partition.
+        count_loss: True to count the loss as one layer of an even partition.
         layout: every stage spelled out: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages, ``*3`` repeats
-            what precedes it, parentheses group, commas and spaces are for the eye: ``"Et*3|(tt|)*29,t|L"``.
+            the preceding item, parentheses group, commas and spaces are ignored: ``"Et*3|(tt|)*29,t|L"``.
             As in Megatron's ``--pipeline-model-parallel-layout``.
 
     Returns:
         One entry per stage, by stage number.
 
     Raises:
-        ConfigError: with every fault of the wish.
+ConfigError: with every fault of the choice.
     """
     uneven = {"first_stage_layers": first_stage_layers, "last_stage_layers": last_stage_layers}
     counted = {"count_embedding": count_embedding, "count_loss": count_loss}
@@ -101,7 +101,7 @@ def partition(
 
 
 def parse_layout(layout: str) -> list[str]:
-    """The letters of every stage of a layout string: ``"Et|(tt|)*2L"`` is ``["Et", "tt", "tt", "L"]``.
+"""Parse a layout string into the letters of every stage: ``"Et|(tt|)*2L"`` is ``["Et", "tt", "tt", "L"]``.
 
     Raises:
         ConfigError: if the string cannot be read.
@@ -114,7 +114,7 @@ def parse_layout(layout: str) -> list[str]:
 
 
 def _expand(layout: str, tokens: list[str], inside: bool = False) -> tuple[str, list[str]]:
-    """Write out the repeats up to the end, or up to the parenthesis that closes what the caller opened."""
+"""Write out the repeats up to the end, or up to the parenthesis that closes the caller's group."""
     parts: list[str] = []
     while tokens:
         token, *tokens = tokens

@@ -1,13 +1,13 @@
-"""When a rank sends and receives: the messages of a schedule as steps between its actions.
+"""Sends and receives of a schedule, as steps between the actions of each rank.
 
-A schedule says what is computed; on its own it does not say in which order a rank posts its sends and receives, and
-untagged point-to-point needs one order at both ends. With ``pp=2`` interleaved, say, activations and gradients
-travel between the same two ranks in the same direction, and a rank may need them in another order than they are made.
+A schedule does not define the order in which a rank posts its sends and receives, and untagged point-to-point messages
+need the same order at both ends. With ``pp=2`` interleaved, for example, activations and gradients travel between the
+same two ranks in the same direction, and a rank may need them in another order than they are made.
 
-So all messages of the step are put into **one** order, that of a simulated run, and every rank's list is a selection
-from it. Then both ends of a pair agree by construction, and the step cannot deadlock even if a send blocks until its
-receive is there: of all unfinished messages, both ends of the first one have finished everything before it. That also
-holds if neighbouring transfers without an action between them are posted as one batch.
+Therefore all messages of a step are put into **one** order, that of a simulated run, and every rank posts its messages
+in that order. Then both ends of a pair agree, and the step cannot deadlock even if a send blocks until its receive is
+posted: of all unfinished messages, both ends of the first one have finished everything before it. This also holds if
+neighbouring transfers without an action between them are posted as one batch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Transfer(NamedTuple):
     """One end of a message, written as torch.distributed.pipelining writes it: ``0SEND_F3``, ``1RECV_F3``.
 
     Attributes:
-        message: what travels.
-        peer: the pipeline rank at the other end.
+message: message that travels.
+        peer: pipeline rank at the other end.
         sends: True at the end that sends.
     """
 
@@ -42,13 +42,13 @@ Step = Action | Transfer
 
 
 def add_transfers(schedule: Sequence[Sequence[Action]]) -> list[list[Step]]:
-    """Per pipeline rank its actions, each send right after what makes it, each receive before what needs it.
+"""Actions of every pipeline rank, with each send right after and each receive before the action it belongs to.
 
-    A receive stands where its message is sent in simulated time (forward 1, backward 2). A rank that posts its
-    transfers without waiting computes meanwhile, and waits only before the action that needs the message.
+    A receive is placed where its message is sent in simulated time (forward 1, backward 2). A rank posts its transfers
+    without waiting, computes meanwhile, and waits only before the action that needs the message.
 
     Args:
-        schedule: the actions of every pipeline rank.
+schedule: actions of every pipeline rank.
 
     Raises:
         DeadlockError: if the actions cannot all run in the order given.

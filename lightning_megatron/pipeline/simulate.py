@@ -1,7 +1,7 @@
-"""What a schedule costs, before any machine runs it: step time, idle time, bubble and activations in flight.
+"""Simulation of a schedule: step time, idle time, bubble and activations in flight.
 
-The model is the one the papers compute with: a rank runs its actions in order, one at a time; a message leaves when its
-action ends, travels for ``communication`` without keeping either rank busy, and the action that needs it waits for it.
+The model is that of the papers: a rank runs its actions in order, one at a time; a message leaves when its action ends,
+travels for ``communication`` without keeping either rank busy, and the action that needs it waits for it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Costs:
         forward: time of ``F``.
         backward: time of ``B``.
         input_gradient: time of ``I``; ``None`` means half of ``backward``.
-        weight_gradient: time of ``W``; ``None`` means what ``I`` leaves of ``backward``.
-        communication: time that a message travels.
+weight_gradient: time of ``W``; ``None`` means ``backward`` minus the time of ``I``.
+        communication: travel time of a message.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -32,7 +32,7 @@ class Costs:
     communication: float = 0.0
 
     def of(self, kind: Kind, stage: int) -> float:
-        """Time of one action of a kind on a stage."""
+"""Time of an action of this kind on a stage."""
         if kind == "F":
             return _pick(self.forward, stage)
         if kind == "B":
@@ -57,10 +57,10 @@ class Simulation:
     """A schedule in time.
 
     Attributes:
-        timeline: per pipeline rank its actions with their times, in order.
-        step_time: when the last rank is done.
-        busy: per rank the time it computes.
-        peak_activations: per rank the most micro-batches of chunks whose forward ran and whose backward did not yet.
+timeline: actions of every pipeline rank with their times, in order.
+        step_time: time at which the last rank is done.
+        busy: computing time of every rank.
+        peak_activations: largest number of forwards of every rank whose backward has not run yet.
     """
 
     timeline: tuple[tuple[Slot, ...], ...]
@@ -70,12 +70,12 @@ class Simulation:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Per rank the part of the step in which it computes nothing."""
+"""Idle time of every rank within the step."""
         return tuple(self.step_time - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """Idle time of all ranks over their computing time: what the pipeline adds to an ideal step."""
+"""Idle time of all ranks over their computing time: the pipeline's overhead over an ideal step."""
         return sum(self.idle) / sum(self.busy) if sum(self.busy) else 0.0
 
 
@@ -92,11 +92,11 @@ class DeadlockError(ValueError):
 
 
 def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | None = None) -> Simulation:
-    """Run a schedule on paper.
+"""Simulate a schedule.
 
     Args:
-        schedule: the actions of every pipeline rank.
-        costs: what an action takes; forward 1, backward 2 and free messages if not given.
+schedule: actions of every pipeline rank.
+        costs: times of actions; by default forward 1, backward 2 and free messages.
 
     Raises:
         DeadlockError: if the actions cannot all run in the order given.
@@ -134,7 +134,7 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | None = None) -
 
 
 def peak_activations(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """Per rank the most forwards in flight: ``F`` is done, ``B`` or ``W`` is to come."""
+"""Largest number of forwards in flight on every rank: ``F`` is done, ``B`` or ``W`` is not."""
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     peaks = []
     for actions in schedule:
@@ -148,14 +148,14 @@ def peak_activations(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 
 def ideal_bubble(name: str, pp: int, vpp: int, num_microbatches: int, costs: Costs | None = None) -> float | None:
-    """The bubble that the schedule's paper promises, for stages of equal cost and free messages.
+"""Bubble that the schedule's paper states, for stages of equal cost and free messages.
 
     ``(p-1)/m`` for GPipe and 1F1B, ``(p-1)/(m v)`` interleaved, and with both halves of the backward apart
     ``(p-1)(F+I-W)/(m v (F+I+W))`` for ZB-H1.
 
     Returns:
-        The fraction, or ``None`` where no paper gives one: fewer micro-batches than ranks in a schedule that needs
-        ``pp`` of them, a ``W`` longer than ``F`` or ``I``, or halves that do not add up to ``B``.
+The fraction, or ``None`` if no paper gives one: fewer micro-batches than ranks in a schedule that needs ``pp``
+        of them, a ``W`` longer than ``F`` or ``I``, or halves that do not add up to ``B``.
     """
     if pp == 1 or name in ("gpipe", "1f1b"):
         return (pp - 1) / num_microbatches

@@ -1,4 +1,4 @@
-"""One collective or message, written down while it is under way; the error of one that fails names who is missing."""
+"""A collective or message, recorded while it is under way; if it fails, its error names the rank that is missing."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 
 class PeerLostError(RuntimeError):
-    """Another rank has failed, is gone, stopped or has fallen behind; ``__cause__`` is what the backend says."""
+"""Another rank has failed, is gone, stopped or has fallen behind; ``__cause__`` is the error of the backend."""
 
 
 class Call:
     """A collective or a message of one rank.
 
     Args:
-        action_log: where it is written down; ``None`` for a rank that keeps no record.
-        kind: a :class:`Kind`.
-        name: of the group.
-        group: its number in the record.
-        value: a tensor, whose bytes are noted.
+action_log: log to write to; ``None`` for a rank that keeps none.
+kind: kind of the action.
+        name: name of the group.
+        group: number of the group in the file.
+        value: tensor that travels, for its size in bytes.
         peer: rank at the other end of a message.
     """
 
@@ -47,10 +47,10 @@ class Call:
         self._token = -1
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call what does not return before it is done.
+"""Call a function that returns when the collective is done.
 
         Raises:
-            PeerLostError: if another rank is to blame for its error.
+PeerLostError: if it fails because of another rank.
         """
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
@@ -58,10 +58,10 @@ class Call:
             return function(*args, **kwargs)
 
     def issue(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call what only starts it; ``with`` this object, then, one waits for its end.
+"""Call a function that only starts the collective; waiting for its end goes into a ``with`` block of this object.
 
         Raises:
-            PeerLostError: if another rank is to blame for its error.
+PeerLostError: if it fails because of another rank.
         """
         if self._action_log is not None:
             self._token = self._action_log.begin(self._kind, self._group, self._size, self._peer, False)
@@ -109,8 +109,8 @@ def peer_lost_error(action_log: ActionLog | None, doing: str) -> PeerLostError:
     """The error of a rank that waited in vain.
 
     Args:
-        action_log: of the thread that waited.
-        doing: what it waited in.
+action_log: log of the thread that waited.
+        doing: description of the action that it waited in.
     """
     blame = None if action_log is None else action_log.recorder.blame
     if blame is None:

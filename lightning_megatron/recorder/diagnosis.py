@@ -1,4 +1,4 @@
-"""The rank to blame: the one that died or raised first, is stopped, or has not come where others wait."""
+"""Diagnosis of a failed run: the rank that died or raised first, is stopped, or is missing where others wait."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_megatron.recorder.reading import RankView, Record
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The judgement on a run.
+"""Diagnosis of a run.
 
     Attributes:
-        culprits: ranks, the first one to blame first; none where nothing is wrong.
-        is_fact: whether the first is dead, has raised, is stopped or never came; else who waits for whom says so.
-        reason: of the first, in words.
+        culprits: ranks to blame, the first one first; none if nothing is wrong.
+        is_fact: True if the first is dead, has raised, is stopped or never came; False if it is inferred from waits.
+        reason: reason to blame the first, in words.
     """
 
     culprits: tuple[int, ...] = ()
@@ -27,10 +27,10 @@ class Diagnosis:
 
 
 def diagnose(views: Sequence[RankView]) -> Diagnosis:
-    """Find the culprit.
+"""Find the ranks to blame.
 
     Args:
-        views: of all ranks.
+        views: views of all ranks.
     """
     by_rank = {view.rank: view for view in views}
     aborted = [view.rank for view in views if _aborted(view)]
@@ -57,7 +57,7 @@ def diagnose(views: Sequence[RankView]) -> Diagnosis:
 
 
 def _has_met(view: RankView) -> bool:
-    """True if a rank has come further than where all meet: one without a file then writes elsewhere."""
+"""True if a rank has passed the rendezvous: a rank without a file then writes to another folder."""
     return any(record.kind not in (Kind.START, Kind.RENDEZVOUS, Kind.END) for record in view.last)
 
 
@@ -68,7 +68,7 @@ def _ended_by_itself(view: RankView) -> bool:
 
 
 def _aborted(view: RankView) -> bool:
-    """True for what a backend's own watchdog does to a rank whose peers do not come: it is a victim."""
+"""True if a backend's own watchdog has ended the rank because its peers did not come: it is not to blame."""
     return view.is_dead and view.process.status == -signal.SIGABRT
 
 
@@ -77,7 +77,7 @@ def _same(record: Record | None) -> tuple[object, ...]:
 
 
 def _awaited(view: RankView, by_rank: Mapping[int, RankView]) -> list[int]:
-    """Ranks that have not come where this one waits."""
+"""Ranks that are missing in the action that this rank waits in."""
     record = view.waits_in
     if record is None or record.kind == Kind.RENDEZVOUS:
         return []
@@ -89,7 +89,7 @@ def _awaited(view: RankView, by_rank: Mapping[int, RankView]) -> list[int]:
 
 
 def _awaited_in_the_end(by_rank: Mapping[int, RankView]) -> list[int]:
-    """Follow who waits for whom to those who wait for nobody; who is waited for by most comes first."""
+"""Ranks at the ends of all chains of waits, which wait for no rank themselves; the most awaited first."""
     counts: dict[int, int] = {}
     for view in by_rank.values():
         for rank in _leaves(view, by_rank):
@@ -113,7 +113,7 @@ def _leaves(view: RankView, by_rank: Mapping[int, RankView]) -> set[int]:
 
 
 def describe_state(view: RankView) -> str:
-    """State of a rank in a few words."""
+"""Describe the state of a rank."""
     if view.state is None:
         return "has not come"
     if view.state == State.FINISHED:
@@ -130,7 +130,7 @@ def describe_state(view: RankView) -> str:
 
 
 def describe_actions(view: RankView) -> str:
-    """The action of a rank, with its place in the run."""
+"""Describe the action of a rank, with the step of the run."""
     if view.state is None:
         return "-"
     if not view.under_way:

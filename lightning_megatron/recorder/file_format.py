@@ -1,7 +1,7 @@
-"""The form of a rank's file: a header, and for each of two threads the actions under way and a ring of the last ones.
+"""Format of a rank's file: a header, and for each of two threads the actions under way and a ring of the last ones.
 
-All numbers are little-endian and at fixed places, so that one ``struct.pack_into`` writes an action, and whoever reads
-the file of a rank that is dead finds every action whole but perhaps the last.
+All numbers are little-endian and at fixed offsets, so that one ``struct.pack_into`` writes an action. In the file of a
+dead rank every action is whole, except perhaps the last.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Kind(IntEnum):
 
     @property
     def is_collective(self) -> bool:
-        """True if all ranks of a group do it together, each the same number of times."""
+"""True if all ranks of a group take part, each the same number of times."""
         return self >= Kind.ALL_REDUCE and self not in (Kind.SEND, Kind.RECEIVE)
 
 
@@ -69,11 +69,11 @@ WORDS = {
     Kind.WRITE: "writing in the background",
     Kind.USER: "hooks and callbacks",
 }
-"""Printed names of kinds, where not by their name in small letters."""
+"""Printed names of kinds; others are printed by their name in lower case."""
 
 
 class State(IntEnum):
-    """State of a rank's run, in its own words; a rank that is dead says that it is running."""
+"""State of a rank's run as the rank itself wrote it; a rank that has died still says RUNNING."""
 
     RUNNING = 0
     FINISHED = 1
@@ -82,15 +82,15 @@ class State(IntEnum):
 
 
 RECORD = struct.Struct("<QqqqQIiiiHHhH")
-"""Number from 1 on, begun, waiting since, ended (nanoseconds of the clock), bytes, number within the group, step,
-micro-batch, peer, kind, group, stage, 1 where the header's detail belongs to it."""
+"""Number (from 1), begin, begin of the wait, end (nanoseconds of the clock), bytes, number within the group, step,
+micro-batch, peer, kind, group, stage, 1 if the header's detail belongs to it."""
 ENDED = struct.Struct("<q")
 NUMBER = struct.Struct("<Q")
 WAITED_AT, ENDED_AT = 16, 24
 
 HEADER = struct.Struct("<8siiiiqqqqiqi")
-"""Magic, pid, rank, world size, state, begun, state since, start of the process, nanoseconds of the last look, and what
-others saw: word, when, exit status."""
+"""Magic, pid, rank, world size, state, begin, begin of the state, start of the process, time of the last sign of life,
+and as other ranks saw it: state of the process, time, exit status."""
 PROCESS_STATE = struct.Struct("<iqi")
 STATE = struct.Struct("<i")
 SINCE = struct.Struct("<q")
@@ -100,11 +100,11 @@ PROCESS_STATE_AT = HEADER.size - PROCESS_STATE.size
 DETAIL_AT, DETAIL = 128, 256
 ERROR_AT, ERROR = 384, 640
 FAILED_AT = 1024
-"""Place of the actions that were under way where an error began."""
+"""Offset of the actions that were under way where an error began."""
 
 RECORD_SIZE = 64
 DEPTH = 8
-"""Actions inside each other that are kept while they are under way."""
+"""Nested actions that are kept while they are under way."""
 LAST = 256
 """Actions in a ring."""
 THREADS = 2
@@ -118,15 +118,15 @@ assert HEADER.size <= DETAIL_AT
 
 
 def thread_at(thread: int) -> int:
-    """Beginning of a thread's part."""
+"""Offset of a thread's part."""
     return THREADS_AT + thread * THREAD_SIZE
 
 
 def text_in(raw: bytes) -> str:
-    """A text of fixed length, as far as it goes."""
+"""Decode a text of fixed length, without its padding."""
     return raw.split(b"\0", 1)[0].decode(errors="replace")
 
 
 def as_text(text: str, length: int) -> bytes:
-    """The other way round, cut and padded."""
+"""Encode a text, cut or padded to a fixed length."""
     return text.encode()[: length - 1].ljust(length, b"\0")

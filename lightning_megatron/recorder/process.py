@@ -1,4 +1,4 @@
-"""A process on this host, as the system sees it: Linux's /proc; elsewhere only whether it is there."""
+"""State of a process on this host, from Linux's /proc; on other systems only whether it exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class ProcessState(IntEnum):
-    """State of a process as another rank has seen it."""
+"""State of a process as another rank has seen it; ``RUNNING`` also if nobody has looked."""
 
     RUNNING = 0
     STOPPED = 1
@@ -21,8 +21,8 @@ class Process(NamedTuple):
     """State of a process.
 
     Attributes:
-        seen: ``NOTHING`` where it is running, ``STOPPED`` or ``DEAD``.
-        status: exit status of one that is dead, negative for a signal; ``None`` where nobody says.
+state: ``RUNNING``, ``STOPPED`` or ``DEAD``.
+        status: exit status of a dead process, negative for a signal; ``None`` if it is not known.
     """
 
     state: ProcessState
@@ -31,12 +31,12 @@ class Process(NamedTuple):
 
 def _fields(pid: int) -> list[str]:
     with open(f"/proc/{pid}/stat", "rb") as file:
-        # The name stands in parentheses and may hold anything.
+# The name of the program is in parentheses and may contain anything.
         return file.read().decode(errors="replace").rpartition(")")[2].split()
 
 
 def start_of(pid: int) -> int:
-    """Start of a process, in ticks since the machine did; 0 where the system does not say."""
+"""Start of a process, in ticks since the machine started; 0 if the system does not say."""
     try:
         return int(_fields(pid)[19])
     except (OSError, IndexError, ValueError):
@@ -44,11 +44,11 @@ def start_of(pid: int) -> int:
 
 
 def inspect_process(pid: int, start: int) -> Process:
-    """The state of a process.
+"""Ask the system for the state of a process.
 
     Args:
-        pid: its number.
-        start: its :func:`start_of`: another process may have the number by now.
+        pid: process id.
+        start: its :func:`start_of`, since another process may have the id by now.
     """
     try:
         fields = _fields(pid)
@@ -66,7 +66,7 @@ def inspect_process(pid: int, start: int) -> Process:
 
 
 def _status(fields: list[str]) -> int | None:
-    """The exit status of one that nobody has waited for yet."""
+"""Exit status of a process whose parent has not waited for it yet."""
     word = int(fields[49]) if len(fields) > 49 else 0
     return os.waitstatus_to_exitcode(word) if word else None
 
@@ -82,7 +82,7 @@ def _is_there(pid: int) -> bool:
 
 
 def describe_exit(status: int | None) -> str:
-    """An exit status for a reader."""
+"""Describe an exit status in words."""
     if status is None:
         return "gone"
     if status >= 0:

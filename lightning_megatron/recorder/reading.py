@@ -1,4 +1,4 @@
-"""Reading the files of a run, of ranks that live and of those that do not."""
+"""Reading the files of a run, of live and dead ranks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from lightning_megatron.recorder.recorder import about_path, ring_path
 
 @dataclass(frozen=True)
 class Record:
-    """One action of one rank; times are nanoseconds of the clock, 0 for not yet.
+"""One action of one rank; times are in nanoseconds of the clock, 0 for not yet.
 
     Attributes:
-        number: of the rank's actions, from 1 on.
-        kind: what it is.
-        begun: when it began.
-        waiting: since when the thread is in it; 0 where it was only started.
-        ended: when it ended.
-        size: bytes.
-        within: the how many-th collective of its group.
-        step: optimizer steps taken before.
-        microbatch: number within the step; -1 for none.
+number: number among the rank's actions, from 1.
+        kind: kind of the action.
+        begun: time of its begin.
+        waiting: time since which the thread has been in it; 0 if it was only started.
+        ended: time of its end.
+        size: bytes that travel.
+        within: number among the collectives of its group, from 1.
+step: optimizer steps taken before it.
+        microbatch: number of the micro-batch within the step; -1 for none.
         peer: rank at the other end; -1 for none.
         group: name of the group.
         stage: pipeline stage; -1 for none.
-        detail: what it is about.
+detail: further description, such as a path.
     """
 
     number: int
@@ -53,7 +53,7 @@ class Record:
 
     @property
     def waits(self) -> bool:
-        """True for a collective or a message that this rank waits in for others, or for what all meet at."""
+"""True if this rank waits for other ranks in it: in a collective, a message or the rendezvous."""
         meets = self.kind >= Kind.ALL_REDUCE or self.kind == Kind.RENDEZVOUS
         return meets and self.waiting > 0 and not self.ended
 
@@ -75,21 +75,21 @@ class Record:
 
 @dataclass(frozen=True)
 class RankView:
-    """A rank as its file and the system show it.
+"""State of a rank, from its file and from the system.
 
     Attributes:
         rank: global rank.
-        pid: its process; 0 where it never came.
-        state: what it says of itself; ``None`` where it never came.
-        error: of a run that has ended in one.
-        host: name of its machine.
-        device: as torch prints it.
-        begun: when its run began.
-        since: when its state began.
-        beat: last sign of life.
-        process: what the system says, or said to another rank.
-        under_way: actions inside each other, the outermost first; of a rank that failed those in which it did.
-        last: actions in order, the newest last.
+pid: process id; 0 if it never came.
+        state: state that the rank itself wrote; ``None`` if it never came.
+        error: error that the run ended in, if any.
+        host: name of its host.
+        device: its device, as torch prints it.
+        begun: time of the begin of its run.
+        since: time of the begin of its state.
+        beat: time of its last sign of life.
+        process: state of its process, from the system or from another rank that has asked it.
+        under_way: nested actions, the outermost first; of a rank that has failed, those it failed in.
+        last: its last actions in order, the newest last.
         groups: ranks of its groups, by name.
         world_size: ranks of the job.
     """
@@ -111,12 +111,12 @@ class RankView:
 
     @property
     def is_dead(self) -> bool:
-        """True if its process is gone before its run was over."""
+"""True if its process ended before its run was over."""
         return self.state == State.RUNNING and self.process.state in (ProcessState.DEAD, ProcessState.ENDED_BY_LAUNCHER)
 
     @property
     def is_stopped(self) -> bool:
-        """True if its process is stopped in the middle of its run."""
+"""True if its process is stopped during its run."""
         return self.state == State.RUNNING and self.process.state == ProcessState.STOPPED
 
     @property
@@ -141,11 +141,11 @@ class RankView:
 
 
 def read_run(folder: Path, live: bool = True) -> list[RankView]:
-    """All ranks of a run; those that never came are there too.
+"""Read all ranks of a run; the result includes those that never came.
 
     Args:
-        folder: of the files.
-        live: ask the system about processes on this host; else what other ranks have seen is all there is.
+folder: folder of the run.
+        live: True to ask the system about processes on this host, else only what ranks have written is used.
     """
     found = {int(path.stem): path for path in folder.glob("[0-9]*.actions") if path.stem.isdigit()}
     views = {rank: view for rank in found if (view := read_rank(folder, rank, live)) is not None}
@@ -155,12 +155,12 @@ def read_run(folder: Path, live: bool = True) -> list[RankView]:
 
 
 def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
-    """One rank; ``None`` if it has no file, or one of another format.
+"""Read one rank; ``None`` if it has no file, or one of another format.
 
     Args:
-        folder: of the files.
-        rank: whose.
-        live: as of :func:`read_run`.
+folder: folder of the run.
+        rank: rank to read.
+        live: see :func:`read_run`.
     """
     try:
         raw = ring_path(folder, rank).read_bytes()
@@ -226,7 +226,7 @@ class FailureProbe:
         self._pid, self._is_here = 0, False
 
     def has_failed(self) -> bool:
-        """True if its run has ended in an error, or its process without an end of the run."""
+"""True if its run has ended in an error, or its process has ended before the run."""
         try:
             with open(self._path, "rb") as file:
                 raw = file.read(file_format.HEADER.size)
@@ -241,7 +241,7 @@ class FailureProbe:
             try:
                 self._is_here = json.loads(self._about.read_text()).get("host") == socket.gethostname()
             except (OSError, ValueError):
-                return False  # it has only begun
+return False  # it has only just started
             self._pid = pid
         return self._is_here and inspect_process(pid, start).state == ProcessState.DEAD
 
@@ -262,15 +262,15 @@ def _stack(raw: bytes, thread: int, names: list[str], detail: str) -> list[Recor
 def _records(
     raw: bytes, at: int, count: int, names: list[str], detail: str, ring: list[Record] | None = None
 ) -> list[Record]:
-    """The actions at a place.
+"""Read the actions at an offset.
 
     Args:
-        raw: the file.
-        at: where they begin.
-        count: how many there are at most.
-        names: of groups, by number.
-        detail: of the header.
-        ring: where those are whole of which only the number is kept.
+raw: content of the file.
+        at: offset of the first.
+        count: largest number of actions there.
+        names: names of groups, by number.
+        detail: detail in the header.
+        ring: actions of the ring, for those of which only the number is stored at the offset.
     """
     whole = {record.number: record for record in ring or ()}
     found = []
@@ -305,10 +305,10 @@ def _in_bytes(size: int) -> str:
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """Folders of the runs of a directory, the newest first.
+"""Folders of the runs in a directory, the newest first.
 
     Args:
-        folder: of a run, of all runs, or the ``default_root_dir`` that has them.
+        folder: folder of a run or of all runs, or the ``default_root_dir`` above them.
     """
     if any(folder.glob("[0-9]*.actions")):
         return [folder]

@@ -1,4 +1,4 @@
-"""Writing down what a rank does, in a ring that outlives it."""
+"""Recording the actions of a rank in a file that outlives it."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _WAITING, _ENDED_IN, _KIND = 2, 3, 9
 
 
 class WaitClock(Protocol):
-    """Times how long a thread waits for other ranks."""
+"""Clock for the time that a thread waits for other ranks."""
 
     def begin_wait(self) -> None:
-        """It waits from here on."""
+"""Note the begin of a wait."""
         ...
 
     def end_wait(self) -> None:
-        """It waits no more."""
+"""Note the end of a wait."""
         ...
 
 
 class ActionLog:
-    """The actions of one thread.
+"""Actions of one thread.
 
     Attributes:
-        recorder: whose part this is.
+        recorder: recorder that this log is a part of.
         step: optimizer steps taken so far; goes into every action.
-        microbatch: number within the step; -1 outside of any.
-        stage: pipeline stage at work; -1 for none.
-        clock: what times the waiting for other ranks; ``None`` for nobody.
+        microbatch: number of the micro-batch within the step; -1 for none.
+        stage: pipeline stage that is running; -1 for none.
+        clock: clock for waits; ``None`` if they are not timed.
     """
 
     __slots__ = (
@@ -76,7 +76,7 @@ class ActionLog:
 
     @property
     def waiting_since(self) -> int:
-        """Since when, in nanoseconds of the clock, this thread waits for other ranks; 0 where it does not."""
+"""Begin of this thread's wait for other ranks, in nanoseconds of the clock; 0 if it does not wait."""
         depth = self._depth
         if not depth:
             return 0
@@ -86,7 +86,7 @@ class ActionLog:
         return int(record[_WAITING]) if waits and record[0] == number and not record[_ENDED_IN] else 0
 
     def write_to(self, buffer: bytearray | mmap.mmap) -> None:
-        """Go on elsewhere."""
+"""Continue in another buffer."""
         self._buffer = buffer
 
     def begin(
@@ -95,15 +95,15 @@ class ActionLog:
         """Note that an action begins.
 
         Args:
-            kind: a :class:`Kind`.
+kind: kind of the action.
             group: number of the group of a collective; 0 for none.
-            size: bytes.
+size: bytes that travel.
             peer: rank at the other end of a message.
-            waits: whether this thread is in it until :meth:`end`, or has but started it.
-            detail: whether the header's detail belongs to it.
+            waits: True if this thread is in it until :meth:`end`, False if it has only started it.
+            detail: True if the header's detail belongs to it.
 
         Returns:
-            What :meth:`wait` and :meth:`end` take.
+A token for :meth:`wait` and :meth:`end`.
         """
         number = self._count
         self._count = number + 1
@@ -121,7 +121,7 @@ class ActionLog:
         if depth >= _DEPTH:
             return number << 4 | _NO_DEPTH
         slot = self._base + depth * _SIZE
-        if group:  # nothing goes on inside a collective: it is still in the ring
+if group:  # no action is nested in a collective: its record is still in the ring
             _NUMBER(self._buffer, slot, number + 1)
         else:
             self._buffer[slot : slot + _SIZE] = self._buffer[at : at + _SIZE]
@@ -129,7 +129,7 @@ class ActionLog:
         return number << 4 | depth
 
     def wait(self, token: int) -> int:
-        """Note that this thread now waits for what it has started; returns what :meth:`end` takes."""
+"""Note that this thread now waits for an action that it has started; returns a token for :meth:`end`."""
         number, depth = token >> 4, self._depth
         if depth >= _DEPTH or self._count - number > _LAST:
             return token
@@ -140,7 +140,7 @@ class ActionLog:
         return number << 4 | depth
 
     def end(self, token: int) -> None:
-        """Note that an action has ended; those begun inside it have, too."""
+"""Note that an action has ended, and with it those nested in it."""
         number, depth = token >> 4, token & _NO_DEPTH
         if self._count - number <= _LAST:
             _ENDED(self._buffer, self._ring + number % _LAST * _SIZE + file_format.ENDED_AT, time_ns())
@@ -150,16 +150,16 @@ class ActionLog:
                 _NUMBER(self._buffer, self._base + self._depth * _SIZE, 0)
 
     def during(self, kind: int, detail: str = "") -> Span:
-        """Bracket a phase.
+"""Context manager that records a phase.
 
         Args:
-            kind: a :class:`Kind`.
-            detail: what it is about, such as a path.
+            kind: kind of the phase.
+            detail: further description, such as a path.
         """
         return Span(self, kind, detail)
 
     def keep_failed(self, error: BaseException) -> None:
-        """Keep what is under way now, since an error begins here."""
+"""Keep the actions that are under way, since an error begins here."""
         if self.recorder.is_new(error):
             self._buffer[file_format.FAILED_AT : file_format.FAILED_AT + file_format.STACK] = self._buffer[
                 self._base : self._base + file_format.STACK
@@ -170,7 +170,7 @@ class ActionLog:
 
 
 class Span:
-    """A phase of one thread, from ``with`` to its end."""
+"""Context manager for a phase of one thread."""
 
     __slots__ = ("_action_log", "_detail", "_kind", "_token")
 
@@ -191,14 +191,14 @@ class Span:
 
 
 class Recorder:
-    """The file of one rank; nothing but memory until it is opened, and after it is closed.
+"""The file of one rank; before it is opened and after it is closed, records go to memory only.
 
     Attributes:
         buffer: what the lanes write to.
         main: the action_log of the main thread, and of the backward that it waits for.
         beside: the action_log of the thread that writes checkpoints in the background.
-        folder: where the files of all ranks are; ``None`` while there are none.
-        blame: says for an action that has failed who is to blame; set by whoever watches the other ranks.
+folder: folder of the files of all ranks; ``None`` while no file is open.
+        blame: function that describes why an action has failed, naming the rank; set by the watch of the other ranks.
     """
 
     def __init__(self) -> None:
@@ -212,22 +212,22 @@ class Recorder:
         self._failed: BaseException | None = None
 
     def group(self, name: str, ranks: Sequence[int]) -> int:
-        """The number of a group of ranks, by name."""
+"""Number of a group of ranks; a new one is added by its name."""
         if name not in self._groups and len(self._groups) < 60:
             self._groups[name] = len(self._groups) + 1
             self._about["groups"].append([name, _compressed(ranks)])
         return self._groups.get(name, 0)
 
     def open(self, folder: str | os.PathLike[str], rank: int, world_size: int) -> None:
-        """Write to a file from here on.
+"""Write to a file from now on.
 
         Args:
-            folder: of this run; it is made.
-            rank: of this process.
+            folder: folder of this run; created if it is missing.
+            rank: rank of this process.
             world_size: ranks of the job.
 
         Raises:
-            OSError: if the file cannot be made.
+            OSError: if the file cannot be created.
         """
         self.close()
         folder = Path(folder)
@@ -249,10 +249,10 @@ class Recorder:
         self._failed = None
 
     def describe(self, about: Mapping[str, Any]) -> None:
-        """Write beside the file who this is: host, device, groups.
+"""Write a description of this rank beside its file: host, device, groups.
 
         Args:
-            about: what fits into JSON.
+            about: values for a JSON file.
         """
         self._about |= about
         if self.folder is not None:
@@ -262,17 +262,17 @@ class Recorder:
             os.replace(new, path)
 
     def detail(self, text: str) -> None:
-        """Note what the action that begins now is about."""
+"""Write the detail of the action that begins now."""
         self.buffer[file_format.DETAIL_AT : file_format.DETAIL_AT + file_format.DETAIL] = file_format.as_text(
             text, file_format.DETAIL
         )
 
     def set_state(self, state: State, text: str = "") -> None:
-        """Say how the run of this rank has ended.
+"""Write the state that the run of this rank has ended in.
 
         Args:
-            state: the first one that is not RUNNING stays.
-            text: of the error.
+            state: new state; the first one that is not RUNNING stays.
+            text: text of the error.
         """
         if self.state == State.RUNNING:
             self.buffer[file_format.ERROR_AT : file_format.ERROR_AT + file_format.ERROR] = file_format.as_text(
@@ -296,7 +296,7 @@ class Recorder:
         file_format.BEAT.pack_into(self.buffer, file_format.BEAT_AT, time_ns())
 
     def is_new(self, error: BaseException) -> bool:
-        """True if an error is no consequence of one that was there before."""
+"""True if an error was not caused by one that is known already."""
         cause: BaseException | None = error
         while cause is not None:
             if cause is self._failed:
@@ -306,14 +306,14 @@ class Recorder:
         return True
 
     def forget(self) -> None:
-        """Let go of an error, and of the frames that it holds."""
+"""Drop the known error, and the frames that it holds."""
         self._failed = None
 
     def close(self, remove: bool = False) -> None:
-        """Let go of the file.
+"""Close the file.
 
         Args:
-            remove: the file, since nothing is to be learnt from it.
+            remove: True to remove the file, too.
         """
         buffer, folder = self.buffer, self.folder
         self.folder, self._failed = None, None
@@ -325,14 +325,14 @@ class Recorder:
                 path.unlink(missing_ok=True)
 
     def _write_to(self, buffer: bytearray | mmap.mmap) -> None:
-        if isinstance(buffer, mmap.mmap):  # what has happened before the file was there
+if isinstance(buffer, mmap.mmap):  # records from before the file was opened
             buffer[file_format.THREADS_AT :] = bytes(self.buffer[file_format.THREADS_AT :])
         self.buffer = buffer
         self.main.write_to(buffer)
         self.background.write_to(buffer)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Recorder, ()  # a file is of one process
+return Recorder, ()  # a file belongs to one process
 
 
 def _fresh_log() -> ActionLog:
@@ -340,7 +340,7 @@ def _fresh_log() -> ActionLog:
 
 
 def ring_path(folder: Path, rank: int) -> Path:
-    """The file of a rank."""
+"""Path of the file of a rank."""
     return folder / f"{rank:05}.actions"
 
 
@@ -350,13 +350,13 @@ def about_path(folder: Path, rank: int) -> Path:
 
 
 def note_process_state(folder: Path, rank: int, what: int, status: int) -> None:
-    """Write into the file of another rank what this one has seen of it; the first word stays.
+"""Write the state of another rank's process into its file; the first state that is written there stays.
 
     Args:
-        folder: of the run.
-        rank: of the other one.
-        what: a :class:`~lightning_megatron.recorder.process.ProcessState`.
-        status: its exit status, negative for a signal.
+        folder: folder of the run.
+        rank: the other rank.
+        what: value of a :class:`~lightning_megatron.recorder.process.ProcessState`.
+        status: exit status of the process, negative for a signal.
     """
     try:
         with open(ring_path(folder, rank), "r+b") as file:
@@ -369,7 +369,7 @@ def note_process_state(folder: Path, rank: int, what: int, status: int) -> None:
 
 
 def _compressed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
-    """Ranks at even distances as three numbers: a group may have thousands."""
+"""Encode ranks at even distances as three numbers, since a group may have thousands."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if step and list(ranks) == list(range(ranks[0], ranks[0] + step * len(ranks), step)):
         return {"first": ranks[0], "step": step, "count": len(ranks)}

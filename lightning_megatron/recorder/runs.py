@@ -1,4 +1,4 @@
-"""Folders of runs: one for each, gone when it ends well."""
+"""Folders of runs: one for each run, removed when it ends well."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lightning_megatron.recorder.file_format import State
 from lightning_megatron.recorder.reading import FOLDER, RankView, read_run, runs_below
 
 KEPT = 3
-"""Runs that ended badly and are kept."""
+"""Number of failed runs that are kept."""
 _OLD = 7 * 24 * 3600.0
 _OF_A_JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 
 
 def run_folder(root: str | os.PathLike[str], own: str, variables: Mapping[str, str] = os.environ) -> Path:
-    """The folder of a run, which all its ranks know before they have met.
+"""Folder of a run, which all its ranks know before they are connected.
 
     Args:
         root: ``default_root_dir``.
-        own: what tells this run from others on the machine: the port at which its ranks meet.
-        variables: of the environment.
+        own: name that is unique among the runs of the machine: the port of the rendezvous.
+        variables: environment variables.
     """
     parts = [own, *(variables[name] for name in _OF_A_JOB if name in variables)]
     name = "-".join("".join(c if c.isalnum() else "_" for c in part) for part in parts)
@@ -32,18 +32,18 @@ def run_folder(root: str | os.PathLike[str], own: str, variables: Mapping[str, s
 
 
 def remove_finished(folder: Path) -> None:
-    """Remove the folder of a run if all its ranks have finished; the last one to leave finds them so."""
+"""Remove the folder of a run if all its ranks have finished; the last rank to finish removes it."""
     views = read_run(folder)
     if views and all(view.state == State.FINISHED for view in views):
         _remove(folder)
 
 
 def remove_old(root: str | os.PathLike[str], keep: int = KEPT) -> None:
-    """Remove what earlier runs have left, but for the newest that ended badly.
+"""Remove the folders of earlier runs, except those of the newest that failed.
 
     Args:
         root: ``default_root_dir``.
-        keep: how many.
+        keep: number of failed runs to keep.
     """
     folder = Path(os.path.abspath(root)) / FOLDER
     if not folder.is_dir():
@@ -61,7 +61,7 @@ def _is_over(run: Path) -> bool:
 
 
 def _runs(view: RankView) -> bool:
-    """True if a rank may still be at work: on another host, by what it last said."""
+"""True if a rank may still be running; one on another host is judged by its last sign of life."""
     if view.state != State.RUNNING or view.is_dead:
         return False
     return view.is_stopped or time.time() - view.beat / 1e9 < _OLD
@@ -69,5 +69,5 @@ def _runs(view: RankView) -> bool:
 
 def _remove(run: Path) -> None:
     shutil.rmtree(run, ignore_errors=True)
-    with suppress(OSError):  # other runs
+with suppress(OSError):  # there are other runs
         run.parent.rmdir()

@@ -1,4 +1,4 @@
-"""The table of a run that has failed: all ranks, the culprit on top."""
+"""Table of the ranks of a failed run, the culprit first."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _COLUMNS = ("rank", "host", "device", "pid", "state", "action", "since")
 
 
 def render(views: Sequence[RankView], diagnosis: Diagnosis, now: int) -> str:
-    """The table, as lines.
+"""Render the table as text.
 
     Args:
-        views: of all ranks.
-        diagnosis: who comes first.
-        now: nanoseconds of the clock at which to say since when.
+        views: views of all ranks.
+        diagnosis: diagnosis of them; the culprits come first.
+        now: time of the report, in nanoseconds of the clock.
     """
     order = [*diagnosis.culprits, *(view.rank for view in views if view.rank not in diagnosis.culprits)]
     by_rank = {view.rank: view for view in views}
@@ -48,7 +48,7 @@ def _row(view: RankView, now: int) -> tuple[str, ...]:
 
 
 def last_actions(view: RankView, count: int) -> str:
-    """The last actions of a rank, a line each, the newest last."""
+"""Render the last actions of a rank, one a line, the newest last."""
     lines = []
     for record in view.last[-count:] if count else ():
         took = f"{(record.ended - record.begun) / 1e6:.1f} ms" if record.ended else "not ended"
@@ -58,12 +58,12 @@ def last_actions(view: RankView, count: int) -> str:
 
 
 def as_json(views: Sequence[RankView], diagnosis: Diagnosis, last: int) -> dict[str, Any]:
-    """The same for programs.
+"""Table and last actions as values for JSON.
 
     Args:
-        views: of all ranks.
-        diagnosis: of them.
-        last: how many actions of each rank.
+        views: views of all ranks.
+        diagnosis: diagnosis of them.
+        last: number of actions of each rank.
     """
     return {
         "culprits": list(diagnosis.culprits),
