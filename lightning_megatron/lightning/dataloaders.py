@@ -73,7 +73,7 @@ def start_workers_safely(loader: Any, device: torch.device) -> None:
         loader.multiprocessing_context = devices.worker_start_method(device)
 
 
-def refuse_uneven(loader: Any, mesh: ParallelMesh, device: torch.device) -> None:
+def require_equal_lengths(loader: Any, mesh: ParallelMesh, device: torch.device) -> None:
     """Refuse loaders of different lengths where replicas wait for each other in every forward, to share experts.
 
     Lightning gives the replicas of ``predict`` the samples as they come, without repeating any to even out the rest.

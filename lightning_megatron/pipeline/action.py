@@ -1,7 +1,7 @@
 """Actions of a pipeline schedule: one stage at work on one micro-batch.
 
-A schedule is data: per pipeline rank the list of actions that it runs, in order. It prints, parses and compares
-without a process: ``schedule`` builds it, ``validate`` proves it, ``simulate`` computes its time, ``runtime`` executes it.
+A schedule is data: per pipeline rank the list of actions that it runs, in order. It prints, parses and compares without
+a process: ``schedule`` builds it, ``validate`` proves it, ``simulate`` computes its time, ``runtime`` executes it.
 
 Stages are numbered through the whole pipeline: chunk ``c`` of pipeline rank ``r`` is stage ``c * pp + r``.
 """
@@ -25,7 +25,7 @@ class Action(NamedTuple):
 
     Attributes:
         stage: global stage number.
-kind: kind of work that the stage does.
+        kind: kind of work that the stage does.
         microbatch: number of the micro-batch within the step.
     """
 
@@ -38,7 +38,7 @@ kind: kind of work that the stage does.
 
     @classmethod
     def parse(cls, text: str) -> Action:
-"""Parse an action as :meth:`__str__` writes it.
+        """Parse an action as :meth:`__str__` writes it.
 
         Raises:
             ConfigError: if the text is not an action.
@@ -56,10 +56,10 @@ Schedule = list[list[Action]]
 
 
 class Message(NamedTuple):
-"""A tensor that one stage sends to its neighbour: an activation downstream or a gradient upstream.
+    """A tensor that one stage sends to its neighbour: an activation downstream or a gradient upstream.
 
     Attributes:
-source: stage that sends.
+        source: stage that sends.
         destination: stage that receives, ``source + 1`` or ``source - 1``.
         microbatch: micro-batch that it belongs to.
     """
@@ -79,17 +79,17 @@ source: stage that sends.
 
 
 def rank_of(stage: int, pp: int) -> int:
-"""Pipeline rank that holds a stage."""
+    """Pipeline rank that holds a stage."""
     return stage % pp
 
 
 def chunk_of(stage: int, pp: int) -> int:
-"""Number of a stage among the chunks of its rank."""
+    """Number of a stage among the chunks of its rank."""
     return stage // pp
 
 
 def message_in(action: Action, num_stages: int) -> Message | None:
-"""Message that an action must have received before it can run; ``None`` if it needs none."""
+    """Message that an action must have received before it can run; ``None`` if it needs none."""
     if action.kind == "F" and action.stage > 0:
         return Message(action.stage - 1, action.stage, action.microbatch)
     if action.kind in "BI" and action.stage < num_stages - 1:
@@ -98,7 +98,7 @@ def message_in(action: Action, num_stages: int) -> Message | None:
 
 
 def message_out(action: Action, num_stages: int) -> Message | None:
-"""Message that an action sends when it is done; ``None`` if it sends none."""
+    """Message that an action sends when it is done; ``None`` if it sends none."""
     if action.kind == "F" and action.stage < num_stages - 1:
         return Message(action.stage, action.stage + 1, action.microbatch)
     if action.kind in "BI" and action.stage > 0:
@@ -107,17 +107,17 @@ def message_out(action: Action, num_stages: int) -> Message | None:
 
 
 def count_stages(schedule: Sequence[Sequence[Action]]) -> int:
-"""Number of stages of the whole pipeline, from the highest stage number in the schedule."""
+    """Number of stages of the whole pipeline, from the highest stage number in the schedule."""
     return 1 + max((action.stage for actions in schedule for action in actions), default=-1)
 
 
 def format_schedule(schedule: Sequence[Sequence[Action]]) -> str:
-"""Write a schedule as CSV, one row per pipeline rank; torch's schedules load it with ``_load_csv``."""
+    """Write a schedule as CSV, one row per pipeline rank; torch's schedules load it with ``_load_csv``."""
     return "".join(",".join(map(str, actions)) + "\n" for actions in schedule)
 
 
 def parse_schedule(text: str) -> Schedule:
-"""Parse a schedule as :func:`format_schedule` writes it; empty cells, torch's idle slots, are left out.
+    """Parse a schedule as :func:`format_schedule` writes it; empty cells, torch's idle slots, are left out.
 
     Raises:
         ConfigError: with every cell that is no action, by pipeline rank and column.

@@ -12,10 +12,10 @@ NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient"
 
 
 def draw_text(simulation: Simulation, width: int = 120) -> str:
-"""Draw the timeline as text.
+    """Draw the timeline as text.
 
-    An action is a ``|``, its name, and dashes up to its end; blanks between actions are idle time. All names have the same
-    form, the longest that fits into every action: with the stage if ranks have several (``2F0``), else kind and
+    An action is a ``|``, its name, and dashes up to its end; blanks between actions are idle time. All names have the
+    same form, the longest that fits into every action: with the stage if ranks have several (``2F0``), else kind and
     micro-batch (``F0``), or the kind alone (``F``).
 
     Args:
@@ -31,8 +31,8 @@ def draw_text(simulation: Simulation, width: int = 120) -> str:
     several = any(slot.action.stage != rank for rank, row in enumerate(simulation.timeline) for slot in row)
     forms = [_with_stage] * several + [_without_stage, _kind]
     widest = max(len(forms[0](slot.action)) for slot in slots)
-scale = min(int(scale * shortest), widest + 2) / shortest  # whole columns, so that equal times look equal
-widths = [(slot.action, round(slot.end * scale) - round(slot.start * scale) - 1) for slot in slots]
+    scale = min(int(scale * shortest), widest + 2) / shortest  # whole columns, so that equal times look equal
+    widths = [(slot.action, round(slot.end * scale) - round(slot.start * scale) - 1) for slot in slots]
     name = next((form for form in forms if all(len(form(action)) <= width for action, width in widths)), _kind)
     lines = []
     for rank, row in enumerate(simulation.timeline):
@@ -61,8 +61,8 @@ def draw_png(simulation: Simulation, path: str | Path, title: str = "") -> None:
 
     Args:
         simulation: the schedule in time.
-path: file to write.
-title: title above the picture.
+        path: file to write.
+        title: title above the picture.
 
     Raises:
         ImportError: if matplotlib is missing, with the command that installs it.

@@ -15,7 +15,7 @@ _LONGEST = 10_000
 
 @dataclass(frozen=True)
 class LayerSplit:
-"""The user's choice of a partition; the attributes are arguments of :func:`partition`."""
+    """The user's choice of a partition; the attributes are arguments of :func:`partition`."""
 
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
@@ -29,7 +29,7 @@ class LayerSplit:
         return self == LayerSplit()
 
     def stages(self, num_layers: int, pp: int, vpp: int) -> tuple[StageLayers, ...]:
-"""Layers of each stage.
+        """Layers of each stage.
 
         Raises:
             ConfigError: with every fault of the choice.
@@ -37,7 +37,7 @@ class LayerSplit:
         return partition(num_layers, pp, vpp, **asdict(self))
 
     def problems(self, num_layers: int, pp: int, vpp: int) -> list[Problem]:
-"""Every fault of the choice for a model and a pipeline."""
+        """Every fault of the choice for a model and a pipeline."""
         return problems_of(self.stages, num_layers, pp, vpp)
 
 
@@ -52,12 +52,12 @@ def partition(
     count_loss: bool = False,
     layout: str | None = None,
 ) -> tuple[StageLayers, ...]:
-"""Divide ``num_layers`` layers into ``pp * vpp`` stages.
+    """Divide ``num_layers`` layers into ``pp * vpp`` stages.
 
     Args:
         num_layers: layers of the whole model.
         pp: pipeline ranks.
-vpp: chunks a rank holds.
+        vpp: chunks a rank holds.
         first_stage_layers: layers of stage 0, which also embeds; the other stages share the rest evenly.
         last_stage_layers: layers of the last stage, which also computes the loss.
         count_embedding: True to count the embedding as one layer of an even partition.
@@ -70,7 +70,7 @@ vpp: chunks a rank holds.
         One entry per stage, by stage number.
 
     Raises:
-ConfigError: with every fault of the choice.
+        ConfigError: with every fault of the choice.
     """
     uneven = {"first_stage_layers": first_stage_layers, "last_stage_layers": last_stage_layers}
     counted = {"count_embedding": count_embedding, "count_loss": count_loss}
@@ -101,7 +101,7 @@ ConfigError: with every fault of the choice.
 
 
 def parse_layout(layout: str) -> list[str]:
-"""Parse a layout string into the letters of every stage: ``"Et|(tt|)*2L"`` is ``["Et", "tt", "tt", "L"]``.
+    """Parse a layout string into the letters of every stage: ``"Et|(tt|)*2L"`` is ``["Et", "tt", "tt", "L"]``.
 
     Raises:
         ConfigError: if the string cannot be read.
@@ -114,7 +114,7 @@ def parse_layout(layout: str) -> list[str]:
 
 
 def _expand(layout: str, tokens: list[str], inside: bool = False) -> tuple[str, list[str]]:
-"""Write out the repeats up to the end, or up to the parenthesis that closes the caller's group."""
+    """Write out the repeats up to the end, or up to the parenthesis that closes the caller's group."""
     parts: list[str] = []
     while tokens:
         token, *tokens = tokens

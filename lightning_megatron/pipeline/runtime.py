@@ -1,7 +1,7 @@
 """Interpreter of schedules: executes any list of actions, with and without a pipeline.
 
-It knows neither model nor trainer. A :class:`StageWork` computes a stage, scales the loss and provides the context of the
-last backward. With one stage and several micro-batches this is plain gradient accumulation.
+It knows neither model nor trainer. A :class:`StageWork` computes a stage, scales the loss and provides the context of
+the last backward. With one stage and several micro-batches this is plain gradient accumulation.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = ["PeerLostError", "PipelineRuntime", "StageWork", "evaluation_plan", "
 
 
 class StageWork(Protocol):
-"""Interface of the model for the interpreter."""
+    """Interface of the model for the interpreter."""
 
     def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
         """Run one stage on one micro-batch.
 
         Args:
-stage: global number of the stage.
+            stage: global number of the stage.
             microbatch: number of the micro-batch within the step.
             hidden: activation of the previous stage, ``[S, B, H]``; ``None`` on the first stage.
 
@@ -49,23 +49,23 @@ stage: global number of the stage.
         ...
 
     def hidden_shape(self, microbatch: int) -> tuple[int, ...]:
-"""Shape of the activations between stages, ``[S, B, H]`` or a shard of it."""
+        """Shape of the activations between stages, ``[S, B, H]`` or a shard of it."""
         ...
 
     def last_backward(self) -> AbstractContextManager[None]:
-"""Context of the last backwards of each stage in a step: their gradients are complete when they end."""
+        """Context of the last backwards of each stage in a step: their gradients are complete when they end."""
         ...
 
 
 @lru_cache(maxsize=64)
 def training_plan(name: str | None, pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[Step, ...]:
-"""Actions and transfers of one training step on this rank."""
+    """Actions and transfers of one training step on this rank."""
     return tuple(add_transfers(build_schedule(name, pp, vpp, num_microbatches))[rank])
 
 
 @lru_cache(maxsize=64)
 def evaluation_plan(pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[Step, ...]:
-"""Actions and transfers of one evaluation step on this rank: forwards only."""
+    """Actions and transfers of one evaluation step on this rank: forwards only."""
     return tuple(add_transfers(forward_only(pp, vpp, num_microbatches))[rank])
 
 
@@ -73,7 +73,7 @@ class PipelineRuntime:
     """Executes a plan on one rank.
 
     Args:
-axis: pipeline axis.
+        axis: pipeline axis.
         num_stages: stages of the whole pipeline.
         device: device of the activations.
         dtype: dtype of activations that are sent.
@@ -88,13 +88,13 @@ axis: pipeline axis.
         self._deferred = deferred
 
     def run(self, plan: Sequence[Step], work: StageWork) -> None:
-"""Execute a plan; returns when everything has been computed and sent.
+        """Execute a plan; returns when everything has been computed and sent.
 
         An exception of an action gets a note with the pipeline rank and the action.
         """
         actions = [step for step in plan if isinstance(step, Action)]
         trains = any(action.kind != "F" for action in actions)
-# Last action of each kind on each stage: weight gradients come from B, or partly from I and partly from W.
+        # Last action of each kind on each stage: weight gradients come from B, or partly from I and partly from W.
         final = {(action.stage, action.kind): action for action in actions}
         run = _Run(self._axis, self._num_stages, self._device, self._dtype, self._deferred, work)
         execute = {"B": run.backward, "I": run.input_backward, "W": run.weight_backward}
@@ -146,7 +146,7 @@ def _waiting_for(message: Message, axis: Axis, peer: int) -> Iterator[None]:
 
 
 def _note(error: Exception, text: str) -> None:
-"""Add a note to an error without changing its type (``add_note`` exists from Python 3.11 on)."""
+    """Add a note to an error without changing its type (``add_note`` exists from Python 3.11 on)."""
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:
@@ -158,7 +158,7 @@ _MOST_SENDING = 4
 
 
 class _Run:
-"""State of one step: messages that have arrived or are being sent, and activations that wait for their backward."""
+    """State of one step: messages that have arrived or are being sent, and activations that wait for their backward."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class _Run:
         self._weights: dict[tuple[int, int], Collection] = {}
 
     def post(self, transfer: Transfer) -> None:
-"""Start a transfer."""
+        """Start a transfer."""
         message = transfer.message
         if transfer.sends:
             self._let_go(_MOST_SENDING - 1)
@@ -190,7 +190,7 @@ class _Run:
                 self._arriving[message] = start_receive(shape, self._dtype, self._device, self._axis, transfer.peer)
 
     def _let_go(self, keep: int) -> None:
-"""Drop finished sends, and wait until no more than ``keep`` are unfinished.
+        """Drop finished sends, and wait until no more than ``keep`` are unfinished.
 
         Some backends (gloo) report the end of a send only to a wait. Waiting for the oldest is safe, since a plan also
         runs if every send blocks, and costs nothing unless the receiver lags behind by as many messages.
@@ -209,7 +209,7 @@ class _Run:
             return self._arriving.pop(message).wait()
 
     def forward(self, action: Action, keep: bool) -> None:
-"""Run a stage; with ``keep``, store the tensors for its backward."""
+        """Run a stage; with ``keep``, store the tensors for its backward."""
         hidden = self._take(action)
         if hidden is not None and keep:
             hidden.requires_grad_()
@@ -222,7 +222,7 @@ class _Run:
             self._kept[action.stage, action.microbatch] = _Kept.of(hidden, out, sent)
 
     def backward(self, action: Action) -> None:
-"""Compute the gradients of input and weights together."""
+        """Compute the gradients of input and weights together."""
         gradient = self._take(action)
         kept = self._kept.pop((action.stage, action.microbatch))
         kept.backward(gradient)
@@ -231,13 +231,13 @@ class _Run:
             self._ready[Message(action.stage, action.stage - 1, action.microbatch)] = grad
 
     def input_backward(self, action: Action) -> None:
-"""Compute the gradient of the input, and defer those of the weights."""
+        """Compute the gradient of the input, and defer those of the weights."""
         with self._deferred.collecting() as weights:
             self.backward(action)
         self._weights[action.stage, action.microbatch] = weights
 
     def weight_backward(self, action: Action) -> None:
-"""Compute the weight gradients that :meth:`input_backward` deferred."""
+        """Compute the weight gradients that :meth:`input_backward` deferred."""
         self._weights.pop((action.stage, action.microbatch)).play()
 
     def finish(self) -> None:
@@ -247,7 +247,7 @@ class _Run:
 
 @dataclass
 class _Kept:
-"""Tensors of a micro-batch that a stage keeps for its backward.
+    """Tensors of a micro-batch that a stage keeps for its backward.
 
     If torch can start a backward at an edge of the graph, only that edge of the output is kept: then the activation is
     freed as soon as it is sent.
@@ -269,7 +269,7 @@ class _Kept:
 
 @lru_cache(maxsize=1)
 def _starts_at_edges() -> bool:
-"""True if ``torch.autograd.backward`` takes an edge of the graph instead of a tensor (newer torch only).
+    """True if ``torch.autograd.backward`` takes an edge of the graph instead of a tensor (newer torch only).
 
     An edge that does not own its node (torch 2.6) dangles if a Function written in Python made it: torch crashes.
     """

@@ -1,7 +1,7 @@
 """Pipeline schedules as pure functions of sizes: the order of the actions of every rank.
 
-Three things define a schedule: the order of a rank's forwards, the order of its backwards, and the number of forwards that
-run first (warm-up). Then one forward and one backward alternate (steady state), and the remaining backwards follow
+Three things define a schedule: the order of a rank's forwards, the order of its backwards, and the number of forwards
+that run first (warm-up). Then one forward and one backward alternate (steady state), and the remaining backwards follow
 (cool-down). Zero-bubble also splits every backward in two, and defines how far the second half lags behind.
 
 Sources: GPipe https://arxiv.org/abs/1811.06965; 1F1B https://arxiv.org/abs/1806.03377 (with the flush of
@@ -23,14 +23,14 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 def build_schedule(
     name: str | None, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
 ) -> Schedule:
-"""Build a schedule by its name.
+    """Build a schedule by its name.
 
     Args:
         name: name in ``SCHEDULES``; ``None`` means ``"interleaved"`` if ``vpp > 1``, else ``"1f1b"``.
         pp: pipeline ranks.
         vpp: chunks a rank holds.
         num_microbatches: micro-batches of one step.
-microbatch_group_size: see :func:`interleaved`; schedules with one chunk a rank have no groups.
+        microbatch_group_size: see :func:`interleaved`; schedules with one chunk a rank have no groups.
 
     Returns:
         The actions of every pipeline rank.
@@ -49,7 +49,7 @@ microbatch_group_size: see :func:`interleaved`; schedules with one chunk a rank 
 def schedule_problems(
     name: str | None, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
 ) -> list[Problem]:
-"""Every rule that the arguments break; empty if :func:`build_schedule` can build the schedule."""
+    """Every rule that the arguments break; empty if :func:`build_schedule` can build the schedule."""
     found: list[Problem] = []
     if name is not None and name not in SCHEDULES:
         found.append(Problem("pipeline_schedule", name, "no such schedule", nearest_names(name, SCHEDULES)))
@@ -76,7 +76,7 @@ def schedule_problems(
 
 
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
-"""All forwards, then all backwards: simple, but the activations of all micro-batches are alive at once."""
+    """All forwards, then all backwards: simple, but the activations of all micro-batches are alive at once."""
     forwards, backwards = _chunks(pp, 1, [num_microbatches])
     warm_up = 0 if pp == 1 else num_microbatches
     return [_alternate(forwards[r], backwards[r], warm_up) for r in range(pp)]
@@ -92,16 +92,17 @@ def interleaved(pp: int, vpp: int, num_microbatches: int, microbatch_group_size:
     """1F1B over ``vpp`` chunks a rank: the bubble shrinks ``vpp``-fold, messages grow ``vpp``-fold.
 
     A rank takes a group of micro-batches through its first chunk, then the same group through its next chunk, and so
-on. Megatron requires groups of ``pp``, which divide the number of micro-batches. It is enough that no group is
+    on. Megatron requires groups of ``pp``, which divide the number of micro-batches. It is enough that no group is
     smaller than ``pp`` (a chunk's last micro-batch must leave before the first one is back), so any number of
-    micro-batches works if the remainder is spread over the groups: 10 on ``pp=4`` are 5 + 5. The bubble is ``(pp - 1) / (num_microbatches * vpp)`` for every number of micro-batches from ``pp`` on.
+    micro-batches works if the remainder is spread over the groups: 10 on ``pp=4`` are 5 + 5.
+    For every number of micro-batches from ``pp`` on the bubble is ``(pp - 1) / (num_microbatches * vpp)``.
 
     Args:
         pp: pipeline ranks, at least 2.
         vpp: chunks a rank holds.
         num_microbatches: micro-batches of one step; fewer than ``pp`` leave a larger bubble.
-microbatch_group_size: micro-batches of a group, at least ``pp`` (the default). Larger groups mean fewer switches
-            between chunks and more activations in flight.
+        microbatch_group_size: micro-batches of a group, at least ``pp`` (the default). Larger groups mean fewer
+            switches between chunks and more activations in flight.
     """
     sizes = group_sizes(pp, num_microbatches, microbatch_group_size)
     forwards, backwards = _chunks(pp, vpp, sizes)
@@ -110,11 +111,11 @@ microbatch_group_size: micro-batches of a group, at least ``pp`` (the default). 
 
 
 def zero_bubble(pp: int, num_microbatches: int, vpp: int = 1, microbatch_group_size: int | None = None) -> Schedule:
-"""ZB-H1: every backward is split in two halves, and other stages wait only for the first.
+    """ZB-H1: every backward is split in two halves, and other stages wait only for the first.
 
-    ``I`` goes up the pipeline as ``B`` does in 1F1B, in about half the time. Rank ``r`` defers ``r`` ``W``s and runs them
-    when it would be idle. It holds the activations of at most ``pp`` micro-batches: more than rank ``r`` of 1F1B, but no
-    more than rank 0 of 1F1B.
+    ``I`` goes up the pipeline as ``B`` does in 1F1B, in about half the time. Rank ``r`` defers ``r`` ``W``s and runs
+    them when it would be idle. It holds the activations of at most ``pp`` micro-batches: more than rank ``r`` of 1F1B,
+    but no more than rank 0 of 1F1B.
     """
     if pp == 1:
         return one_f_one_b(1, num_microbatches)
@@ -125,13 +126,13 @@ def zero_bubble(pp: int, num_microbatches: int, vpp: int = 1, microbatch_group_s
 
 
 def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
-"""Forwards only, for evaluation, in the order of a training step."""
+    """Forwards only, for evaluation, in the order of a training step."""
     raise_if_any(schedule_problems(None, pp, vpp, num_microbatches))
     return _chunks(pp, vpp, group_sizes(pp, num_microbatches))[0]
 
 
 def group_sizes(pp: int, num_microbatches: int, microbatch_group_size: int | None = None) -> list[int]:
-"""Sizes of the groups, larger ones first; none is below ``pp`` unless there are fewer micro-batches than that."""
+    """Sizes of the groups, larger ones first; none is below ``pp`` unless there are fewer micro-batches than that."""
     wanted = -(-num_microbatches // (microbatch_group_size or pp))
     count = max(1, min(wanted, num_microbatches // pp))
     size, remainder = divmod(num_microbatches, count)
@@ -139,7 +140,7 @@ def group_sizes(pp: int, num_microbatches: int, microbatch_group_size: int | Non
 
 
 def _chunks(pp: int, vpp: int, sizes: Sequence[int]) -> tuple[Schedule, Schedule]:
-"""Forwards and backwards of every rank: group by group, with chunks upwards and downwards within a group."""
+    """Forwards and backwards of every rank: group by group, with chunks upwards and downwards within a group."""
     forwards: Schedule = [[] for _ in range(pp)]
     backwards: Schedule = [[] for _ in range(pp)]
     start = 0
@@ -154,7 +155,7 @@ def _chunks(pp: int, vpp: int, sizes: Sequence[int]) -> tuple[Schedule, Schedule
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-"""Warm-up, steady state and cool-down of one rank."""
+    """Warm-up, steady state and cool-down of one rank."""
     warm_up = min(warm_up, len(forwards))
     steady = len(forwards) - warm_up
     pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
@@ -162,7 +163,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 
 
 def _split_backwards(actions: list[Action], lag: int) -> list[Action]:
-"""Replace every ``B`` by an ``I``, followed by the ``W`` of the ``lag``-th ``I`` before it.
+    """Replace every ``B`` by an ``I``, followed by the ``W`` of the ``lag``-th ``I`` before it.
 
     No stage waits for the input gradient of stage 0: without a lag its halves follow each other, and stay one ``B``.
     """

@@ -23,7 +23,7 @@ class Transfer(NamedTuple):
     """One end of a message, written as torch.distributed.pipelining writes it: ``0SEND_F3``, ``1RECV_F3``.
 
     Attributes:
-message: message that travels.
+        message: message that travels.
         peer: pipeline rank at the other end.
         sends: True at the end that sends.
     """
@@ -42,13 +42,13 @@ Step = Action | Transfer
 
 
 def add_transfers(schedule: Sequence[Sequence[Action]]) -> list[list[Step]]:
-"""Actions of every pipeline rank, with each send right after and each receive before the action it belongs to.
+    """Actions of every pipeline rank, with each send right after and each receive before the action it belongs to.
 
     A receive is placed where its message is sent in simulated time (forward 1, backward 2). A rank posts its transfers
     without waiting, computes meanwhile, and waits only before the action that needs the message.
 
     Args:
-schedule: actions of every pipeline rank.
+        schedule: actions of every pipeline rank.
 
     Raises:
         DeadlockError: if the actions cannot all run in the order given.

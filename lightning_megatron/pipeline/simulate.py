@@ -21,7 +21,7 @@ class Costs:
         forward: time of ``F``.
         backward: time of ``B``.
         input_gradient: time of ``I``; ``None`` means half of ``backward``.
-weight_gradient: time of ``W``; ``None`` means ``backward`` minus the time of ``I``.
+        weight_gradient: time of ``W``; ``None`` means ``backward`` minus the time of ``I``.
         communication: travel time of a message.
     """
 
@@ -32,7 +32,7 @@ weight_gradient: time of ``W``; ``None`` means ``backward`` minus the time of ``
     communication: float = 0.0
 
     def of(self, kind: Kind, stage: int) -> float:
-"""Time of an action of this kind on a stage."""
+        """Time of an action of this kind on a stage."""
         if kind == "F":
             return _pick(self.forward, stage)
         if kind == "B":
@@ -57,7 +57,7 @@ class Simulation:
     """A schedule in time.
 
     Attributes:
-timeline: actions of every pipeline rank with their times, in order.
+        timeline: actions of every pipeline rank with their times, in order.
         step_time: time at which the last rank is done.
         busy: computing time of every rank.
         peak_activations: largest number of forwards of every rank whose backward has not run yet.
@@ -70,12 +70,12 @@ timeline: actions of every pipeline rank with their times, in order.
 
     @property
     def idle(self) -> tuple[float, ...]:
-"""Idle time of every rank within the step."""
+        """Idle time of every rank within the step."""
         return tuple(self.step_time - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-"""Idle time of all ranks over their computing time: the pipeline's overhead over an ideal step."""
+        """Idle time of all ranks over their computing time: the pipeline's overhead over an ideal step."""
         return sum(self.idle) / sum(self.busy) if sum(self.busy) else 0.0
 
 
@@ -92,10 +92,10 @@ class DeadlockError(ValueError):
 
 
 def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | None = None) -> Simulation:
-"""Simulate a schedule.
+    """Simulate a schedule.
 
     Args:
-schedule: actions of every pipeline rank.
+        schedule: actions of every pipeline rank.
         costs: times of actions; by default forward 1, backward 2 and free messages.
 
     Raises:
@@ -134,7 +134,7 @@ schedule: actions of every pipeline rank.
 
 
 def peak_activations(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-"""Largest number of forwards in flight on every rank: ``F`` is done, ``B`` or ``W`` is not."""
+    """Largest number of forwards in flight on every rank: ``F`` is done, ``B`` or ``W`` is not."""
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     peaks = []
     for actions in schedule:
@@ -148,13 +148,13 @@ def peak_activations(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 
 def ideal_bubble(name: str, pp: int, vpp: int, num_microbatches: int, costs: Costs | None = None) -> float | None:
-"""Bubble that the schedule's paper states, for stages of equal cost and free messages.
+    """Bubble that the schedule's paper states, for stages of equal cost and free messages.
 
     ``(p-1)/m`` for GPipe and 1F1B, ``(p-1)/(m v)`` interleaved, and with both halves of the backward apart
     ``(p-1)(F+I-W)/(m v (F+I+W))`` for ZB-H1.
 
     Returns:
-The fraction, or ``None`` if no paper gives one: fewer micro-batches than ranks in a schedule that needs ``pp``
+        The fraction, or ``None`` if no paper gives one: fewer micro-batches than ranks in a schedule that needs ``pp``
         of them, a ``W`` longer than ``F`` or ``I``, or halves that do not add up to ``B``.
     """
     if pp == 1 or name in ("gpipe", "1f1b"):

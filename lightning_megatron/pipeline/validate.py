@@ -1,4 +1,4 @@
-"""Proof that a schedule can run: complete, in order, free of deadlock. For any schedule, also one written by hand."""
+"""Proof that any schedule, also one written by hand, can run: it is complete, in order and free of deadlock."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lightning_megatron.pipeline.simulate import DeadlockError, peak_activations
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`check_schedule` found.
+    """Result of :func:`check_schedule`.
 
     Attributes:
-        faults: one line for each reason why the schedule cannot run; empty if it can.
-        peak_activations: per rank the most micro-batches of chunks in flight.
-        in_order: every rank needs its messages in the order in which each peer makes them. If not, a receive must be
-            posted before its message is needed; :func:`add_transfers` does so.
-        rendezvous_safe: the schedule also runs if what an action sends and what the next one receives form one batch
-            that must end before the next action, and nothing else is ever posted early. Where this is False,
-            receives must be posted earlier, as :func:`add_transfers` posts them.
+        faults: reasons why the schedule cannot run, one a line; empty if it can.
+        peak_activations: largest number of forwards in flight on every rank.
+        in_order: True if every rank needs its messages in the order in which each peer makes them. If not, a receive
+            must be posted before its message is needed; :func:`add_transfers` does so.
+        rendezvous_safe: True if the schedule also runs when the sends of an action and the receives of the next one
+            form one batch that must end before the next action, and nothing else is posted early. If not, receives
+            must be posted earlier, as :func:`add_transfers` posts them.
     """
 
     faults: tuple[str, ...]
@@ -32,11 +32,11 @@ class Report:
 
 
 def check_schedule(schedule: Sequence[Sequence[Action]], forward_only: bool = False) -> Report:
-    """Prove a schedule, or say what is wrong with it.
+    """Prove that a schedule can run, or list its faults.
 
     Args:
-        schedule: the actions of every pipeline rank.
-        forward_only: the schedule is one for evaluation and has no backwards.
+        schedule: actions of every pipeline rank.
+        forward_only: True for a schedule of an evaluation, without backwards.
     """
     faults = _complete(schedule, forward_only)
     if not faults:
@@ -53,11 +53,11 @@ def check_schedule(schedule: Sequence[Sequence[Action]], forward_only: bool = Fa
 
 
 def check_transfers(plan: Sequence[Sequence[Step]]) -> list[str]:
-    """Faults of a plan of actions and transfers: what :func:`add_transfers` makes, or anything that claims to be one.
+    """Faults of a plan of actions and transfers, from :func:`add_transfers` or from elsewhere.
 
     Both ends of every pair of ranks must list the same messages in the same order, a send must follow the action that
-    makes its message, a receive must precede the action that needs it, and the plan must run to its end when every
-    transfer blocks until the other end is there.
+    makes its message, a receive must precede the action that needs it, and the plan must run to its end if every
+    transfer blocks until the other end is posted.
     """
     faults: list[str] = []
     num_stages = count_stages([[s for s in steps if isinstance(s, Action)] for steps in plan])
@@ -88,7 +88,7 @@ def check_transfers(plan: Sequence[Sequence[Step]]) -> list[str]:
 
 
 def _complete(schedule: Sequence[Sequence[Action]], forward_only: bool) -> list[str]:
-    """Every stage at home, every forward and backward there, once."""
+    """Check that every stage is on its rank, and that every forward and backward occurs once."""
     pp, num_stages = len(schedule), count_stages(schedule)
     num_microbatches = 1 + max((a.microbatch for actions in schedule for a in actions), default=-1)
     faults = []
@@ -112,7 +112,7 @@ def _complete(schedule: Sequence[Sequence[Action]], forward_only: bool) -> list[
 
 
 def _ordered(schedule: Sequence[Sequence[Action]]) -> list[str]:
-    """On its own rank, ``F`` before ``B`` or ``I``, ``I`` before ``W``."""
+    """Check that on its rank ``F`` comes before ``B`` or ``I``, and ``I`` before ``W``."""
     faults = []
     before = {"B": "F", "I": "F", "W": "I"}
     for rank, actions in enumerate(schedule):
@@ -127,7 +127,7 @@ def _ordered(schedule: Sequence[Sequence[Action]]) -> list[str]:
 
 
 def _channel(steps: Sequence[Step], peer: int, sends: bool) -> list[Message]:
-    """What a rank exchanges with a peer in one direction, in order."""
+    """Messages between a rank and a peer in one direction, in order."""
     return [s.message for s in steps if isinstance(s, Transfer) and s.peer == peer and s.sends == sends]
 
 
@@ -148,7 +148,7 @@ def _in_order(schedule: Sequence[Sequence[Action]]) -> bool:
 
 
 def _batches_between_actions(schedule: Sequence[Sequence[Action]]) -> list[list[list[Message]]]:
-    """Per rank and per gap between actions: what the last action sends and what the next one receives."""
+    """For each rank and gap between actions: sends of the action before it and receives of the action after it."""
     num_stages = count_stages(schedule)
     batches = []
     for actions in schedule:
@@ -159,7 +159,7 @@ def _batches_between_actions(schedule: Sequence[Sequence[Action]]) -> list[list[
 
 
 def _stuck(batches: Sequence[Sequence[Iterable[Message]]]) -> dict[int, int]:
-    """Ranks that never finish if a batch ends only when the other end has posted each of its messages, and where."""
+    """Ranks that never finish, with their position, if a batch ends only when each message is posted at both ends."""
     position = [0] * len(batches)
     posted: Counter[Message] = Counter(m for rank in batches for m in (rank[0] if rank else ()))
     moved = True

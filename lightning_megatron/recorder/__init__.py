@@ -1,1 +1,1 @@
-"""The last actions of every rank, in a small file that outlives it: they show which rank hung or died first, and in what."""
+"""The last actions of every rank, in a file that outlives it: they show which rank hung or died first, and in what."""

@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 class PeerLostError(RuntimeError):
-"""Another rank has failed, is gone, stopped or has fallen behind; ``__cause__`` is the error of the backend."""
+    """Another rank has failed, is gone, stopped or has fallen behind; ``__cause__`` is the error of the backend."""
 
 
 class Call:
     """A collective or a message of one rank.
 
     Args:
-action_log: log to write to; ``None`` for a rank that keeps none.
-kind: kind of the action.
+        action_log: log to write to; ``None`` for a rank that keeps none.
+        kind: kind of the action.
         name: name of the group.
         group: number of the group in the file.
         value: tensor that travels, for its size in bytes.
@@ -47,10 +47,10 @@ kind: kind of the action.
         self._token = -1
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-"""Call a function that returns when the collective is done.
+        """Call a function that returns when the collective is done.
 
         Raises:
-PeerLostError: if it fails because of another rank.
+            PeerLostError: if it fails because of another rank.
         """
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
@@ -58,10 +58,10 @@ PeerLostError: if it fails because of another rank.
             return function(*args, **kwargs)
 
     def issue(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-"""Call a function that only starts the collective; waiting for its end goes into a ``with`` block of this object.
+        """Call a function that only starts the collective; a ``with`` block of this object then waits for its end.
 
         Raises:
-PeerLostError: if it fails because of another rank.
+            PeerLostError: if it fails because of another rank.
         """
         if self._action_log is not None:
             self._token = self._action_log.begin(self._kind, self._group, self._size, self._peer, False)
@@ -109,7 +109,7 @@ def peer_lost_error(action_log: ActionLog | None, doing: str) -> PeerLostError:
     """The error of a rank that waited in vain.
 
     Args:
-action_log: log of the thread that waited.
+        action_log: log of the thread that waited.
         doing: description of the action that it waited in.
     """
     blame = None if action_log is None else action_log.recorder.blame

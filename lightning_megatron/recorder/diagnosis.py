@@ -13,7 +13,7 @@ from lightning_megatron.recorder.reading import RankView, Record
 
 @dataclass(frozen=True)
 class Diagnosis:
-"""Diagnosis of a run.
+    """Diagnosis of a run.
 
     Attributes:
         culprits: ranks to blame, the first one first; none if nothing is wrong.
@@ -27,7 +27,7 @@ class Diagnosis:
 
 
 def diagnose(views: Sequence[RankView]) -> Diagnosis:
-"""Find the ranks to blame.
+    """Find the ranks to blame.
 
     Args:
         views: views of all ranks.
@@ -57,7 +57,7 @@ def diagnose(views: Sequence[RankView]) -> Diagnosis:
 
 
 def _has_met(view: RankView) -> bool:
-"""True if a rank has passed the rendezvous: a rank without a file then writes to another folder."""
+    """True if a rank has passed the rendezvous: a rank without a file then writes to another folder."""
     return any(record.kind not in (Kind.START, Kind.RENDEZVOUS, Kind.END) for record in view.last)
 
 
@@ -68,7 +68,7 @@ def _ended_by_itself(view: RankView) -> bool:
 
 
 def _aborted(view: RankView) -> bool:
-"""True if a backend's own watchdog has ended the rank because its peers did not come: it is not to blame."""
+    """True if a backend's own watchdog has ended the rank because its peers did not come: it is not to blame."""
     return view.is_dead and view.process.status == -signal.SIGABRT
 
 
@@ -77,7 +77,7 @@ def _same(record: Record | None) -> tuple[object, ...]:
 
 
 def _awaited(view: RankView, by_rank: Mapping[int, RankView]) -> list[int]:
-"""Ranks that are missing in the action that this rank waits in."""
+    """Ranks that are missing in the action that this rank waits in."""
     record = view.waits_in
     if record is None or record.kind == Kind.RENDEZVOUS:
         return []
@@ -89,7 +89,7 @@ def _awaited(view: RankView, by_rank: Mapping[int, RankView]) -> list[int]:
 
 
 def _awaited_in_the_end(by_rank: Mapping[int, RankView]) -> list[int]:
-"""Ranks at the ends of all chains of waits, which wait for no rank themselves; the most awaited first."""
+    """Ranks at the ends of all chains of waits, which wait for no rank themselves; the most awaited first."""
     counts: dict[int, int] = {}
     for view in by_rank.values():
         for rank in _leaves(view, by_rank):
@@ -113,7 +113,7 @@ def _leaves(view: RankView, by_rank: Mapping[int, RankView]) -> set[int]:
 
 
 def describe_state(view: RankView) -> str:
-"""Describe the state of a rank."""
+    """Describe the state of a rank."""
     if view.state is None:
         return "has not come"
     if view.state == State.FINISHED:
@@ -130,7 +130,7 @@ def describe_state(view: RankView) -> str:
 
 
 def describe_actions(view: RankView) -> str:
-"""Describe the action of a rank, with the step of the run."""
+    """Describe the action of a rank, with the step of the run."""
     if view.state is None:
         return "-"
     if not view.under_way:

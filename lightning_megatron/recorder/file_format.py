@@ -49,7 +49,7 @@ class Kind(IntEnum):
 
     @property
     def is_collective(self) -> bool:
-"""True if all ranks of a group take part, each the same number of times."""
+        """True if all ranks of a group take part, each the same number of times."""
         return self >= Kind.ALL_REDUCE and self not in (Kind.SEND, Kind.RECEIVE)
 
 
@@ -73,7 +73,7 @@ WORDS = {
 
 
 class State(IntEnum):
-"""State of a rank's run as the rank itself wrote it; a rank that has died still says RUNNING."""
+    """State of a rank's run as the rank itself wrote it; a rank that has died still says RUNNING."""
 
     RUNNING = 0
     FINISHED = 1
@@ -118,15 +118,15 @@ assert HEADER.size <= DETAIL_AT
 
 
 def thread_at(thread: int) -> int:
-"""Offset of a thread's part."""
+    """Offset of a thread's part."""
     return THREADS_AT + thread * THREAD_SIZE
 
 
 def text_in(raw: bytes) -> str:
-"""Decode a text of fixed length, without its padding."""
+    """Decode a text of fixed length, without its padding."""
     return raw.split(b"\0", 1)[0].decode(errors="replace")
 
 
 def as_text(text: str, length: int) -> bytes:
-"""Encode a text, cut or padded to a fixed length."""
+    """Encode a text, cut or padded to a fixed length."""
     return text.encode()[: length - 1].ljust(length, b"\0")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class ProcessState(IntEnum):
-"""State of a process as another rank has seen it; ``RUNNING`` also if nobody has looked."""
+    """State of a process as another rank has seen it; ``RUNNING`` also if nobody has looked."""
 
     RUNNING = 0
     STOPPED = 1
@@ -21,7 +21,7 @@ class Process(NamedTuple):
     """State of a process.
 
     Attributes:
-state: ``RUNNING``, ``STOPPED`` or ``DEAD``.
+        state: ``RUNNING``, ``STOPPED`` or ``DEAD``.
         status: exit status of a dead process, negative for a signal; ``None`` if it is not known.
     """
 
@@ -31,12 +31,12 @@ state: ``RUNNING``, ``STOPPED`` or ``DEAD``.
 
 def _fields(pid: int) -> list[str]:
     with open(f"/proc/{pid}/stat", "rb") as file:
-# The name of the program is in parentheses and may contain anything.
+        # The name of the program is in parentheses and may contain anything.
         return file.read().decode(errors="replace").rpartition(")")[2].split()
 
 
 def start_of(pid: int) -> int:
-"""Start of a process, in ticks since the machine started; 0 if the system does not say."""
+    """Start of a process, in ticks since the machine started; 0 if the system does not say."""
     try:
         return int(_fields(pid)[19])
     except (OSError, IndexError, ValueError):
@@ -44,7 +44,7 @@ def start_of(pid: int) -> int:
 
 
 def inspect_process(pid: int, start: int) -> Process:
-"""Ask the system for the state of a process.
+    """Ask the system for the state of a process.
 
     Args:
         pid: process id.
@@ -66,7 +66,7 @@ def inspect_process(pid: int, start: int) -> Process:
 
 
 def _status(fields: list[str]) -> int | None:
-"""Exit status of a process whose parent has not waited for it yet."""
+    """Exit status of a process whose parent has not waited for it yet."""
     word = int(fields[49]) if len(fields) > 49 else 0
     return os.waitstatus_to_exitcode(word) if word else None
 
@@ -82,7 +82,7 @@ def _is_there(pid: int) -> bool:
 
 
 def describe_exit(status: int | None) -> str:
-"""Describe an exit status in words."""
+    """Describe an exit status in words."""
     if status is None:
         return "gone"
     if status >= 0:

@@ -19,22 +19,22 @@ from lightning_megatron.recorder.recorder import about_path, ring_path
 
 @dataclass(frozen=True)
 class Record:
-"""One action of one rank; times are in nanoseconds of the clock, 0 for not yet.
+    """One action of one rank; times are in nanoseconds of the clock, 0 for not yet.
 
     Attributes:
-number: number among the rank's actions, from 1.
+        number: number among the rank's actions, from 1.
         kind: kind of the action.
         begun: time of its begin.
         waiting: time since which the thread has been in it; 0 if it was only started.
         ended: time of its end.
         size: bytes that travel.
         within: number among the collectives of its group, from 1.
-step: optimizer steps taken before it.
+        step: optimizer steps taken before it.
         microbatch: number of the micro-batch within the step; -1 for none.
         peer: rank at the other end; -1 for none.
         group: name of the group.
         stage: pipeline stage; -1 for none.
-detail: further description, such as a path.
+        detail: further description, such as a path.
     """
 
     number: int
@@ -53,7 +53,7 @@ detail: further description, such as a path.
 
     @property
     def waits(self) -> bool:
-"""True if this rank waits for other ranks in it: in a collective, a message or the rendezvous."""
+        """True if this rank waits for other ranks in it: in a collective, a message or the rendezvous."""
         meets = self.kind >= Kind.ALL_REDUCE or self.kind == Kind.RENDEZVOUS
         return meets and self.waiting > 0 and not self.ended
 
@@ -75,11 +75,11 @@ detail: further description, such as a path.
 
 @dataclass(frozen=True)
 class RankView:
-"""State of a rank, from its file and from the system.
+    """State of a rank, from its file and from the system.
 
     Attributes:
         rank: global rank.
-pid: process id; 0 if it never came.
+        pid: process id; 0 if it never came.
         state: state that the rank itself wrote; ``None`` if it never came.
         error: error that the run ended in, if any.
         host: name of its host.
@@ -111,12 +111,12 @@ pid: process id; 0 if it never came.
 
     @property
     def is_dead(self) -> bool:
-"""True if its process ended before its run was over."""
+        """True if its process ended before its run was over."""
         return self.state == State.RUNNING and self.process.state in (ProcessState.DEAD, ProcessState.ENDED_BY_LAUNCHER)
 
     @property
     def is_stopped(self) -> bool:
-"""True if its process is stopped during its run."""
+        """True if its process is stopped during its run."""
         return self.state == State.RUNNING and self.process.state == ProcessState.STOPPED
 
     @property
@@ -141,10 +141,10 @@ pid: process id; 0 if it never came.
 
 
 def read_run(folder: Path, live: bool = True) -> list[RankView]:
-"""Read all ranks of a run; the result includes those that never came.
+    """Read all ranks of a run; the result includes those that never came.
 
     Args:
-folder: folder of the run.
+        folder: folder of the run.
         live: True to ask the system about processes on this host, else only what ranks have written is used.
     """
     found = {int(path.stem): path for path in folder.glob("[0-9]*.actions") if path.stem.isdigit()}
@@ -155,10 +155,10 @@ folder: folder of the run.
 
 
 def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
-"""Read one rank; ``None`` if it has no file, or one of another format.
+    """Read one rank; ``None`` if it has no file, or one of another format.
 
     Args:
-folder: folder of the run.
+        folder: folder of the run.
         rank: rank to read.
         live: see :func:`read_run`.
     """
@@ -226,7 +226,7 @@ class FailureProbe:
         self._pid, self._is_here = 0, False
 
     def has_failed(self) -> bool:
-"""True if its run has ended in an error, or its process has ended before the run."""
+        """True if its run has ended in an error, or its process has ended before the run."""
         try:
             with open(self._path, "rb") as file:
                 raw = file.read(file_format.HEADER.size)
@@ -241,7 +241,7 @@ class FailureProbe:
             try:
                 self._is_here = json.loads(self._about.read_text()).get("host") == socket.gethostname()
             except (OSError, ValueError):
-return False  # it has only just started
+                return False  # it has only just started
             self._pid = pid
         return self._is_here and inspect_process(pid, start).state == ProcessState.DEAD
 
@@ -262,10 +262,10 @@ def _stack(raw: bytes, thread: int, names: list[str], detail: str) -> list[Recor
 def _records(
     raw: bytes, at: int, count: int, names: list[str], detail: str, ring: list[Record] | None = None
 ) -> list[Record]:
-"""Read the actions at an offset.
+    """Read the actions at an offset.
 
     Args:
-raw: content of the file.
+        raw: content of the file.
         at: offset of the first.
         count: largest number of actions there.
         names: names of groups, by number.
@@ -305,7 +305,7 @@ def _in_bytes(size: int) -> str:
 
 
 def runs_below(folder: Path) -> list[Path]:
-"""Folders of the runs in a directory, the newest first.
+    """Folders of the runs in a directory, the newest first.
 
     Args:
         folder: folder of a run or of all runs, or the ``default_root_dir`` above them.

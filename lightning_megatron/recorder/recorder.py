@@ -23,19 +23,19 @@ _WAITING, _ENDED_IN, _KIND = 2, 3, 9
 
 
 class WaitClock(Protocol):
-"""Clock for the time that a thread waits for other ranks."""
+    """Clock for the time that a thread waits for other ranks."""
 
     def begin_wait(self) -> None:
-"""Note the begin of a wait."""
+        """Note the begin of a wait."""
         ...
 
     def end_wait(self) -> None:
-"""Note the end of a wait."""
+        """Note the end of a wait."""
         ...
 
 
 class ActionLog:
-"""Actions of one thread.
+    """Actions of one thread.
 
     Attributes:
         recorder: recorder that this log is a part of.
@@ -76,7 +76,7 @@ class ActionLog:
 
     @property
     def waiting_since(self) -> int:
-"""Begin of this thread's wait for other ranks, in nanoseconds of the clock; 0 if it does not wait."""
+        """Begin of this thread's wait for other ranks, in nanoseconds of the clock; 0 if it does not wait."""
         depth = self._depth
         if not depth:
             return 0
@@ -86,7 +86,7 @@ class ActionLog:
         return int(record[_WAITING]) if waits and record[0] == number and not record[_ENDED_IN] else 0
 
     def write_to(self, buffer: bytearray | mmap.mmap) -> None:
-"""Continue in another buffer."""
+        """Continue in another buffer."""
         self._buffer = buffer
 
     def begin(
@@ -95,15 +95,15 @@ class ActionLog:
         """Note that an action begins.
 
         Args:
-kind: kind of the action.
+            kind: kind of the action.
             group: number of the group of a collective; 0 for none.
-size: bytes that travel.
+            size: bytes that travel.
             peer: rank at the other end of a message.
             waits: True if this thread is in it until :meth:`end`, False if it has only started it.
             detail: True if the header's detail belongs to it.
 
         Returns:
-A token for :meth:`wait` and :meth:`end`.
+            A token for :meth:`wait` and :meth:`end`.
         """
         number = self._count
         self._count = number + 1
@@ -121,7 +121,7 @@ A token for :meth:`wait` and :meth:`end`.
         if depth >= _DEPTH:
             return number << 4 | _NO_DEPTH
         slot = self._base + depth * _SIZE
-if group:  # no action is nested in a collective: its record is still in the ring
+        if group:  # no action is nested in a collective: its record is still in the ring
             _NUMBER(self._buffer, slot, number + 1)
         else:
             self._buffer[slot : slot + _SIZE] = self._buffer[at : at + _SIZE]
@@ -129,7 +129,7 @@ if group:  # no action is nested in a collective: its record is still in the rin
         return number << 4 | depth
 
     def wait(self, token: int) -> int:
-"""Note that this thread now waits for an action that it has started; returns a token for :meth:`end`."""
+        """Note that this thread now waits for an action that it has started; returns a token for :meth:`end`."""
         number, depth = token >> 4, self._depth
         if depth >= _DEPTH or self._count - number > _LAST:
             return token
@@ -140,7 +140,7 @@ if group:  # no action is nested in a collective: its record is still in the rin
         return number << 4 | depth
 
     def end(self, token: int) -> None:
-"""Note that an action has ended, and with it those nested in it."""
+        """Note that an action has ended, and with it those nested in it."""
         number, depth = token >> 4, token & _NO_DEPTH
         if self._count - number <= _LAST:
             _ENDED(self._buffer, self._ring + number % _LAST * _SIZE + file_format.ENDED_AT, time_ns())
@@ -150,7 +150,7 @@ if group:  # no action is nested in a collective: its record is still in the rin
                 _NUMBER(self._buffer, self._base + self._depth * _SIZE, 0)
 
     def during(self, kind: int, detail: str = "") -> Span:
-"""Context manager that records a phase.
+        """Context manager that records a phase.
 
         Args:
             kind: kind of the phase.
@@ -159,7 +159,7 @@ if group:  # no action is nested in a collective: its record is still in the rin
         return Span(self, kind, detail)
 
     def keep_failed(self, error: BaseException) -> None:
-"""Keep the actions that are under way, since an error begins here."""
+        """Keep the actions that are under way, since an error begins here."""
         if self.recorder.is_new(error):
             self._buffer[file_format.FAILED_AT : file_format.FAILED_AT + file_format.STACK] = self._buffer[
                 self._base : self._base + file_format.STACK
@@ -170,7 +170,7 @@ if group:  # no action is nested in a collective: its record is still in the rin
 
 
 class Span:
-"""Context manager for a phase of one thread."""
+    """Context manager for a phase of one thread."""
 
     __slots__ = ("_action_log", "_detail", "_kind", "_token")
 
@@ -191,13 +191,13 @@ class Span:
 
 
 class Recorder:
-"""The file of one rank; before it is opened and after it is closed, records go to memory only.
+    """The file of one rank; before it is opened and after it is closed, records go to memory only.
 
     Attributes:
         buffer: what the lanes write to.
         main: the action_log of the main thread, and of the backward that it waits for.
         beside: the action_log of the thread that writes checkpoints in the background.
-folder: folder of the files of all ranks; ``None`` while no file is open.
+        folder: folder of the files of all ranks; ``None`` while no file is open.
         blame: function that describes why an action has failed, naming the rank; set by the watch of the other ranks.
     """
 
@@ -212,14 +212,14 @@ folder: folder of the files of all ranks; ``None`` while no file is open.
         self._failed: BaseException | None = None
 
     def group(self, name: str, ranks: Sequence[int]) -> int:
-"""Number of a group of ranks; a new one is added by its name."""
+        """Number of a group of ranks; a new one is added by its name."""
         if name not in self._groups and len(self._groups) < 60:
             self._groups[name] = len(self._groups) + 1
             self._about["groups"].append([name, _compressed(ranks)])
         return self._groups.get(name, 0)
 
     def open(self, folder: str | os.PathLike[str], rank: int, world_size: int) -> None:
-"""Write to a file from now on.
+        """Write to a file from now on.
 
         Args:
             folder: folder of this run; created if it is missing.
@@ -249,7 +249,7 @@ folder: folder of the files of all ranks; ``None`` while no file is open.
         self._failed = None
 
     def describe(self, about: Mapping[str, Any]) -> None:
-"""Write a description of this rank beside its file: host, device, groups.
+        """Write a description of this rank beside its file: host, device, groups.
 
         Args:
             about: values for a JSON file.
@@ -262,13 +262,13 @@ folder: folder of the files of all ranks; ``None`` while no file is open.
             os.replace(new, path)
 
     def detail(self, text: str) -> None:
-"""Write the detail of the action that begins now."""
+        """Write the detail of the action that begins now."""
         self.buffer[file_format.DETAIL_AT : file_format.DETAIL_AT + file_format.DETAIL] = file_format.as_text(
             text, file_format.DETAIL
         )
 
     def set_state(self, state: State, text: str = "") -> None:
-"""Write the state that the run of this rank has ended in.
+        """Write the state that the run of this rank has ended in.
 
         Args:
             state: new state; the first one that is not RUNNING stays.
@@ -296,7 +296,7 @@ folder: folder of the files of all ranks; ``None`` while no file is open.
         file_format.BEAT.pack_into(self.buffer, file_format.BEAT_AT, time_ns())
 
     def is_new(self, error: BaseException) -> bool:
-"""True if an error was not caused by one that is known already."""
+        """True if an error was not caused by one that is known already."""
         cause: BaseException | None = error
         while cause is not None:
             if cause is self._failed:
@@ -306,11 +306,11 @@ folder: folder of the files of all ranks; ``None`` while no file is open.
         return True
 
     def forget(self) -> None:
-"""Drop the known error, and the frames that it holds."""
+        """Drop the known error, and the frames that it holds."""
         self._failed = None
 
     def close(self, remove: bool = False) -> None:
-"""Close the file.
+        """Close the file.
 
         Args:
             remove: True to remove the file, too.
@@ -325,14 +325,14 @@ folder: folder of the files of all ranks; ``None`` while no file is open.
                 path.unlink(missing_ok=True)
 
     def _write_to(self, buffer: bytearray | mmap.mmap) -> None:
-if isinstance(buffer, mmap.mmap):  # records from before the file was opened
+        if isinstance(buffer, mmap.mmap):  # records from before the file was opened
             buffer[file_format.THREADS_AT :] = bytes(self.buffer[file_format.THREADS_AT :])
         self.buffer = buffer
         self.main.write_to(buffer)
         self.background.write_to(buffer)
 
     def __reduce__(self) -> tuple[Any, ...]:
-return Recorder, ()  # a file belongs to one process
+        return Recorder, ()  # a file belongs to one process
 
 
 def _fresh_log() -> ActionLog:
@@ -340,7 +340,7 @@ def _fresh_log() -> ActionLog:
 
 
 def ring_path(folder: Path, rank: int) -> Path:
-"""Path of the file of a rank."""
+    """Path of the file of a rank."""
     return folder / f"{rank:05}.actions"
 
 
@@ -350,7 +350,7 @@ def about_path(folder: Path, rank: int) -> Path:
 
 
 def note_process_state(folder: Path, rank: int, what: int, status: int) -> None:
-"""Write the state of another rank's process into its file; the first state that is written there stays.
+    """Write the state of another rank's process into its file; the first state that is written there stays.
 
     Args:
         folder: folder of the run.
@@ -369,7 +369,7 @@ def note_process_state(folder: Path, rank: int, what: int, status: int) -> None:
 
 
 def _compressed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
-"""Encode ranks at even distances as three numbers, since a group may have thousands."""
+    """Encode ranks at even distances as three numbers, since a group may have thousands."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if step and list(ranks) == list(range(ranks[0], ranks[0] + step * len(ranks), step)):
         return {"first": ranks[0], "step": step, "count": len(ranks)}

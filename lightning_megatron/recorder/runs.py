@@ -19,7 +19,7 @@ _OF_A_JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID"
 
 
 def run_folder(root: str | os.PathLike[str], own: str, variables: Mapping[str, str] = os.environ) -> Path:
-"""Folder of a run, which all its ranks know before they are connected.
+    """Folder of a run, which all its ranks know before they are connected.
 
     Args:
         root: ``default_root_dir``.
@@ -32,14 +32,14 @@ def run_folder(root: str | os.PathLike[str], own: str, variables: Mapping[str, s
 
 
 def remove_finished(folder: Path) -> None:
-"""Remove the folder of a run if all its ranks have finished; the last rank to finish removes it."""
+    """Remove the folder of a run if all its ranks have finished; the last rank to finish removes it."""
     views = read_run(folder)
     if views and all(view.state == State.FINISHED for view in views):
         _remove(folder)
 
 
 def remove_old(root: str | os.PathLike[str], keep: int = KEPT) -> None:
-"""Remove the folders of earlier runs, except those of the newest that failed.
+    """Remove the folders of earlier runs, except those of the newest that failed.
 
     Args:
         root: ``default_root_dir``.
@@ -61,7 +61,7 @@ def _is_over(run: Path) -> bool:
 
 
 def _runs(view: RankView) -> bool:
-"""True if a rank may still be running; one on another host is judged by its last sign of life."""
+    """True if a rank may still be running; one on another host is judged by its last sign of life."""
     if view.state != State.RUNNING or view.is_dead:
         return False
     return view.is_stopped or time.time() - view.beat / 1e9 < _OLD
@@ -69,5 +69,5 @@ def _runs(view: RankView) -> bool:
 
 def _remove(run: Path) -> None:
     shutil.rmtree(run, ignore_errors=True)
-with suppress(OSError):  # there are other runs
+    with suppress(OSError):  # there are other runs
         run.parent.rmdir()

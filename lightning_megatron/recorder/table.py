@@ -14,7 +14,7 @@ _COLUMNS = ("rank", "host", "device", "pid", "state", "action", "since")
 
 
 def render(views: Sequence[RankView], diagnosis: Diagnosis, now: int) -> str:
-"""Render the table as text.
+    """Render the table as text.
 
     Args:
         views: views of all ranks.
@@ -48,7 +48,7 @@ def _row(view: RankView, now: int) -> tuple[str, ...]:
 
 
 def last_actions(view: RankView, count: int) -> str:
-"""Render the last actions of a rank, one a line, the newest last."""
+    """Render the last actions of a rank, one a line, the newest last."""
     lines = []
     for record in view.last[-count:] if count else ():
         took = f"{(record.ended - record.begun) / 1e6:.1f} ms" if record.ended else "not ended"
@@ -58,7 +58,7 @@ def last_actions(view: RankView, count: int) -> str:
 
 
 def as_json(views: Sequence[RankView], diagnosis: Diagnosis, last: int) -> dict[str, Any]:
-"""Table and last actions as values for JSON.
+    """Table and last actions as values for JSON.
 
     Args:
         views: views of all ranks.

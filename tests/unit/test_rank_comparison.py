@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from lightning_megatron import ConfigError, MegatronDataModule, MegatronStrategy
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.lightning.comparison.code import class_digest, code_facts
-from lightning_megatron.lightning.comparison.compare import RankComparison, differences, told
+from lightning_megatron.lightning.comparison.compare import RankComparison, differences, rank_ranges
 from lightning_megatron.lightning.comparison.facts import Statement, loader_statement, start_statement
 from lightning_megatron.lightning.comparison.values import flat
 
@@ -103,8 +103,8 @@ def test_differences_say_who_has_what_and_one_setting_is_named_once() -> None:
         (["a.lr", "b.lr"], 1.0, "on ranks 0-2, 5, but 2.0 on ranks 3-4"),
         (["c"], 2, "on ranks 0-4, but '(nothing)' on rank 5"),
     ]
-    assert told([7]) == "rank 7"
-    assert told([1, 2, 3, 7, 9, 10]) == "ranks 1-3, 7, 9-10"
+    assert rank_ranges([7]) == "rank 7"
+    assert rank_ranges([1, 2, 3, 7, 9, 10]) == "ranks 1-3, 7, 9-10"
 
 
 def compared(*statements: Statement, may_differ: tuple[str, ...] = ()) -> list[str]:

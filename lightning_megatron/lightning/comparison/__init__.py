@@ -1,4 +1,4 @@
-"""Ranks that were given different things are named before they begin."""
+"""Comparison of the settings of all ranks before a run begins."""
 
 from lightning_megatron.lightning.strategy.comparison import ComparedStrategy
 

@@ -1,4 +1,4 @@
-"""The code that a rank has loaded: versions of libraries, and hashes of classes."""
+"""Versions of libraries and hashes of classes that a rank has loaded."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OF_LIBRARIES = ("builtins", "torch.", "lightning.", "lightning_megatron.")
 
 
 def code_facts(*instances: object) -> Facts:
-    """Versions, and hashes of the classes of a user's objects.
+    """Versions of libraries, and hashes of the classes of a user's objects.
 
     Args:
-        *instances: module and data module; libraries' own classes are told by versions.
+        *instances: module and data module; classes of libraries are compared by versions.
     """
     facts: Facts = {f"code.{name}": _version(name) for name in _LIBRARIES}
     facts["code.python"] = platform.python_version()
@@ -35,33 +35,33 @@ def code_facts(*instances: object) -> Facts:
 
 
 def class_digest(kind: type) -> str:
-    """A hash of the methods of a class as they were loaded: its file may have changed since."""
-    return digest_of("\n".join(text for name, value in sorted(vars(kind).items()) for text in _told(name, value)))
+    """Hash of the methods of a class as they were loaded, since its file may have changed meanwhile."""
+    return digest_of("\n".join(text for name, value in sorted(vars(kind).items()) for text in _methods(name, value)))
 
 
-def _told(name: str, value: Any) -> Iterator[str]:
+def _methods(name: str, value: Any) -> Iterator[str]:
     functions = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
     for function in functions:
         code = getattr(function, "__code__", None)
         if isinstance(code, CodeType):
-            yield f"{name}: {_code_told(code)}"
+            yield f"{name}: {_code_text(code)}"
 
 
-def _code_told(code: CodeType) -> str:
-    return f"{code.co_code.hex()} {code.co_names} {[_constant_told(constant) for constant in code.co_consts]}"
+def _code_text(code: CodeType) -> str:
+    return f"{code.co_code.hex()} {code.co_names} {[_constant_text(constant) for constant in code.co_consts]}"
 
 
-def _constant_told(constant: Any) -> str:
+def _constant_text(constant: Any) -> str:
     if isinstance(constant, CodeType):
-        return _code_told(constant)
-    if isinstance(constant, frozenset):  # whose order differs between processes
+        return _code_text(constant)
+    if isinstance(constant, frozenset):  # its order differs between processes
         return str(sorted(map(repr, constant)))
     return repr(constant)
 
 
 @cache
 def package_digest() -> str:
-    """A hash of this package's files: two checkouts may have one version."""
+    """Hash of this package's files, since two checkouts may have the same version."""
     root = Path(lightning_megatron.__file__).parent
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(root.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The settings of every rank, compared over all ranks: one hash of each, and where hashes differ every difference."""
+"""Comparison of the settings of all ranks: first by a hash, then, if hashes differ, value by value."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LONGEST = 60
 
 
 class RankComparison:
-    """Compares the ranks of one start, over the store, for groups may hang on what they differ in.
+    """Compares the ranks of one start through the store, since groups of ranks that differ could hang.
 
     Args:
-        store: where all ranks have met; ``None`` for a rank that is alone.
-        rank: of this process.
+        store: store of the rendezvous; ``None`` for a single rank.
+        rank: rank of this process.
         world_size: number of ranks.
-        may_differ: names of facts, with ``*`` and ``?`` for any letters, that are left out.
+        may_differ: names of facts that are left out, with ``*`` and ``?`` as wildcards.
     """
 
     def __init__(self, store: Store | None, rank: int, world_size: int, may_differ: Sequence[str]) -> None:
@@ -32,22 +32,24 @@ class RankComparison:
         self._may_differ = tuple(may_differ)
 
     def compare(self, statement: Statement) -> None:
-        """Compare what ranks say of themselves. Every rank must call this.
+        """Compare the statements of all ranks. Every rank must call this.
 
         Args:
-            statement: of this rank.
+            statement: statement of this rank.
 
         Raises:
-            ConfigError: on all ranks, with every difference and who has which value.
+            ConfigError: on all ranks, with every difference and the ranks that have each value.
         """
         if self._meeting is None:
             return
         groups = {"": statement.shared, **statement.within}
-        digests = {who: digest_of(json.dumps(self._compared(facts), sort_keys=True)) for who, facts in groups.items()}
+        digests = {
+            group: digest_of(json.dumps(self._compared(facts), sort_keys=True)) for group, facts in groups.items()
+        }
         if self._meeting.judged(json.dumps(digests), _judge_digests) == _ALIKE:
             return
-        told = json.dumps({"groups": groups, "may_differ": self._may_differ})
-        found = json.loads(self._meeting.judged(told, _judge_facts))
+        text = json.dumps({"groups": groups, "may_differ": self._may_differ})
+        found = json.loads(self._meeting.judged(text, _judge_facts))
         self._meeting.part()
         raise_if_any(Problem(argument, value, reason, tuple(nearest)) for argument, value, reason, nearest in found)
 
@@ -56,15 +58,15 @@ class RankComparison:
 
 
 Difference = tuple[list[str], Plain, str]
-"""Names of a setting, which may be there under several (a field of a configuration that is a hyper-parameter too); the
-first rank's value; who has which."""
+"""Names of a setting, which may have several (a field of a configuration that is also a hyper-parameter); the value of
+the first rank; the ranks that have each value."""
 
 
 def differences(facts: Mapping[int, Facts]) -> list[Difference]:
-    """Facts that ranks do not have in common.
+    """Find the facts that differ between ranks.
 
     Args:
-        facts: by rank.
+        facts: facts of each rank.
     """
     found: dict[tuple[str, tuple[str, ...]], Difference] = {}
     for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
@@ -74,14 +76,16 @@ def differences(facts: Mapping[int, Facts]) -> list[Difference]:
             ranks.setdefault(repr(value), []).append(rank)
         if len(ranks) > 1:
             first, *others = ranks.items()
-            reason = f"on {told(first[1])}, but {' and '.join(f'{_short(v)} on {told(r)}' for v, r in others)}"
+            reason = (
+                f"on {rank_ranges(first[1])}, but {' and '.join(f'{_short(v)} on {rank_ranges(r)}' for v, r in others)}"
+            )
             key = name.rsplit(".", 1)[-1], tuple(map(repr, values.values()))
             found.setdefault(key, ([], next(iter(values.values())), reason))[0].append(name)
     return list(found.values())
 
 
-def told(ranks: Iterable[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``"ranks 0-2, 5"``."""
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """Text of some ranks: ``[0, 1, 2, 5]`` -> ``"ranks 0-2, 5"``."""
     listed = sorted(ranks)
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(listed), lambda pair: pair[1] - pair[0])]
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
@@ -95,7 +99,7 @@ def _short(value: str) -> str:
 def _judge_digests(said: Sequence[str]) -> str:
     known: dict[str, str] = {}
     for digests in map(json.loads, said):
-        if any(known.setdefault(who, digest) != digest for who, digest in digests.items()):
+        if any(known.setdefault(group, digest) != digest for group, digest in digests.items()):
             return "different"
     return _ALIKE
 
@@ -105,16 +109,16 @@ def _is_among(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _judge_facts(said: Sequence[str]) -> str:
-    """Arguments of a :class:`Problem` for each difference, and one for the way out."""
+    """Arguments of a :class:`Problem` for each difference, and of one that names ``may_differ``."""
     ranks = [json.loads(text) for text in said]
     allowed = [pattern for rank in ranks for pattern in rank["may_differ"]]
     found: list[Difference] = []
-    for who in dict.fromkeys(who for rank in ranks for who in rank["groups"]):
+    for group in dict.fromkeys(group for rank in ranks for group in rank["groups"]):
         found += differences(
             {
-                number: {name: value for name, value in rank["groups"][who].items() if not _is_among(name, allowed)}
+                number: {name: value for name, value in rank["groups"][group].items() if not _is_among(name, allowed)}
                 for number, rank in enumerate(ranks)
-                if who in rank["groups"]
+                if group in rank["groups"]
             }
         )
     names = [name for names, _, _ in found for name in names]

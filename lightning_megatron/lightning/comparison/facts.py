@@ -1,8 +1,8 @@
-"""Everything that a rank was given, and on which the others must agree.
+"""Settings of a rank on which other ranks must agree.
 
-Some of it all ranks must have in common; some only those that read the same samples, or hold the same layers. What may
-differ from rank to rank is left out: places (devices, hosts, directories that are written to), what only displays, and
-the data of replicas, which a user may have shared out by hand.
+On some of them all ranks must agree; on others only ranks that read the same samples, or that hold the same layers.
+Settings that may differ from rank to rank are left out: places (devices, hosts, output directories), callbacks that
+only display, and the data of replicas, which a user may have divided by hand.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _OUR_VARIABLES = "LIGHTNING_MEGATRON_"
 
 @runtime_checkable
 class SaysWhatItReads(Protocol):
-    """A data module that itself shares its samples out over replicas, so that all ranks must have it alike."""
+    """A data module that divides its samples over replicas itself, so that all ranks must have the same one."""
 
     def facts(self) -> Mapping[str, Any]:
-        """Everything that its samples depend on, save paths."""
+        """Everything that its samples depend on, except paths."""
         ...
 
 
 @dataclass
 class Statement:
-    """The facts of one rank.
+    """Facts of one rank.
 
     Attributes:
-        shared: on which all ranks must agree.
-        within: on which only some must agree, by the name of those that do (``"replica 0"``).
+        shared: facts on which all ranks must agree.
+        within: facts on which only a set of ranks must agree, by the name of the set (``"replica 0"``).
     """
 
     shared: Facts = field(default_factory=dict)
@@ -81,11 +81,11 @@ def start_statement(
 
     Args:
         settings: arguments of the strategy.
-        layout: that they make.
-        rank: of this process.
+        layout: layout that results from them.
+        rank: rank of this process.
         world_size: number of ranks.
-        module: the user's, attached to its Trainer.
-        objects: what the Trainer was handed: data module, path of a checkpoint.
+        module: user's module, attached to its Trainer.
+        objects: arguments of the Trainer's call: data module, path of a checkpoint.
     """
     strategy = {name: value for name, value in settings.items() if name not in _PLACES}
     shared = dict(flat("strategy", strategy))
@@ -110,13 +110,13 @@ def start_statement(
 def optimizer_statement(
     module: nn.Module, optimizers: Iterable[Optimizer], schedulers: Iterable[Any], stage: int
 ) -> Statement:
-    """The beginning of training: the model's parameters in their global shapes, optimizers and their settings.
+    """Facts at the begin of training: global shapes of the model's parameters, optimizers and their settings.
 
     Args:
-        module: the user's, with its model.
-        optimizers: the user's.
-        schedulers: the user's, as Lightning keeps them.
-        stage: of the pipeline, whose ranks hold the same layers.
+        module: user's module with its model.
+        optimizers: user's optimizers.
+        schedulers: user's schedulers, in Lightning's configurations.
+        stage: pipeline stage; its ranks hold the same layers.
     """
     shared: Facts = {}
     held: Facts = {
@@ -138,10 +138,10 @@ def loader_statement(loader: Any, stage: str, replica: int, *, may_be_empty: boo
     """Facts of a loader, on which ranks that read the same samples must agree.
 
     Args:
-        loader: anything that Lightning takes for one.
-        stage: that it is for.
-        replica: of this rank.
-        may_be_empty: whether some ranks may have no batches where others do.
+        loader: any object that Lightning accepts as a loader.
+        stage: stage of the Trainer: ``"val"``, ``"test"``, ...
+        replica: replica of this rank.
+        may_be_empty: True if some ranks may have no batches while others have.
     """
     try:
         length = len(loader)
@@ -179,7 +179,7 @@ def _trainer_facts(trainer: Trainer) -> Facts:
 
 
 def _takes_part(callback: Callback) -> bool:
-    """True for callbacks of Lightning and ours that change a run; others may be there to print on one rank."""
+    """True for callbacks of Lightning and of this package that change a run; others may only print on one rank."""
     ancestry = [kind for kind in type(callback).__mro__ if kind is not Callback]
     known = any(f"{kind.__module__}.".startswith(("lightning.", "lightning_megatron.")) for kind in ancestry)
     return known and not any(kind.__name__ in _DISPLAYS for kind in ancestry)

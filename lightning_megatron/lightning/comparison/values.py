@@ -1,4 +1,4 @@
-"""Anything that a run is given, as plain values with names that compare across processes."""
+"""Conversion of any setting to plain values that can be compared across processes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LONGEST_LIST = 64
 
 
 def flat(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Plain]]:
-    """A value as named plain ones; what has no plain content is the name of its class.
+    """Flatten a value to plain values with dotted names; an object without plain content becomes the name of its class.
 
     Args:
-        name: of the value.
-        value: anything.
-        depth: how deep inside another value this one lies.
+        name: name of the value.
+        value: any value.
+        depth: depth of nesting inside another value.
     """
     if value is None or isinstance(value, bool | int | float | str):
         yield name, _scalar(value)
@@ -64,7 +64,7 @@ def flat(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Plain]]:
 
 
 def arguments_of(instance: object) -> dict[str, Any]:
-    """Arguments that an instance was made with, as far as it keeps them under their names (or with an underscore)."""
+    """Arguments of an instance's constructor, as far as it keeps them under their names (or with an underscore)."""
     try:
         names = inspect.signature(type(instance).__init__).parameters
         kept = vars(instance)
@@ -75,12 +75,12 @@ def arguments_of(instance: object) -> dict[str, Any]:
 
 
 def digest_of(text: str) -> str:
-    """A short hash."""
+    """Short hash of a text."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _scalar(value: Any) -> Plain:
-    """A value of a built-in type; a subclass (an ``IntEnum``, a YAML library's text) loses its class."""
+    """Convert a value to its built-in type; a subclass (an ``IntEnum``, a YAML library's text) loses its class."""
     kinds = (bool, int, float, str)
     return next((kind(value) for kind in kinds if isinstance(value, kind)), None)
 

@@ -28,7 +28,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.lightning._private import default_store, injects_samplers
 from lightning_megatron.lightning.accelerator import preferred_accelerator
 from lightning_megatron.lightning.dataloaders import (
-    refuse_uneven,
+    require_equal_lengths,
     share_randomness,
     shuffle_by_epoch,
     start_workers_safely,
@@ -201,7 +201,7 @@ class MeshStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let ranks that read the same samples read them in one order, and draw the same random numbers in workers."""
-        refuse_uneven(dataloader, self.mesh, self.root_device)
+        require_equal_lengths(dataloader, self.mesh, self.root_device)
         start_workers_safely(dataloader, self.root_device)
         if not self.is_distributed and injects_samplers(self.lightning_module):
             shuffle_by_epoch(dataloader)

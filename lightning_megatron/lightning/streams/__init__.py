@@ -1,7 +1,7 @@
-"""Data that end earlier on one rank than on another, or never begin, are an error on every rank.
+"""Checks for data that end earlier on one rank than on another, or never begin: an error on every rank.
 
-Ranks wait for each other in every training step, and those of one replica in every step of evaluation. One whose data
-have ended comes no more, and the others would wait until they time out.
+Ranks wait for each other in every training step, and ranks of one replica in every step of evaluation. A rank whose
+data have ended does not come any more, and the others would wait until they time out.
 """
 
 from lightning_megatron.lightning.streams.evaluation import EvaluationWatch

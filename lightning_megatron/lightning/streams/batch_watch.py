@@ -20,22 +20,22 @@ from lightning_megatron.recorder.file_format import Kind
 
 @runtime_checkable
 class ChecksBatches(Protocol):
-    """A module that knows what a batch must not hold."""
+    """A module that can find faults of a batch."""
 
     def batch_fault(self, batch: Any) -> str | None:
-        """The fault of a batch on the host; ``None`` for none."""
+        """Fault of a batch on the host; ``None`` if it has none."""
         ...
 
     def without_faults(self, batch: Any) -> Any:
-        """A batch that can be computed with."""
+        """Repaired batch that the model can compute with."""
         ...
 
 
 class BatchWatch:
-    """Looks at batches before they go to the device.
+    """Checks batches before they are moved to the device.
 
     Args:
-        mesh: this rank's.
+        mesh: mesh of this rank.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -44,14 +44,14 @@ class BatchWatch:
         self._vote: Pending | None = None
 
     def look(self, module: object, batch: Any) -> Any:
-        """The batch, or what takes its place in a step that will not count.
+        """Check a batch; returns it, or a repaired one for a step that will not count.
 
         Args:
-            module: who is to compute with it.
-            batch: on the host.
+            module: user's module.
+            batch: batch on the host.
 
         Raises:
-            DataError: for a fault that all ranks have seen.
+            DataError: for a fault that all ranks have found.
         """
         fault = module.batch_fault(batch) if isinstance(module, ChecksBatches) else None
         if fault is None:
@@ -63,7 +63,7 @@ class BatchWatch:
         return module.without_faults(batch)
 
     def begin(self, module: object) -> None:
-        """Ask the others' hosts whether their batches are sound. Every rank must call this."""
+        """Start to collect the results of all ranks. Every rank must call this."""
         if self._mesh.dp.size > 1 and isinstance(module, ChecksBatches):
             vote = torch.tensor(int(self._fault is not None))
             call, group = self._mesh.host.call(Kind.ALL_REDUCE, vote), self._mesh.host_group
@@ -71,7 +71,7 @@ class BatchWatch:
             self._vote = Pending(vote, work, call)
 
     def settle(self) -> None:
-        """Hear the answer.
+        """Wait for the results of all ranks.
 
         Raises:
             DataError: on all ranks, if any of them has found a fault.

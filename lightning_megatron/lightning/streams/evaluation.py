@@ -1,4 +1,4 @@
-"""Validation, test and prediction end alike on ranks that wait for each other, or in an error on all of them."""
+"""Check that validation, test and prediction end after the same batch on ranks that wait for each other."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_megatron import device as devices
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.lightning.streams.lengths import are_certain, refuse_uneven
-from lightning_megatron.lightning.streams.vote import Next, StreamVote
+from lightning_megatron.lightning.streams.end_of_data import DataState, EndOfDataCheck
+from lightning_megatron.lightning.streams.lengths import are_certain, require_equal_lengths
 from lightning_megatron.mesh import Axis, ParallelMesh, dense_grid, expert_grid, rank_groups
 
 
 def coupled_ranks(layout: ParallelLayout) -> list[tuple[int, ...]]:
-    """Ranks that wait for each other in every forward: those of a replica, and of replicas that share experts.
+    """Sets of ranks that wait for each other in every forward: those of a replica, and of replicas that share experts.
 
     Args:
-        layout: resolved.
+        layout: resolved layout.
     """
     parts = [set(ranks) for ranks in rank_groups(dense_grid(layout), ["tp", "cp", "pp"])]
     for shared in rank_groups(expert_grid(layout), ["etp", "ep"]):
@@ -32,36 +32,36 @@ def coupled_ranks(layout: ParallelLayout) -> list[tuple[int, ...]]:
 
 
 class EvaluationWatch(Callback):
-    """Compares numbers of batches before a loop, and where data do not know theirs, lets ranks vote at each batch.
+    """Compares numbers of batches before a loop; if data do not know their number, checks each batch.
 
-    Replicas that share nothing may have different numbers. ``MegatronStrategy`` brings it along, as the first callback.
+    Replicas that share no experts may have different numbers. ``MegatronStrategy`` adds it as the first callback.
 
     Args:
-        mesh: this rank's.
-        timeout: after which a rank that does not answer is given up.
+        mesh: mesh of this rank.
+        timeout: timeout of the groups that are created for the checks.
     """
 
     def __init__(self, mesh: ParallelMesh, timeout: timedelta) -> None:
         self._mesh, self._timeout = mesh, timeout
         self._coupled = coupled_ranks(mesh.layout)
         self._hosts: Axis | None = None
-        self._vote = StreamVote()
+        self._check = EndOfDataCheck()
         self._batches = 0
 
     def _begin(self, trainer: Trainer, stage: str, counts: Sequence[float], loaders: Any) -> None:
         self._batches = 0
         if len(self._coupled[0]) == 1 or may_stay_away(trainer):
             return
-        told = all_gather_object(self._mesh, (list(counts), are_certain(counts, loaders)))
+        gathered = all_gather_object(self._mesh, (list(counts), are_certain(counts, loaders)))
         names = f"{stage} data", f"limit_{stage}_batches"
-        if all(certain for _, certain in told):
+        if all(certain for _, certain in gathered):
             for ranks in self._coupled:
-                refuse_uneven({rank: told[rank][0] for rank in ranks}, *names)
+                require_equal_lengths({rank: gathered[rank][0] for rank in ranks}, *names)
         else:
-            self._vote = StreamVote(self._coupled_hosts(), *names)
+            self._check = EndOfDataCheck(self._coupled_hosts(), *names)
 
     def _coupled_hosts(self) -> Axis | None:
-        """Those that this rank waits for; all ranks make their groups together, when they are first needed."""
+        """Axis of the ranks that wait for each other; all ranks create the groups together, at the first use."""
         if len(self._coupled) == 1:
             return self._mesh.host
         if self._hosts is None:
@@ -76,16 +76,16 @@ class EvaluationWatch(Callback):
 
     def _next(self) -> None:
         self._batches += 1
-        self._vote.begin(Next.MORE, self._batches)
-        self._vote.settle()
+        self._check.begin(DataState.MORE, self._batches)
+        self._check.settle()
 
     def _end(self) -> None:
-        self._vote.begin(Next.NOTHING, self._batches)
-        self._vote.settle()
-        self._vote = StreamVote()
+        self._check.begin(DataState.ENDED, self._batches)
+        self._check.settle()
+        self._check = EndOfDataCheck()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare; what raises here and below is a ``DataError``, on all ranks concerned."""
+        """Compare numbers of batches; here and below, a difference is a ``DataError`` on all ranks that it concerns."""
         counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
         self._begin(trainer, "val", counts, trainer.val_dataloaders)
 
@@ -123,6 +123,6 @@ class EvaluationWatch(Callback):
 
 
 def may_stay_away(trainer: Trainer) -> bool:
-    """True if a rank with no batch at all need not come to evaluation."""
+    """True if a rank without any batch may leave out the evaluation."""
     owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)

@@ -1,4 +1,4 @@
-"""Numbers of batches of loaders, and if they can be relied on."""
+"""Numbers of batches of loaders, and checks of them."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_megatron.lightning.streams.vote import Next, uneven
+from lightning_megatron.lightning.streams.end_of_data import DataState, uneven_error
 
 STREAM = float("inf")
-"""Number of batches of data that do not say how many they are."""
+"""Number of batches of data without a known length."""
 
 
 def are_certain(counts: Sequence[float], loaders: Any) -> bool:
-    """True if batches are as many as they are said to be; a stream may end before its limit, or before its length.
+    """True if the numbers of batches are certain; a stream may end before its limit, or before its length.
 
     Args:
-        counts: of batches, of each loader or of all together.
-        loaders: one, or lists and mappings of them.
+        counts: numbers of batches, of each loader or of all together.
+        loaders: a loader, or lists and mappings of loaders.
     """
     return STREAM not in counts and not any(_streams(loader) for loader in _leaves(loaders))
 
 
-def refuse_uneven(counts: Mapping[int, Sequence[float]], data: str, limit: str) -> None:
-    """Refuse ranks that have different numbers of batches.
+def require_equal_lengths(counts: Mapping[int, Sequence[float]], data: str, limit: str) -> None:
+    """Raise if ranks have different numbers of batches.
 
     Args:
-        counts: by rank, for each loader.
-        data: in words: ``"training data"``.
-        limit: argument of the Trainer that limits them.
+        counts: numbers of batches of each loader, by rank.
+        data: description of the data: ``"training data"``.
+        limit: argument of the Trainer that limits the batches.
 
     Raises:
         DataError: naming the ranks.
     """
     if len({tuple(count) for count in counts.values()}) > 1:
-        raise uneven(data, limit, [(rank, Next.NOTHING, int(sum(count))) for rank, count in counts.items()])
+        raise uneven_error(data, limit, [(rank, DataState.ENDED, int(sum(count))) for rank, count in counts.items()])
 
 
 def _leaves(loaders: Any) -> Iterator[Any]:
-    """Loaders in a collection; Lightning takes any list for one."""
+    """Loaders in a collection; Lightning treats any list as one."""
     if isinstance(loaders, Mapping | list | tuple):
         for loader in loaders.values() if isinstance(loaders, Mapping) else loaders:
             yield from _leaves(loader)

@@ -1,4 +1,4 @@
-"""Hosts tell each other at each batch whether their data go on."""
+"""Check at each batch that the data end on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.recorder.file_format import Kind
 
 
-class Next(IntEnum):
-    """A rank's word on how its data go on."""
+class DataState(IntEnum):
+    """State of a rank's data at a batch: ended before it, last batch, or more to come."""
 
-    NOTHING = 0
+    ENDED = 0
     LAST = 1
     MORE = 2
 
 
-Ending = tuple[int, Next, int]
-"""A rank, how its data go on, and after how many batches."""
+Ending = tuple[int, DataState, int]
+"""A rank, the state of its data, and its number of batches."""
 
 
-class StreamVote:
-    """One message a batch, which is under way while ranks compute.
+class EndOfDataCheck:
+    """Compares the state of data over ranks, with one message a batch, which travels while ranks compute.
 
     Args:
-        hosts: of ranks that wait for each other; ``None`` for a rank that waits for no other.
-        data: in words: ``"training data"``.
-        limit: argument of the Trainer that limits them.
+        hosts: axis of the ranks that wait for each other; ``None`` to check nothing.
+        data: description of the data: ``"training data"``.
+        limit: argument of the Trainer that limits the batches.
     """
 
     def __init__(self, hosts: Axis | None = None, data: str = "", limit: str = "") -> None:
         self._hosts, self._data, self._limit = hosts, data, limit
-        self._under_way: tuple[Pending, Next, int] | None = None
+        self._under_way: tuple[Pending, DataState, int] | None = None
 
-    def begin(self, coming: Next, batches: int) -> None:
-        """Send this rank's part. Every rank of the group must call this.
+    def begin(self, coming: DataState, batches: int) -> None:
+        """Send the state of this rank. Every rank of the group must call this.
 
         Args:
-            coming: at this batch, or where there should be one.
-            batches: so far, this one included.
+            coming: state of the data at this batch.
+            batches: number of batches so far, including this one.
         """
         if self._hosts is not None:
             self.settle()
@@ -55,10 +55,10 @@ class StreamVote:
             self._under_way = Pending(vote, work, call), coming, batches
 
     def settle(self) -> None:
-        """Hear the others' parts.
+        """Wait for the states of the other ranks.
 
         Raises:
-            DataError: on all ranks of the group, if these are not the same.
+            DataError: on all ranks of the group, if the states differ.
         """
         if self._under_way is None or self._hosts is None:
             return
@@ -69,29 +69,29 @@ class StreamVote:
             endings: list[Any] = [None] * self._hosts.size
             own = self._hosts.ranks[self._hosts.rank], coming, batches
             self._hosts.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, endings, own, group=self._hosts.group)
-            raise uneven(self._data, self._limit, endings)
+            raise uneven_error(self._data, self._limit, endings)
 
 
-def uneven(data: str, limit: str, endings: Sequence[Ending]) -> DataError:
-    """The error for ranks whose data end after different numbers of batches.
+def uneven_error(data: str, limit: str, endings: Sequence[Ending]) -> DataError:
+    """Error for ranks whose data end after different numbers of batches.
 
     Args:
-        data: in words: ``"training data"``.
-        limit: argument of the Trainer that limits them.
-        endings: of the ranks that wait for each other.
+        data: description of the data: ``"training data"``.
+        limit: argument of the Trainer that limits the batches.
+        endings: state of the data of each rank.
     """
     ended: dict[int, list[int]] = {}
     for rank, coming, batches in endings:
-        if coming != Next.MORE:
+        if coming != DataState.MORE:
             ended.setdefault(batches, []).append(rank)
-    going = [rank for rank, coming, _ in endings if coming == Next.MORE]
-    parts = [f"after {count} batches on {_told(ranks)}" for count, ranks in sorted(ended.items())]
-    parts += [f"later on {_told(going)}"] if going else []
+    going = [rank for rank, coming, _ in endings if coming == DataState.MORE]
+    parts = [f"after {count} batches on {_rank_list(ranks)}" for count, ranks in sorted(ended.items())]
+    parts += [f"later on {_rank_list(going)}"] if going else []
     return DataError(
         f"the {data} end {' and '.join(parts)}. Ranks wait for each other in every step, so all need equally many"
         f" batches: leave out what is over, repeat samples, or set Trainer({limit}=...) to what every rank has"
     )
 
 
-def _told(ranks: Sequence[int]) -> str:
+def _rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
