@@ -1,4 +1,4 @@
-"""LightningCLI that builds the model which the checkpoint of the command was saved from."""
+"""LightningCLI that builds the model from the configuration in a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from lightning_megatron.lightning.pretrained.hugging_face import weighed_config
 from lightning_megatron.models.presets import PRESETS
 
 _WORDS = ("last", "best", "hpc", "registry")
-"""Lightning finds these when the Trainer is there; until then nobody knows where they are."""
+"""Words that Lightning resolves to paths, once there is a Trainer; here their paths are unknown."""
 
 
 class CheckpointCLI(LightningCLI):
-    """LightningCLI to which ``--ckpt_path DIR`` says what the model is, but for the arguments that are given.
+    """LightningCLI that takes arguments of the model from ``--ckpt_path DIR`` if the user does not give them.
 
-    What is given wins, on the command line or in a file of ``--config``. A model of ours that neither they nor a
-    checkpoint configure is refused: the default of its class is no guess that a command should make.
+    Arguments on the command line and in files of ``--config`` take precedence. A model of ours without a configuration
+    from either is an error: a command should not guess a default.
     """
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the words, and fill in arguments of the model from the checkpoint that they name."""
+        """Parse the words, and add arguments of the model from the checkpoint that they name."""
         super().parse_arguments(parser, args)
         command = self.config.get("subcommand")
-        if isinstance(args, dict | Namespace):  # a whole configuration and no words: everything in it is given
+        if isinstance(args, dict | Namespace):  # a whole configuration in place of words: all of it is given
             return
         model = self.config[command].get("model") if command else None
         path = self.config[command].get("ckpt_path") if command else None
@@ -69,7 +69,7 @@ def _class_of(model: Any) -> type:
 
 
 def _arguments(path: str | os.PathLike[str], module_class: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a checkpoint that nobody has given, as the parser takes them.
+    """Arguments in a checkpoint that the user has not given, as the parser takes them.
 
     Raises:
         CheckpointError: if the checkpoint is damaged.
@@ -83,7 +83,7 @@ def _arguments(path: str | os.PathLike[str], module_class: type, given: Mapping[
     except CheckpointError:
         if is_ours and "config" not in given:
             raise
-        return {}  # loading says what is wrong, or takes an older one
+        return {}  # loading reports the fault, or supports the older format
     config = config_of(saved) if is_ours else None
     if config is not None:
         saved = {name: value for name, value in saved.items() if not hasattr(config, name)} | {"config": asdict(config)}

@@ -1,17 +1,74 @@
-"""Parts that several commands share: sizes in bytes, and an end from outside that clears what was begun."""
+"""Shared parts of the commands: parsers, error lines and exit statuses, sizes in bytes, ends by a signal."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIGNALS = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+
+
+class _BriefParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print an error and exit with status 2."""
+        raise SystemExit(fail(message))
+
+
+def command_parser(
+    name: str, description: str, examples: str | None = None, *, brief_errors: bool = False
+) -> argparse.ArgumentParser:
+    """An empty parser for one command.
+
+    Args:
+        name: name of the command.
+        description: text of its help; line breaks are kept.
+        examples: text at the end of its help; line breaks are kept.
+        brief_errors: True to print an error without the usage.
+    """
+    parser = _BriefParser if brief_errors else argparse.ArgumentParser
+    return parser(
+        prog=f"lightning-megatron {name}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def fail(text: object) -> int:
+    """Print the error line of a command; returns the exit status for a fault of the user's, 2."""
+    print(f"error: {text}", file=sys.stderr)
+    return 2
+
+
+def exit_status(work: Callable[[], int], *errors: type[Exception], text: Callable[[Exception], str] = str) -> int:
+    """Run a command's work; returns its exit status, or 2 after printing an error that the user can mend.
+
+    Args:
+        work: function that returns an exit status.
+        *errors: types of errors that the user can mend. Others are raised.
+        text: function that returns the text of an error.
+    """
+    try:
+        return work()
+    except BrokenPipeError:  # an OSError that is no fault: ``| head`` has read enough
+        raise
+    except errors as error:
+        return fail(text(error))
+
+
+def one_line(error: Exception) -> str:
+    """The text of an error without line breaks."""
+    return " ".join(str(error).split())
 
 
 def size_in_bytes(text: str) -> int:

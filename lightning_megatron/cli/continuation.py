@@ -1,4 +1,4 @@
-"""The work of ``lightning-megatron generate``, apart from its arguments: it needs torch and Lightning."""
+"""The work of ``lightning-megatron generate``, in a module of its own because it imports torch and Lightning."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_megatron.models.generate import generate
 
 
 def continuation(args: argparse.Namespace) -> str | None:
-    """The prompt and what follows it; ``None`` in a process that the first one has started."""
+    """The prompt and its continuation; ``None`` in a process that the first one has started."""
     tokenizer = build_tokenizer(
         args.tokenizer_type, args.tokenizer_model, vocab_file=args.vocab_file, merge_file=args.merge_file
     )
     if args.seed is None:
-        torch.seed()  # of the generator that sampling draws its seed from
+        torch.seed()  # seeds the generator that sampling draws its seed from
     prompt = torch.tensor(tokenizer.encode(args.prompt))
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
     options["stop"] = tokenizer.eod
@@ -43,11 +43,11 @@ def continuation(args: argparse.Namespace) -> str | None:
 
 
 class _Continues(GPTModule):
-    """A module that predicts how a prompt goes on.
+    """A module whose predictions continue a prompt.
 
     Args:
-        options: of :func:`generate`.
-        **arguments: of :class:`GPTModule`.
+        options: arguments of :func:`generate`.
+        **arguments: arguments of :class:`GPTModule`.
     """
 
     def __init__(self, options: Mapping[str, Any], **arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""``lightning-megatron doctor``: does what is installed here fit together, and what will a Trainer take?"""
+"""``lightning-megatron doctor``: a check of the installed software, and of the devices that a Trainer would use."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from platform import python_version
 import torch
 
 from lightning_megatron import device as devices
+from lightning_megatron.cli.common import command_parser
 from lightning_megatron.machine import gaudi, host
 from lightning_megatron.machine.finding import Finding
 
@@ -26,11 +27,7 @@ _ARCHIVED_UNTIL = (2, 5, 5)
 
 def doctor_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron doctor",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("doctor", _DESCRIPTION)
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of the job that is planned (default: 1)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
@@ -48,7 +45,7 @@ def doctor_command(argv: Sequence[str]) -> int:
 
 
 def findings(ranks: int) -> list[Finding]:
-    """Everything that is looked at, for a job of so many ranks."""
+    """All findings, for a job of so many ranks."""
     return [
         Finding("Python", python_version()),
         Finding("lightning-megatron", gaudi.installed("lightning-megatron") or "not installed"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
+from lightning_megatron.cli.common import command_parser, exit_status
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES
 
 _DESCRIPTION = """\
@@ -20,12 +20,7 @@ example:
 
 def generate_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron generate",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("generate", _DESCRIPTION, _EXAMPLE)
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="checkpoint directory, NAME.ckpt")
     add("--tokenizer-type", required=True, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
@@ -46,16 +41,18 @@ def generate_parser() -> argparse.ArgumentParser:
 def generate_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron generate`` with these arguments; returns the exit code (2: the user's error)."""
     args = generate_parser().parse_args(argv)
-    from lightning.fabric.utilities.exceptions import MisconfigurationException  # seconds, which --help need not wait
+    from lightning.fabric.utilities.exceptions import (
+        MisconfigurationException,  # takes seconds, which --help need not wait for
+    )
 
     from lightning_megatron.checkpoint import CheckpointError
     from lightning_megatron.cli.continuation import continuation
 
-    try:
+    def work() -> int:
         text = continuation(args)
-    except (ValueError, OSError, ModuleNotFoundError, CheckpointError, MisconfigurationException) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if text is not None:
-        print(text)
-    return 0
+        if text is not None:
+            print(text)
+        return 0
+
+    errors = ValueError, OSError, ModuleNotFoundError, CheckpointError, MisconfigurationException
+    return exit_status(work, *errors)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class _Command(NamedTuple):
-    """Where a command lives, and what it is for."""
+    """Module, function and purpose of a command."""
 
     module: str
     function: str
@@ -40,7 +40,7 @@ _COMMANDS = {
     ),
     "why": _Command("lightning_megatron.cli.why", "why_command", "which rank hung or died first, and in what?"),
     "doctor": _Command("lightning_megatron.cli.doctor", "doctor_command", "does what is installed here fit together?"),
-    "ops": _Command("lightning_megatron.cli.ops", "ops_command", "which version of each op a device gets, and why"),
+    "ops": _Command("lightning_megatron.cli.ops", "ops_command", "the implementation of each op on a device, and why"),
     "schedule": _Command(
         "lightning_megatron.cli.schedule", "schedule_command", "print, price and draw a pipeline schedule"
     ),
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``lightning-megatron``; ``None`` for those of this process.
 
     Returns:
-        The exit status: 0, 1 for a failure, 2 for arguments that cannot work, 141 where nobody reads the output.
+        The exit status: 0, 1 for a failure, 2 for arguments that cannot work, 141 if the output's reader has gone.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else ""
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command = _COMMANDS[name]
     function = getattr(import_module(command.module), command.function)
-    # LightningCLI starts the other processes of a job with this one's own words, so it must know that they are.
+    # LightningCLI starts the other processes of a job with the words of this process; None tells it to use them.
     arguments = words if command.module == _TRAINER else words[1:]
     try:
         status: int = function(None if argv is None and arguments is words else arguments)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # ``| head`` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
         return 128 + signal.SIGPIPE
-    except SystemExit as leave:  # a parser has answered: with its help, or with what it does not understand
+    except SystemExit as leave:  # a parser has printed its help or an error
         return leave.code if isinstance(leave.code, int) else 2
     return status
 

@@ -1,29 +1,28 @@
-"""``lightning-megatron ops``: which version of each op a device gets, and why."""
+"""``lightning-megatron ops``: the implementation of each op on a device, with the reason."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from lightning_megatron import device as devices
+from lightning_megatron.cli.common import command_parser, exit_status
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.ops.registry import Ops, op_table
 
 _DESCRIPTION = """\
-For every op that devices have versions of: which there are on this machine, which one a model gets, and why. What
-modules really chose, and which calls a version could not do, is in op_report.json in the folder of a run's logger.
+For every op with implementations for devices: those on this machine, the one that a model gets, and the reason. The
+choices of a run's modules, and the calls that an implementation did not support, are in op_report.json in the log
+folder of the run.
 
-exit status: 0; 1 if something is required and not there; 2 for wrong arguments."""
+exit status: 0; 1 if something is required and not available; 2 for wrong arguments."""
 
 
 def ops_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron ops", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("ops", _DESCRIPTION)
     parser.add_argument("--device", choices=list(devices.KINDS), help="kind of device (default: the best there is)")
     parser.add_argument(
         "--ops", metavar="NAME=MODE,...", help="as MegatronStrategy(ops=...): auto, require, off, or a variant"
@@ -35,11 +34,11 @@ def ops_parser() -> argparse.ArgumentParser:
 def ops_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron ops`` with these arguments; returns the exit status."""
     args = ops_parser().parse_args(list(argv))
-    try:
-        ops = Ops(args.device or devices.best_available().type, args.ops)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_status(lambda: _run(args), ConfigError)
+
+
+def _run(args: argparse.Namespace) -> int:
+    ops = Ops(args.device or devices.best_available().type, args.ops)
     rows = op_table(ops)
     print(json.dumps({"device": ops.device, "ops": rows}, indent=1) if args.json else _table(ops, rows))
     return 1 if any(row["chosen"] is None for row in rows) else 0

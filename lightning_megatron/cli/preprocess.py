@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from lightning_megatron.cli.common import ending_by_signal, size_in_bytes
+from lightning_megatron.cli.common import command_parser, ending_by_signal, exit_status, one_line, size_in_bytes
 from lightning_megatron.data.preprocessing.preprocess import TokenizerSpec, preprocess
 from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES
@@ -25,13 +24,8 @@ example:
 
 
 def preprocess_parser() -> argparse.ArgumentParser:
-    """The arguments; those which Megatron-LM's ``preprocess_data.py`` has are called as there."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron preprocess",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """The arguments, with the names of Megatron-LM's ``preprocess_data.py``."""
+    parser = command_parser("preprocess", _DESCRIPTION, _EXAMPLE)
     data = parser.add_argument_group("input and output")
     data.add_argument(
         "--input",
@@ -80,27 +74,22 @@ def preprocess_parser() -> argparse.ArgumentParser:
 def preprocess_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron preprocess`` with these arguments; returns the exit code (2: the user's error)."""
     args = preprocess_parser().parse_args(argv)
+    return exit_status(lambda: _run(args), ValueError, OSError, ModuleNotFoundError, text=one_line)
+
+
+def _run(args: argparse.Namespace) -> int:
     spec = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file, args.vocab_size)
-    try:
-        with ending_by_signal():
-            preprocess(
-                args.input,
-                args.output_prefix,
-                spec,
-                json_keys=args.json_keys,
-                append_eod=args.append_eod,
-                workers=args.workers,
-                split_sentences=args.split_sentences,
-                keep_newlines=args.keep_newlines,
-                log_interval=args.log_interval,
-                longest_line=args.longest_line,
-            )
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
+    with ending_by_signal():
+        preprocess(
+            args.input,
+            args.output_prefix,
+            spec,
+            json_keys=args.json_keys,
+            append_eod=args.append_eod,
+            workers=args.workers,
+            split_sentences=args.split_sentences,
+            keep_newlines=args.keep_newlines,
+            log_interval=args.log_interval,
+            longest_line=args.longest_line,
+        )
     return 0
-
-
-def one_line(error: BaseException) -> str:
-    """The text of an error without line breaks."""
-    return " ".join(str(error).split())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 
+from lightning_megatron.cli.common import command_parser, exit_status
 from lightning_megatron.errors import ConfigError, Problem, nearest_names
 from lightning_megatron.pipeline.action import format_schedule
 from lightning_megatron.pipeline.draw import draw_png, draw_text
@@ -28,7 +28,7 @@ _LEGEND = (
     "F forward, B backward, I and W its halves (gradients of inputs, of weights); behind it the micro-batch,\n"
     "before it the stage where a rank has several. --- busy, blank idle."
 )
-_ARGUMENTS = {
+_OPTIONS = {
     "pp": "--pp",
     "vpp": "--vpp",
     "num_microbatches": "--micro-batches",
@@ -37,16 +37,7 @@ _ARGUMENTS = {
 }
 
 
-class _UsageError(ValueError):
-    """What argparse has to say, without its exit."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _UsageError(message)
-
-
-def schedule_command(argv: list[str]) -> int:
+def schedule_command(argv: Sequence[str]) -> int:
     """Print a schedule as a timeline with its numbers, or as CSV; on request draw it.
 
     Args:
@@ -55,23 +46,22 @@ def schedule_command(argv: list[str]) -> int:
     Returns:
         The exit status: 0, or 2 for arguments that cannot work.
     """
-    try:
-        return _run(_parser().parse_args(argv))
-    except ConfigError as error:
-        named = [replace(fault, argument=_ARGUMENTS.get(fault.argument, fault.argument)) for fault in error.problems]
-        print(f"error: {ConfigError(named)}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        raise
-    except (_UsageError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except SystemExit as leave:  # --help
-        return leave.code if isinstance(leave.code, int) else 0
+    args = schedule_parser().parse_args(list(argv))
+    return exit_status(lambda: _run(args), ConfigError, ImportError, OSError, text=_with_options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="lightning-megatron schedule", description="Print, price and draw a pipeline schedule.")
+def _with_options(error: Exception) -> str:
+    """The text of an error, arguments named as on the command line."""
+    if not isinstance(error, ConfigError):
+        return str(error)
+    return str(
+        ConfigError(replace(each, argument=_OPTIONS.get(each.argument, each.argument)) for each in error.problems)
+    )
+
+
+def schedule_parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    parser = command_parser("schedule", "Print, price and draw a pipeline schedule.", brief_errors=True)
     parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--vpp", type=int, default=1, help="model chunks a rank holds (default 1)")
     parser.add_argument("--micro-batches", type=int, required=True, help="micro-batches of one step")
@@ -130,15 +120,15 @@ def _numbers(simulation: Simulation, ideal: float | None, report: Report, vpp: i
 
 
 def parse_costs(text: str, pp: int, vpp: int = 1) -> Costs:
-    """The costs that ``F=1,B=2`` (of a rank, whose chunks share them) or ``F=1:1:1:1.5`` (of each stage) stands for.
+    """Costs from text: ``F=1,B=2`` per rank, divided over its chunks, or ``F=1:1:1:1.5`` per stage.
 
     Args:
-        text: of the command line.
+        text: text of ``--costs``.
         pp: pipeline ranks.
         vpp: chunks of a rank.
 
     Raises:
-        ConfigError: with every entry that cannot be read.
+        ConfigError: for every entry that cannot be read.
     """
     num_stages = pp * vpp
     found: list[Problem] = []

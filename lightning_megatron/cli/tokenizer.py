@@ -6,8 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_megatron.cli.common import size_in_bytes
-from lightning_megatron.cli.preprocess import one_line
+from lightning_megatron.cli.common import command_parser, exit_status, one_line, size_in_bytes
 from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE
 from lightning_megatron.data.preprocessing.train_tokenizer import train_tokenizer
 
@@ -23,12 +22,7 @@ example:
 
 def train_tokenizer_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron train-tokenizer",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("train-tokenizer", _DESCRIPTION, _EXAMPLE)
     add = parser.add_argument
     add(
         "--input",
@@ -81,25 +75,25 @@ def train_tokenizer_parser() -> argparse.ArgumentParser:
 def train_tokenizer_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron train-tokenizer`` with these arguments; returns the exit code (2: the user's error)."""
     args = train_tokenizer_parser().parse_args(argv)
-    try:
-        path = train_tokenizer(
-            args.input,
-            args.output,
-            vocab_size=args.vocab_size,
-            model_type=args.model_type,
-            json_keys=args.json_keys,
-            byte_fallback=args.byte_fallback,
-            unk_id=args.unk_id,
-            bos_id=args.bos_id,
-            eos_id=args.eos_id,
-            pad_id=args.pad_id,
-            max_sentences=args.max_sentences,
-            seed=args.seed,
-            num_threads=args.threads,
-            longest_line=args.longest_line,
-        )
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
+    return exit_status(lambda: _run(args), ValueError, OSError, ModuleNotFoundError, text=one_line)
+
+
+def _run(args: argparse.Namespace) -> int:
+    path = train_tokenizer(
+        args.input,
+        args.output,
+        vocab_size=args.vocab_size,
+        model_type=args.model_type,
+        json_keys=args.json_keys,
+        byte_fallback=args.byte_fallback,
+        unk_id=args.unk_id,
+        bos_id=args.bos_id,
+        eos_id=args.eos_id,
+        pad_id=args.pad_id,
+        max_sentences=args.max_sentences,
+        seed=args.seed,
+        num_threads=args.threads,
+        longest_line=args.longest_line,
+    )
     print(f"{path}: {args.vocab_size} tokens", file=sys.stderr)
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,23 +11,24 @@ from lightning.pytorch.cli import LightningArgumentParser
 import lightning_megatron  # noqa: F401 - registers the strategy, and makes modules known by their short names
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
+from lightning_megatron.cli.common import fail
 from lightning_megatron.data import DataError
 from lightning_megatron.errors import ConfigError
 
 
 class BriefParser(LightningArgumentParser):
-    """LightningCLI's parser, whose errors are two lines: what is wrong, and where help is."""
+    """LightningCLI's parser with errors of two lines: the fault, and the command for help."""
 
     def print_usage(self, file: Any = None) -> None:
-        """Nothing: the parser prints it before each error, and here that is fifty lines."""
+        """Print nothing: the parser calls this before each error, and the usage has fifty lines."""
 
 
 def trainer_command(argv: Sequence[str] | None) -> int:
     """Run LightningCLI; any LightningModule and LightningDataModule may be named.
 
     Args:
-        argv: the command and its words; ``None`` for those of this process, which is what a job of several processes
-            started by Lightning needs: it starts the others with them.
+        argv: the command and its words; ``None`` for those of this process, with which Lightning starts the other
+            processes of a job.
 
     Returns:
         The exit status: 0, or 2 where the configuration or the data is at fault.
@@ -47,13 +47,12 @@ def trainer_command(argv: Sequence[str] | None) -> int:
         fault = _users_fault(error)
         if fault is None:
             raise
-        print(f"error: {fault}", file=sys.stderr)
-        return 2
+        return fail(fault)
     return 0
 
 
 def _users_fault(error: BaseException | None) -> Exception | None:
-    """The one of our errors, whose text is all a user needs, that is or has caused this one."""
+    """This error or the first of its causes that is one of ours; its text is all that a user needs."""
     while error is not None and not isinstance(error, ConfigError | DataError | CheckpointError):
         error = error.__cause__  # the parser wraps what a class raises while it is built
     return error

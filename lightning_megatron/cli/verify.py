@@ -1,14 +1,14 @@
-"""``lightning-megatron verify``: is a checkpoint whole, and what was written?"""
+"""``lightning-megatron verify``: a check of a checkpoint against the manifest of what was written."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_megatron.checkpoint import verify
+from lightning_megatron.cli.common import command_parser, fail
 
 _DESCRIPTION = """\
 Compare every file of a checkpoint directory with the manifest, and look whether every tensor is covered once and every
@@ -20,11 +20,7 @@ arguments."""
 
 def verify_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron verify",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("verify", _DESCRIPTION)
     parser.add_argument("path", metavar="PATH", help="checkpoint directory, NAME.ckpt")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, with all tensors of each fault")
     return parser
@@ -35,8 +31,7 @@ def verify_command(argv: Sequence[str]) -> int:
     args = verify_parser().parse_args(list(argv))
     if not Path(args.path).is_dir():
         found = "is a file, and no checkpoint directory" if Path(args.path).exists() else "there is no such directory"
-        print(f"error: {args.path}: {found}", file=sys.stderr)
-        return 2
+        return fail(f"{args.path}: {found}")
     faults = verify(args.path)
     if args.json:
         listed = [{"file": fault.file, "fault": fault.what, "tensors": list(fault.tensors)} for fault in faults]

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -127,11 +126,6 @@ def test_the_page_on_design_has_every_module_and_no_other():
     assert here == FLOORS.keys() - {""}
     assert SIGHT == {"ops": 2, "pipeline": 4, "optim": 4, "checkpoint": 4, "data": 4}
     assert ("moe", "layers") in NEIGHBOURS
-
-
-def test_no_folder_has_more_than_15_files():
-    folders = Counter(path.parent for path in FILES if "site" not in path.parts)
-    assert {folder.name: count for folder, count in folders.items() if count > 15} == {}
 
 
 def test_no_module_imports_itself_through_others():

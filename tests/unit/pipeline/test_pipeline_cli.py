@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from lightning_megatron.cli.main import main
 from lightning_megatron.cli.schedule import parse_costs, schedule_command
 from lightning_megatron.pipeline.action import parse_schedule
 from lightning_megatron.pipeline.schedule import interleaved, zero_bubble
@@ -62,7 +63,7 @@ def test_costs(capsys) -> None:
 def test_forward_only_and_help(capsys) -> None:
     assert schedule_command(["--pp", "2", "--vpp", "2", "--micro-batches", "3", "--forward-only"]) == 0
     assert "step time         3.5\n" in capsys.readouterr().out
-    assert schedule_command(["--help"]) == 0
+    assert main(["schedule", "--help"]) == 0
     assert "--micro-batches" in capsys.readouterr().out
 
 
@@ -84,7 +85,7 @@ def test_forward_only_and_help(capsys) -> None:
     ],
 )
 def test_refusals(words: str, fragment: str, capsys) -> None:
-    assert schedule_command(words.split()) == 2
+    assert main(["schedule", *words.split()]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
     assert fragment in err
