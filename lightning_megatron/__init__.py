@@ -1,6 +1,6 @@
 """Train large transformers with Megatron's parallelism from an ordinary Lightning Trainer.
 
-The names below are imported when they are first asked for, so that whatever needs no Lightning does not wait for it.
+The names below are imported at their first use, so that programs without Lightning do not wait for its import.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Arguments held against their annotations and against rules that are data, before anything is made of them."""
+"""Checks of arguments by their annotations and by rules that are data, before the arguments are used."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ P = ParamSpec("P")
 
 
 class Rule(NamedTuple):
-    """Bounds of a value beside its type; for numbers, times and lists.
+    """Bounds of a value in addition to its type; for numbers, times and lists.
 
     Attributes:
-        text: in words, to stand behind "a whole number".
-        holds: whether a value of the type is so.
-        nearest: values that are so.
+        text: words that follow "a whole number".
+        holds: function that returns True for a value in bounds.
+        nearest: values in bounds.
     """
 
     text: str
@@ -30,13 +30,13 @@ class Rule(NamedTuple):
 
 
 class OneOf(NamedTuple):
-    """Words that a text must be among."""
+    """Words, one of which a text must be."""
 
     known: Collection[str]
 
 
 class Check(NamedTuple):
-    """A check that says more than a rule: a function from a value of the right type to its faults."""
+    """A function that returns the faults of a value of the right type, for checks that are no bounds."""
 
     problems: Callable[[Any], list[Problem]]
 
@@ -46,17 +46,17 @@ Rules = Mapping[str, AnyRule]
 
 
 def at_least(least: float) -> Rule:
-    """``least`` and above."""
+    """Values from ``least`` on."""
     return Rule(f"of at least {least}", lambda value: value >= least, (least,))
 
 
 def above(low: Any, *nearest: object) -> Rule:
-    """All above ``low``."""
+    """Values above ``low``."""
     return Rule(f"above {low}", lambda value: value > low, nearest)
 
 
 def within(least: float, end: float) -> Rule:
-    """``least`` and above, below ``end``."""
+    """Values from ``least`` on, below ``end``."""
     return Rule(f"of at least {least} and less than {end}", lambda value: least <= value < end)
 
 
@@ -66,10 +66,10 @@ def argument_problems(
     """Faults of single values.
 
     Args:
-        values: by name.
-        hints: types by name; what has none may be anything.
-        rules: what else must hold, by name.
-        defaults: what is taken where nothing is given, by name.
+        values: values by name.
+        hints: types by name; a value without one may have any type.
+        rules: rules by name.
+        defaults: default values by name.
     """
     found = []
     for name, value in values.items():
@@ -92,8 +92,8 @@ def field_problems(instance: Any, rules: Rules, leave: Collection[str] = ()) -> 
 
     Args:
         instance: the dataclass.
-        rules: what else must hold, by name of the field.
-        leave: fields that are checked elsewhere.
+        rules: rules by name of the field.
+        leave: fields that other code checks.
     """
     known = [field for field in fields(instance) if field.init and field.name not in leave]
     values = {field.name: getattr(instance, field.name) for field in known}
@@ -104,11 +104,11 @@ def field_problems(instance: Any, rules: Rules, leave: Collection[str] = ()) -> 
 def checked(
     elsewhere: Mapping[str, str] | None = None, **rules: AnyRule
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorate an ``__init__``: its arguments are checked before it runs, all at once.
+    """Decorate an ``__init__`` with checks of all its arguments before it runs.
 
     Args:
-        elsewhere: our names of arguments by the names that other programs give them.
-        **rules: what must hold of a value besides its annotation, by argument.
+        elsewhere: our names of arguments by other programs' names.
+        **rules: rules by argument, in addition to annotations.
 
     Returns:
         A decorator. The new ``__init__`` raises a ``ConfigError`` with every argument that is unknown, missing, of
@@ -152,14 +152,14 @@ def _unknown(
 def unknown_name(
     name: str, value: object, what: str, known: Sequence[str], elsewhere: Mapping[str, str] | None = None
 ) -> Problem:
-    """The fault of a name that nothing has.
+    """The fault of an unknown name.
 
     Args:
-        name: as given.
-        value: given under that name.
-        what: would have that name: "argument of MegatronStrategy".
-        known: names that there are.
-        elsewhere: known names, or what to do instead, by the names of other programs.
+        name: name that the user gave.
+        value: value that the user gave.
+        what: kind of name, such as "argument of MegatronStrategy".
+        known: known names.
+        elsewhere: known names, or advice, by other programs' names.
     """
     ours = (elsewhere or {}).get(name)
     if ours is not None and ours not in known:
@@ -168,7 +168,7 @@ def unknown_name(
 
 
 def _single(bound: inspect.BoundArguments) -> dict[str, object]:
-    """Arguments that have a name of their own; neither ``self`` nor what ``*`` and ``**`` take."""
+    """Named arguments, without ``self`` and those that ``*`` and ``**`` take."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     taken = list(bound.arguments.items())[1:]
     return {name: value for name, value in taken if bound.signature.parameters[name].kind not in several}
@@ -188,7 +188,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _fits_one(value: object, hint: Any) -> bool:
-    """True if a value has a type that is no union; a type that cannot be looked into fits all."""
+    """True if a value has a type that is not a union; an unknown kind of type fits all values."""
     if hint is None or hint is NoneType:
         return value is None
     if hint is int:
@@ -200,8 +200,8 @@ def _fits_one(value: object, hint: Any) -> bool:
         return any(type(value) is type(word) and value == word for word in inner)
     if origin is not None and isinstance(origin, type):
         if issubclass(origin, Mapping):
-            return isinstance(value, Mapping)  # whose entries have checks of their own
-        if issubclass(origin, Sequence):  # a list will do for a tuple: YAML has no other
+            return isinstance(value, Mapping)  # its entries have checks of their own
+        if issubclass(origin, Sequence):  # lists stand for tuples, which YAML does not have
             return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
     kind = origin or hint
     return isinstance(value, kind) if isinstance(kind, type) and not _is_protocol(kind) else True
@@ -226,11 +226,11 @@ _WORDS: dict[Any, str] = {
     None: "None",
 }
 _NO_RULE = (str, bool, None, NoneType)
-"""Types whose values no :class:`Rule` is about."""
+"""Types to which no :class:`Rule` applies."""
 
 
 def _wanted(hint: Any, rule: AnyRule | None) -> str:
-    """The types of a value in words, with what its rule adds."""
+    """The types of a value and its rule in words."""
     words = []
     for part in _parts(hint):
         if get_origin(part) is Literal:
@@ -250,7 +250,7 @@ def _kind(kind: Any) -> str:
 
 
 def _near(value: object, hint: Any, rule: AnyRule | None, default: object) -> Iterator[object]:
-    """Values that would do: those that come from the given one, those of the rule, the default."""
+    """Valid values near the given one: derived from it, from the rule, and the default."""
     ruled = list(rule.nearest) if isinstance(rule, Rule) else []
     defaults = [] if default is MISSING else [default]
     for candidate in [*_numbers(value, hint), *(ruled + defaults if _fits(value, hint) else defaults + ruled)]:
@@ -259,7 +259,7 @@ def _near(value: object, hint: Any, rule: AnyRule | None, default: object) -> It
 
 
 def _numbers(value: object, hint: Any) -> Iterable[object]:
-    """Numbers that somebody may have meant."""
+    """Numbers that the user may have meant."""
     if isinstance(value, bool) or not isinstance(value, str | float):
         return ()
     try:

@@ -1,6 +1,6 @@
-"""The errors that a user can meet, and the nearest values that would do.
+"""Errors that a user can meet, with the nearest valid values.
 
-A check of a configuration never stops at the first fault: it returns every :class:`Problem` it finds, and one
+A check of a configuration does not stop at the first fault: it returns every :class:`Problem` it finds, and one
 :class:`ConfigError` shows them all.
 """
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault in what the user asked for.
+    """One fault in a configuration.
 
     Attributes:
-        argument: the argument as the user writes it (``"tp"``, ``"micro_batch_size"``).
-        value: the value it has.
-        reason: why that value cannot work, with the numbers that collide.
-        nearest: the nearest values that would work, closest first; empty where there is no such list.
+        argument: name of the argument as the user writes it (``"tp"``, ``"micro_batch_size"``).
+        value: value of the argument.
+        reason: reason why the value is invalid, with the numbers that conflict.
+        nearest: nearest valid values, closest first; empty if they are not known.
     """
 
     argument: str
@@ -45,7 +45,7 @@ class ConfigError(ValueError):
         super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.problems,)  # an exception travels between processes with the arguments it was made of
+        return type(self), (self.problems,)  # pickling passes an exception's arguments to its constructor
 
 
 def raise_if_any(problems: Iterable[Problem]) -> None:
@@ -76,7 +76,7 @@ def multiples_around(value: int, step: int) -> tuple[int, ...]:
 
 
 def is_whole(value: object, at_least: int) -> bool:
-    """True if ``value`` is an ``int`` (``True`` and ``False`` are none) and large enough."""
+    """True if ``value`` is an ``int`` (not a ``bool``) and large enough."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
@@ -86,31 +86,31 @@ def divisors(n: int) -> list[int]:
 
 
 def nearest_names(name: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Known names that look like a mistyped one (all of them, if none looks alike)."""
+    """Known names similar to a mistyped one; all of them if none is similar."""
     from difflib import get_close_matches
 
     return tuple(get_close_matches(name, known, n=3, cutoff=0.5)) or tuple(known)
 
 
 class DataError(ValueError):
-    """Bad data. The text names the file, the line where there is one, what is wrong, and what to do."""
+    """Bad data. The text names the file, the line if known, the fault, and the remedy."""
 
     @classmethod
     def at(cls, path: str | Path, fault: str, *, line: int | None = None, do: str = "") -> DataError:
-        """The error for a place.
+        """The error at a place in a file.
 
         Args:
             path: the file (or the prefix of a pair) at fault.
-            fault: what is wrong, with its numbers.
+            fault: the fault, with its numbers.
             line: one-based line, for text files.
-            do: what the user can do about it.
+            do: remedy for the user.
         """
         place = f"{path}" if line is None else f"{path}, line {line}"
         return cls(f"{place}: {fault}; {do}" if do else f"{place}: {fault}")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved or loaded; the text says which, why, and what to do."""
+    """A checkpoint cannot be saved or loaded; the text has its path, the reason, and the remedy."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):

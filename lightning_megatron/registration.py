@@ -1,7 +1,7 @@
-"""Registration of our strategy and accelerator by name, as soon as Lightning is imported and not before.
+"""Registration of our strategy and accelerator by name, as soon as Lightning is imported.
 
-Lightning has no entry point for strategies, and importing it takes seconds. So where it is not there yet, a finder
-waits for ``lightning.pytorch`` in ``sys.meta_path``, and leaves when that has been imported.
+Lightning has no entry point for strategies, and importing it takes seconds. So before it is imported, a finder in
+``sys.meta_path`` waits for ``lightning.pytorch``, and is removed after that import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _AWAITED = "lightning.pytorch"
 
 
 def register_with_lightning() -> None:
-    """Register now if Lightning is imported, else right after it will have been."""
+    """Register now if Lightning is imported, else right after its import."""
     if _AWAITED in sys.modules:
         _register()
     elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
@@ -28,10 +28,10 @@ def _register() -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finder of one module, which the others find for it."""
+    """Finder of one module, by the other finders."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The others' answer, with a loader that registers at its end."""
+        """The other finders' spec, with a loader that registers after loading."""
         if name != _AWAITED:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
@@ -42,11 +42,11 @@ class _Waiting(MetaPathFinder):
 
 
 class _ThenRegister(Loader):
-    """Loader that does what another one does, and registers.
+    """Loader that calls another loader, and registers.
 
     Args:
-        loader: the other one, which is the module's own afterwards.
-        finder: to remove when its time is over.
+        loader: the other loader, which the module keeps as its own.
+        finder: finder that is removed after loading.
     """
 
     def __init__(self, loader: Loader, finder: MetaPathFinder) -> None:
@@ -54,15 +54,15 @@ class _ThenRegister(Loader):
         self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """The module, still empty."""
+        """The empty module."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module, and register what it can now be told of."""
+        """Load the module, and register."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        self._loader.exec_module(module)  # where this fails, the finder stays for another try
+        self._loader.exec_module(module)  # if this fails, the finder stays for another import
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         _register()

@@ -37,7 +37,7 @@ class RNGStreams:
         self._states: dict[str, torch.Tensor] = {}
 
     def seed(self, seed: int, *, tp_rank: int, pp_rank: int = 0, cp_rank: int = 0) -> None:
-        """Start the streams that differ between ranks; the default stream is left to whoever seeded it."""
+        """Start the streams that differ between ranks; the default stream keeps its seed."""
         seed += _CONTEXT_STRIDE * cp_rank + _STAGE_STRIDE * pp_rank
         seeds = {"tensor": seed + _OFFSETS["tensor"] + tp_rank, "context": seed + _OFFSETS["context"]}
         self._states = {name: devices.seeded_rng_state(value, self.device) for name, value in seeds.items()}

@@ -1,7 +1,7 @@
-"""What a user may ask for, and why a wish can be impossible.
+"""Parallel layouts, and their checks against a job, a model and its batches.
 
-Everything here is a frozen dataclass that checks itself, without processes and without torch. A check never stops at
-the first fault: it returns every :class:`Problem` it finds, and one :class:`ConfigError` shows them all.
+Everything here is a frozen dataclass that checks itself, without processes and without torch. A check does not stop at
+the first fault: it returns every :class:`Problem` that it finds, and one :class:`ConfigError` shows them all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol, runtime_checkable
 
+from lightning_megatron.arguments import Rules, argument_problems, at_least
 from lightning_megatron.errors import (
     Problem,
     divisors,
@@ -21,12 +22,16 @@ from lightning_megatron.errors import (
     raise_if_any,
 )
 
+BATCH_RULES: Rules = {"micro_batch_size": at_least(1)}
+"""Rules for arguments about batches, also those of the strategy."""
+_BATCH_HINTS = {"micro_batch_size": int | None}
+
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
-"""How context-parallel ranks attend to what the others hold; ``context.attention`` has one function for each."""
+"""Kinds of attention over context-parallel ranks; ``context_parallel.attention`` has a function for each."""
 
 
 class ModelShape(Protocol):
-    """What a layout must know of a model; ``TransformerConfig`` is one."""
+    """Sizes of a model that a layout is checked against; ``TransformerConfig`` has them."""
 
     @property
     def num_layers(self) -> int: ...  # noqa: D102
@@ -57,7 +62,7 @@ class BatchShape:
         micro_batch_size: samples of one forward; ``None`` means the whole batch.
         seq_length: tokens of one sample, ``None`` if unknown.
         vocab_size: one more than the largest token id, ``None`` if unknown.
-        global_batch_size: what the user says ``batch_size x dp x accumulate`` must be, ``None`` if they do not say.
+        global_batch_size: ``batch_size x dp x accumulate_grad_batches`` that the user expects, ``None`` if not given.
         accumulate_grad_batches: batches that Lightning accumulates before one optimizer step.
     """
 
@@ -71,17 +76,17 @@ class BatchShape:
 
 @runtime_checkable
 class HasModelShape(Protocol):
-    """Something handed to the Trainer that knows what model will be trained: a module."""
+    """A module that knows the shape of its model."""
 
     @property
     def model_shape(self) -> ModelShape | None:
-        """The model's shape; ``None`` if it says nothing."""
+        """The model's shape, ``None`` if unknown."""
         ...
 
 
 @runtime_checkable
 class HasBatchShape(Protocol):
-    """Something handed to the Trainer that knows what it will be fed: a data module."""
+    """A data module that knows the sizes of its batches."""
 
     @property
     def batch_shape(self) -> BatchShape:
@@ -91,20 +96,20 @@ class HasBatchShape(Protocol):
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How many ranks each kind of parallelism takes.
+    """Number of ranks in each kind of parallelism.
 
     Attributes:
         tp: tensor parallel: ranks that share every large matrix (https://arxiv.org/abs/1909.08053).
         pp: pipeline parallel: ranks that share the list of layers (https://arxiv.org/abs/2104.04473).
         cp: context parallel: ranks that share one sequence.
-        ep: expert parallel: ranks that share the experts of a layer; carved out of dp x cp x tp.
+        ep: expert parallel: ranks that share the experts of a layer; a part of dp x cp x tp.
         etp: expert tensor parallel: ranks that share one expert. ``None`` means ``tp``.
-        dp: data parallel replicas. ``None`` means whatever the world size leaves.
+        dp: data parallel replicas. ``None`` means all ranks that the other sizes leave.
         vpp: model chunks a pipeline rank holds (interleaved schedules).
-        sequence_parallel: shard norms and dropout over the sequence inside tp
-            (https://arxiv.org/abs/2205.05198). ``None`` means on where ``tp > 1``.
-        cp_comm_type: how context-parallel ranks attend: ``"p2p"`` (keys and values go round a ring), ``"all_gather"``
-            (of keys and values) or ``"a2a"`` (all-to-all, heads for tokens).
+        sequence_parallel: True to shard norms and dropout over the sequence inside tp
+            (https://arxiv.org/abs/2205.05198). ``None`` means ``tp > 1``.
+        cp_comm_type: communication of context-parallel attention: ``"p2p"`` (keys and values in a ring),
+            ``"all_gather"`` (of keys and values) or ``"a2a"`` (all-to-all, heads for tokens).
     """
 
     tp: int = 1
@@ -139,7 +144,7 @@ class ParallelLayout:
 
     @property
     def expert_tensor_parallel_size(self) -> int:
-        """``etp``, or ``tp`` where it is not given."""
+        """``etp``, or ``tp`` if it is not given."""
         return self.tp if self.etp is None else self.etp
 
     @property
@@ -154,9 +159,9 @@ class ParallelLayout:
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of a sequence must be a multiple of, or is padded to: every rank gets an equal part.
+        """Divisor of the sequence length (which is padded to it if needed): every rank gets an equal part.
 
-        Two chunks for each context-parallel rank, and each of them split again where sequences are sharded over tp.
+        There are two chunks for each context-parallel rank, and sequence parallelism splits each of them over tp.
         """
         chunks = 2 * self.cp if self.cp > 1 else 1
         return chunks * self.tp if self.uses_sequence_parallel else chunks
@@ -184,7 +189,7 @@ class ParallelLayout:
     def problems(
         self, world_size: int | None = None, model: ModelShape | None = None, batch: BatchShape | None = None
     ) -> list[Problem]:
-        """Every fault of this layout for a job, a model and a batch; give what is known."""
+        """Every fault of this layout for a job, a model and a batch, as far as they are given."""
         found: list[Problem] = []
         if world_size is not None:
             found += self._world_problems(world_size)
@@ -260,13 +265,13 @@ class ParallelLayout:
         return found + self.context_problems(heads, model.attention_dropout) + self._expert_problems(model)
 
     def context_problems(self, heads: int, dropout: float) -> list[Problem]:
-        """Why context-parallel ranks cannot share attention of so many query heads (over all tp ranks)."""
+        """Reasons why context-parallel ranks cannot share attention of ``heads`` query heads (over all tp ranks)."""
         found: list[Problem] = []
         if self.cp == 1:
             return found
         if self.cp_comm_type == "p2p" and dropout:
             reason = (
-                f"attention on a ring cannot drop weights (attention_dropout={dropout}): what is merged are sums over"
+                f"attention on a ring cannot drop weights (attention_dropout={dropout}): it merges sums over"
                 " all of them"
             )
             found.append(Problem("cp_comm_type", "p2p", reason, ("a2a", "all_gather")))
@@ -297,9 +302,11 @@ class ParallelLayout:
     def _batch_problems(self, batch: BatchShape, world_size: int | None) -> list[Problem]:
         found: list[Problem] = []
         size, micro, seq = batch.batch_size, batch.micro_batch_size, batch.seq_length
-        if micro is not None and micro < 1:
-            found.append(Problem("micro_batch_size", micro, "a micro-batch holds at least one sample", (1,)))
-        elif size is not None and micro is not None and size % micro:
+        too_small = argument_problems(
+            {"micro_batch_size": micro}, _BATCH_HINTS, BATCH_RULES, {"micro_batch_size": None}
+        )
+        found += too_small
+        if not too_small and size is not None and micro is not None and size % micro:
             reason = f"a batch of {size} samples does not split into micro-batches of {micro}"
             found.append(Problem("micro_batch_size", micro, reason, nearest_to(micro, divisors(size))))
         if seq is not None and seq % self.sequence_multiple:
@@ -313,7 +320,7 @@ class ParallelLayout:
         return found
 
     def _why_cut(self) -> str:
-        """Why sequences have to split into :attr:`sequence_multiple` parts."""
+        """Reason why sequences must split into :attr:`sequence_multiple` parts."""
         if self.cp == 1:
             return f"sequence parallelism splits every sequence over tp={self.tp} ranks"
         pieces = f"{self.sequence_multiple} pieces"
@@ -323,7 +330,7 @@ class ParallelLayout:
 
 
 def _indivisible(sizes: dict[str, int], total: int, reason: str) -> list[Problem]:
-    """Why a product of sizes does not divide ``total``.
+    """Problems of sizes whose product does not divide ``total``.
 
     Returns:
         One problem for each size that would mend it alone; if none would, one with the nearest sizes that do together.
@@ -338,14 +345,14 @@ def _indivisible(sizes: dict[str, int], total: int, reason: str) -> list[Problem
     if found:
         return found
     choices = [c for c in product(divisors(total), repeat=len(sizes)) if total % math.prod(c) == 0]
-    # By ratio and not by difference: 8 is as far from 4 as 2 is from 1.
+    # Distance by ratio, not by difference: 8 is as far from 4 as 2 is from 1.
     choices.sort(key=lambda c: (round(sum(abs(math.log(a / b)) for a, b in zip(c, sizes.values(), strict=True)), 6), c))
     nearest = tuple(" x ".join(map(str, c)) for c in choices[:3])
     return [Problem(" x ".join(sizes), " x ".join(map(str, sizes.values())), reason, nearest)]
 
 
 def _feeding_problems(batch: BatchShape, model: ModelShape) -> list[Problem]:
-    """Why a model cannot take such batches."""
+    """Faults of batches for a model."""
     found = []
     longest, vocab = model.max_position_embeddings, model.vocab_size
     if batch.seq_length is not None and batch.seq_length > longest:

@@ -1,4 +1,4 @@
-"""What a mixture of experts may be asked to be."""
+"""Configuration of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOE_RULES: Rules = {
     "moe_capacity_bins_interval": at_least(0),
     "moe_capacity_bins_max_overhead": at_least(0.0),
 }
-"""Rules for single fields, beside their types."""
+"""Rules for single fields, in addition to their types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,30 +44,30 @@ class MoEConfig:
         moe_layers: numbers of the layers that have experts; empty for all.
         moe_ffn_hidden_size: features inside one expert; 0 means ``ffn_hidden_size``.
         moe_router_topk: experts ``k`` that a token visits.
-        moe_router_score: how logits become weights: ``"softmax"`` or ``"sigmoid"`` (DeepSeek-V3).
-        moe_router_pre_softmax: softmax over all experts before the choice, so that weights of the chosen do not sum to
-            1; the default, as in Mixtral, is softmax over the chosen.
-        moe_router_scaling_factor: what weights are multiplied with.
+        moe_router_score: function from logits to weights: ``"softmax"`` or ``"sigmoid"`` (DeepSeek-V3).
+        moe_router_pre_softmax: True for softmax over all experts before the choice, so that the chosen weights do not
+            sum to 1; the default, as in Mixtral, is softmax over the chosen experts.
+        moe_router_scaling_factor: factor of the weights.
         moe_load_balancing: loss that evens out the load: over a micro-batch (``"aux_loss"``), over each sequence
             (``"seq_aux_loss"``), over the whole batch so far (``"global_aux_loss"``), or ``"none"``.
         moe_aux_loss_coeff: weight of that loss.
         moe_z_loss_coeff: weight of the loss that keeps router logits small (https://arxiv.org/abs/2202.08906).
-        moe_input_jitter_eps: the router's input is multiplied with uniform noise in ``1 - eps .. 1 + eps``.
-        moe_expert_bias_update_rate: after each step, experts with few tokens become that much easier to choose
-            (https://arxiv.org/abs/2408.15664); needs sigmoid scores, 0 is off.
+        moe_input_jitter_eps: width of uniform noise, the router's input is multiplied by ``1 - eps .. 1 + eps``.
+        moe_expert_bias_update_rate: step of the bias that favours experts with few tokens, updated after each optimizer
+            step (https://arxiv.org/abs/2408.15664); it needs sigmoid scores, 0 is off.
         moe_shared_expert_ffn_hidden_size: features inside an expert that every token visits; 0 for none.
         moe_token_dispatcher: ``"alltoall"`` sends tokens to their experts' ranks, ``"allgather"`` all tokens to all.
-        moe_capacity_factor: an expert takes ``ceil(T k / E x factor)`` of a rank's tokens, and the rest passes it by;
-            0 takes all.
-        moe_token_drop_policy: which tokens stay: those of the highest weight (``"probs"``), or the first
+        moe_capacity_factor: factor of an expert's capacity, ``ceil(T k / E x factor)`` of a rank's tokens; it drops
+            the others. 0 drops none.
+        moe_token_drop_policy: tokens that stay: those of the highest weight (``"probs"``), or the first
             (``"position"``).
-        moe_pad_to_capacity: fill every expert up to its capacity, so that shapes never change.
-        moe_capacity_bins: number of capacities, of which the smallest that drops nothing is filled up to; 0 for none.
-        moe_capacity_bins_base: each bin is this much wider than the one before.
-        moe_capacity_bins_alignment: capacities are multiples of this.
-        moe_capacity_bins_interval: optimizer steps after which bins are cut anew by their use; 0 never.
-        moe_capacity_bins_max_overhead: bins are left alone while they waste at most this share of what is needed.
-        moe_dynamic: tokens are gathered, and one operator routes and computes; on Gaudi a fused one.
+        moe_pad_to_capacity: True to pad every expert to its capacity, so that shapes never change.
+        moe_capacity_bins: number of capacities; each layer pads to the smallest that drops nothing. 0 for none.
+        moe_capacity_bins_base: ratio of a bin to the one before.
+        moe_capacity_bins_alignment: divisor of all capacities.
+        moe_capacity_bins_interval: optimizer steps between adjustments of the bins to their use; 0 for none.
+        moe_capacity_bins_max_overhead: share of padding up to which bins are not adjusted.
+        moe_dynamic: True to gather tokens, and to route and compute by one operator; on Gaudi a fused one.
     """
 
     num_experts: int = 0
@@ -115,7 +115,7 @@ class MoEConfig:
         return found + self._capacity_problems()
 
     def _capacity_problems(self) -> list[Problem]:
-        """Mixtures of ways to bound the load that exclude each other."""
+        """Faults of options for the load that exclude each other."""
         found = []
         bins, factor, dynamic = self.moe_capacity_bins, self.moe_capacity_factor, self.moe_dynamic
         if bins and factor:

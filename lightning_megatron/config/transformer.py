@@ -38,7 +38,7 @@ RULES: Rules = {
     "label_smoothing": within(0.0, 1.0),
     "vocab_multiple": at_least(1),
 }
-"""Rules for single fields, beside their types."""
+"""Rules for single fields, in addition to their types."""
 
 ELSEWHERE = {
     "num_hidden_layers": "num_layers",
@@ -78,15 +78,15 @@ def unknown_fields(given: Mapping[str, object]) -> list[Problem]:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """LLaMA 3.1's rule: frequencies of long wavelength are slowed down, short ones kept, and those between blended.
+    """LLaMA 3.1's rule: frequencies of long wavelength are slowed, short ones kept, and those between interpolated.
 
     Source: the published LLaMA 3.1 configuration (``rope_type: llama3``).
 
     Attributes:
-        factor: how much low frequencies are slowed.
+        factor: factor by which low frequencies are slowed.
         low_freq_factor: wavelengths above ``original_max_position_embeddings / low_freq_factor`` are slowed fully.
         high_freq_factor: wavelengths below ``original_max_position_embeddings / high_freq_factor`` are kept.
-        original_max_position_embeddings: context length of the pretraining that the model grew out of.
+        original_max_position_embeddings: context length of the model's pretraining.
     """
 
     factor: float = 8.0
@@ -113,31 +113,31 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class TransformerConfig(MoEConfig):
-    """The shape of a decoder-only transformer, in the field's words; of its experts, see :class:`MoEConfig`.
+    """The shape of a decoder-only transformer; :class:`MoEConfig` has the fields about experts.
 
     Attributes:
         num_layers: transformer blocks.
         hidden_size: features ``H`` between blocks.
         num_attention_heads: query heads.
-        vocab_size: true size of the vocabulary; padding is the layout's business.
+        vocab_size: size of the vocabulary without padding, which depends on the layout.
         max_position_embeddings: longest sequence.
         ffn_hidden_size: features inside the feed-forward layer; ``None`` means ``4 hidden_size``.
-        num_query_groups: key/value heads; ``None`` means one a query head.
+        num_query_groups: key/value heads; ``None`` means one per query head.
         head_dim: features of a head; ``None`` means ``hidden_size / num_attention_heads``.
         norm: ``"layernorm"`` or ``"rmsnorm"``.
-        norm_epsilon: added under the norm's root.
+        norm_epsilon: summand under the norm's root.
         activation: ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or ``"swiglu"``.
         position_embedding: ``"learned"``, ``"rope"`` or ``"none"``.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: LLaMA 3's rule, or ``None``; a dict of its fields is taken too (YAML).
-        add_bias_linear: whether linear layers have biases.
-        tie_embeddings: whether the output layer is the embedding.
+        rope_scaling: LLaMA 3's rule, or ``None``; a dict of its fields is accepted too (YAML).
+        add_bias_linear: True if linear layers have biases.
+        tie_embeddings: True if the output layer is the embedding.
         init_std: standard deviation of initial weights; output projections get ``init_std / sqrt(2 num_layers)``.
-        hidden_dropout: dropout of embeddings and of each sub-layer's output.
-        attention_dropout: dropout of attention weights.
-        label_smoothing: share ``s`` of the target's probability that goes to all ``V`` tokens alike, the target among
-            them: torch's definition. Megatron-LM's goes to the ``V - 1`` others; its ``s`` is ``s V / (V - 1)`` here.
-        vocab_multiple: the vocabulary is padded to a multiple of this times tp.
+        hidden_dropout: dropout probability of embeddings and of each sub-layer's output.
+        attention_dropout: dropout probability of attention weights.
+        label_smoothing: share ``s`` of the target's probability that goes to all ``V`` tokens equally, including the
+            target: torch's definition. Megatron-LM's goes to the ``V - 1`` others; its ``s`` is ``s V / (V - 1)`` here.
+        vocab_multiple: divisor of the padded vocabulary, times tp.
     """
 
     num_layers: int
@@ -163,7 +163,7 @@ class TransformerConfig(MoEConfig):
     vocab_multiple: int = 128
 
     def __post_init__(self) -> None:
-        # Open fields are derived once, here, so that everybody else reads numbers.
+        # Fields that are not given are derived once, here: all others read numbers.
         found = self._value_problems()
         if isinstance(self.rope_scaling, Mapping):
             known = [f.name for f in fields(RopeScaling)]
@@ -261,7 +261,7 @@ class TransformerConfig(MoEConfig):
         """Parameters of the model this describes, vocabulary padding not counted.
 
         Args:
-            active: of experts, and of their rows in the router, count only the ``moe_router_topk`` that a token visits.
+            active: True to count only the ``moe_router_topk`` experts of a token, and their rows of the router.
         """
         h = self.hidden_size
         norm = h if self.norm == "rmsnorm" else 2 * h

@@ -1,1 +1,1 @@
-"""Files: read whole or mapped, written under a name of their own, with errors that name them."""
+"""Files: read whole or mapped, written under temporary names, with errors that name them."""

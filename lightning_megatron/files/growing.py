@@ -1,8 +1,8 @@
-"""Files that grow under a name of their own, and get the right one when they are complete and on the disk.
+"""Files that are written under a temporary name, and renamed when they are complete and on the disk.
 
-Whoever writes one holds a lock on it for as long as it lives, which ends with the process, however that ends. So what
-dead runs have left is known by its lock being free, also from another machine, and goes when the same name is written
-again. Where a file system has no locks, it stays.
+The writing process holds a lock on its file, which the system frees when the process ends in any way. A free lock so
+identifies the leftover of a dead run, also on another machine. It is removed when the same name is written again. On a
+file system without locks it stays.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ except ImportError:  # not on Windows
 
 
 class GrowingFile:
-    """A file of its own beside ``final``; it has the permissions that any new file of the user's would have.
+    """A temporary file next to ``final``, with the permissions of an ordinary new file.
 
     Args:
-        final: the name that :meth:`publish` gives it.
+        final: path that :meth:`publish` gives it.
 
     Attributes:
-        path: its name until then.
-        stream: to write to.
+        path: temporary path.
+        stream: binary stream of the file, open for writing.
     """
 
     def __init__(self, final: Path) -> None:
@@ -39,33 +39,33 @@ class GrowingFile:
         self.path, self.stream = _locked(final)
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until the written bytes are on the disk."""
         with writing(self.path):
             self.stream.flush()
             os.fsync(self.stream.fileno())
 
     def publish(self) -> None:
-        """Give it its name, once it is on the disk."""
+        """Rename it to ``final``, once it is on the disk."""
         self.sync()
         os.replace(self.path, self._final)
         self.stream.close()
 
     def discard(self) -> None:
-        """Drop it, unless it is published."""
+        """Remove it, unless it is published."""
         if self.stream.closed:
             return
-        with suppress(OSError):  # what is still in memory may find no space
+        with suppress(OSError):  # buffered bytes may find no space
             self.stream.close()
         self.path.unlink(missing_ok=True)
 
 
 def sweep(path: Path) -> None:
-    """Clear what dead runs have left of a file that was to be called so."""
+    """Remove temporary files that dead runs have left beside ``path``."""
     if fcntl is None:
         return
     for left in path.parent.glob("*"):
         if left.name.startswith(f"{path.name}.tmp-"):
-            with suppress(OSError), left.open("rb") as stream:  # somebody writes it, or there are no locks
+            with suppress(OSError), left.open("rb") as stream:  # another process writes it, or there are no locks
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink()
 
@@ -73,10 +73,10 @@ def sweep(path: Path) -> None:
 def _locked(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         own = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
-        stream = own.open("xb")  # not tempfile's, which are the user's alone whatever the umask says
+        stream = own.open("xb")  # tempfile would ignore the umask and allow only the user
         if fcntl is not None:
             with suppress(OSError):
                 fcntl.flock(stream, fcntl.LOCK_EX)
-        if os.fstat(stream.fileno()).st_nlink:  # nobody has swept it away before it was locked
+        if os.fstat(stream.fileno()).st_nlink:  # no other process has removed it before it was locked
             return own, stream
         stream.close()

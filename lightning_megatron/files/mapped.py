@@ -1,8 +1,8 @@
-"""Files that are mapped into memory, and must keep their length as long as they are.
+"""Checks that files mapped into memory keep their length.
 
-A process that reads beyond the end of a mapped file dies of SIGBUS without a word. So their lengths are looked at
-while they are read: a file that somebody cuts off is an error with its name, unless it happens within the pause
-between two looks. One that is replaced or removed is no fault: what is mapped lives on.
+A process that reads beyond the end of a mapped file dies of SIGBUS without a message. So lengths are checked during
+reading: a file that was truncated is an error with its name, unless it happens between two checks. A file that was
+replaced or removed is no fault: its mapping stays valid.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 from lightning_megatron.errors import DataError
 
 _PAUSE = 0.002
-"""Seconds between two looks: on a local disk a look takes microseconds, on one that is shared up to a millisecond."""
+"""Seconds between two checks. A check takes microseconds on a local disk, up to a millisecond on a shared one."""
 
 
 class MappedFiles:
-    """Lengths of files that this process has mapped; another process that gets it takes them anew.
+    """Lengths of files that this process has mapped; unpickling reads them again.
 
     Args:
         paths: the files.
@@ -28,18 +28,18 @@ class MappedFiles:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._known = {path: _Length.of(path) for path in paths}
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def check(self) -> None:
-        """Look at them, unless that was just done.
+        """Check the lengths, unless that was just done.
 
         Raises:
-            DataError: naming one that is shorter than it was.
+            DataError: if a file is shorter than it was.
         """
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check:
             return
-        self._next_look = now + _PAUSE
+        self._next_check = now + _PAUSE
         for path, before in self._known.items():
             try:
                 after = _Length.of(path)

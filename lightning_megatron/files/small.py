@@ -1,6 +1,6 @@
-"""Files that describe others and are read whole: as long as such a file may be, and no longer.
+"""Small files that are read whole, up to a maximum length.
 
-What a link leads to, and how long it is, is for whoever made the folder to say. A device or a pipe would never end.
+A folder from elsewhere may contain links to files of any length, and to devices and pipes, which never end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST = 1 << 28
-"""Bytes: several times the longest vocabulary and the longest list of files that anybody has published."""
+"""Bytes: several times the longest published vocabulary and list of files."""
 
 
 def read_small(file: str | os.PathLike[str], longest: int = LONGEST) -> bytes:
@@ -20,9 +20,9 @@ def read_small(file: str | os.PathLike[str], longest: int = LONGEST) -> bytes:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is no file, or a longer one.
+        ValueError: if it is not an ordinary file, or longer.
     """
-    if not stat.S_ISREG(os.stat(file).st_mode):  # before it is opened, which a pipe would wait in
+    if not stat.S_ISREG(os.stat(file).st_mode):  # before opening, which would block on a pipe
         raise ValueError("no ordinary file")
     with Path(file).open("rb") as stream:
         content = stream.read(longest + 1)
@@ -36,7 +36,7 @@ def read_json(file: str | os.PathLike[str]) -> Any:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is no file, or no JSON; with a reason to print behind the name of the file.
+        ValueError: if it is not a file, or not JSON; the text can follow the name of the file.
     """
     try:
         return json.loads(read_small(file).decode("utf-8"))

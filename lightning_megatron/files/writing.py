@@ -1,4 +1,4 @@
-"""Errors while a file is written, with its name: the system says "No space left on device", and not where."""
+"""Errors of writing with the name of the file: the system's "No space left on device" has none."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name a file in what the system says of it; an error that names a file already is left as it is.
+    """Add a file's name to errors of the system that have none.
 
     Args:
         path: the file.
 
     Raises:
-        OSError: as it was, with the name.
+        OSError: the error, with the name.
     """
     try:
         yield

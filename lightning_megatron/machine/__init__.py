@@ -1,1 +1,1 @@
-"""What a machine brings along besides its devices, and whether that fits together."""
+"""Software and limits of a machine, and checks that they fit together."""

@@ -1,4 +1,4 @@
-"""One fact about this machine, and what is wrong with it."""
+"""A fact about this machine, with its fault."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at.
+    """A checked fact.
 
     Attributes:
-        subject: what it is.
-        value: how it stands.
-        fault: what does not fit, and what to do; empty if nothing.
-        harmful: whether training will fail or go wrong for the fault; else it is worth knowing.
+        subject: name of the fact.
+        value: version, size or state.
+        fault: the fault and its remedy; empty if there is none.
+        harmful: True if training will fail or go wrong; else the fault is only a note.
     """
 
     subject: str

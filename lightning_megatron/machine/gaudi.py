@@ -56,7 +56,7 @@ def installed(package: str) -> str | None:
 
 
 def software(torch_version: str) -> Finding:
-    """The bridge, and whether it was built for this torch."""
+    """Version of the bridge, with a fault if it was built for another torch."""
     bridge = installed(BRIDGE)
     if bridge is None:
         return _software_without_release()
@@ -84,7 +84,7 @@ def _software_without_release() -> Finding:
 
 
 def driver() -> list[Finding]:
-    """What ``hl-smi`` says of the cards and their driver; nothing without it and without the software."""
+    """Cards and driver according to ``hl-smi``; empty without it and without Gaudi's software."""
     bridge = installed(BRIDGE)
     if shutil.which(_TOOL) is None:
         fault = f"no {_TOOL} on PATH: the driver's version is not known"
@@ -105,7 +105,7 @@ def driver() -> list[Finding]:
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Switches that are set, with what they do to a run."""
+    """Variables that are set, with their effect on a run."""
     found = [Finding(name, variables[name], effect, harmful) for name, value, effect, harmful in _SWITCHES
              if name in variables and value in (None, variables[name])]  # fmt: skip
     told = {finding.subject for finding in found}

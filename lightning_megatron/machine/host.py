@@ -1,4 +1,4 @@
-"""What the machine around the devices must offer: memory that processes share, and enough open files."""
+"""Limits of the host: shared memory and open files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_megatron.machine.finding import Finding
 
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_SHARED_BYTES = 10 << 30
-"""What Intel's container recipes give to workers of DataLoaders; a container's default is 64 MiB."""
+"""Shared memory for DataLoader workers in Intel's container recipes; a container's default is 64 MiB."""
 MANY_RANKS = 128
-"""Above so many ranks, connections run into the usual limit of open files (Intel's Megatron-LM, README)."""
+"""Number of ranks above which connections exceed the usual limit of open files (Intel's Megatron-LM, README)."""
 _ENOUGH_FILES = 1 << 16
 
 
 def shared_memory(directory: Path = SHARED_MEMORY, enough: int = ENOUGH_SHARED_BYTES) -> Finding:
-    """The size of the file system through which workers hand over batches."""
+    """Size of the file system through which DataLoader workers pass batches."""
     if not directory.is_dir():
         return Finding(str(directory), "absent", "workers of DataLoaders cannot hand over batches: use num_workers=0")
     stat = os.statvfs(directory)
@@ -35,7 +35,7 @@ def open_files(world_size: int) -> Finding:
 
 
 def raise_open_files(world_size: int) -> Finding:
-    """Raise the limit of open files of this process as far as it may itself, if a job of so many ranks needs it."""
+    """Raise this process's limit of open files to its hard limit, if a job of so many ranks needs it."""
     if world_size > MANY_RANKS:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if not _at_least(soft, _ENOUGH_FILES) and soft != hard:
@@ -44,7 +44,7 @@ def raise_open_files(world_size: int) -> Finding:
 
 
 def _limits_advice(world_size: int) -> str:
-    lines = "; ".join(f"{who} {kind} nofile unlimited" for who in ("*", "root") for kind in ("soft", "hard"))
+    lines = "; ".join(f"{user} {kind} nofile unlimited" for user in ("*", "root") for kind in ("soft", "hard"))
     return f"too few for the connections of {world_size} ranks: put into /etc/security/limits.conf: {lines}"
 
 

@@ -1,4 +1,4 @@
-"""Words of the backends of collectives when another rank does not answer."""
+"""Error texts of collective backends for a lost connection."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _WORDS = re.compile(
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """True if an error of a collective is another rank's fault: gone, or not there in time.
+    """True if an error of a collective means that another rank has ended or did not answer in time.
 
-    All of torch's backends raise a ``RuntimeError`` for that, as they do for wrong arguments; only texts differ.
+    All of torch's backends raise a ``RuntimeError`` for that, as they do for wrong arguments; only the texts differ.
     """
     return isinstance(error, RuntimeError) and bool(_WORDS.search(str(error)))

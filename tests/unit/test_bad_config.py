@@ -135,7 +135,7 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     "attention dropout on a ring": (
         check(ParallelLayout(cp=2), 2, LLAMA_8B.replace(attention_dropout=0.1)),
         [
-            "cp_comm_type='p2p': attention on a ring cannot drop weights (attention_dropout=0.1): what is merged are "
+            "cp_comm_type='p2p': attention on a ring cannot drop weights (attention_dropout=0.1): it merges "
             "sums over all of them; nearest valid: a2a, all_gather"
         ],
     ),
@@ -150,7 +150,7 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "empty micro-batch": (
         check(TP4, batch_size=12, micro_batch_size=0),
-        ["micro_batch_size=0: a micro-batch holds at least one sample; nearest valid: 1"],
+        ["micro_batch_size=0: must be a whole number of at least 1 or None; nearest valid: 1, None"],
     ),
     "sequence does not split over tp": (
         check(TP4, seq_length=1023),

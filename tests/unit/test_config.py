@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_megatron.config import transformer
 from lightning_megatron.config.layout import BatchShape, ParallelLayout
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, multiples_around, nearest_to
+from lightning_megatron.layers.norm import NORMS
 from lightning_megatron.models.presets import preset
+from lightning_megatron.ops.activation import ACTIVATIONS
 
 sizes = st.integers(1, 9)
 
@@ -89,6 +92,11 @@ def test_sizes_derived_from_a_changed_field_are_derived_again():
     assert (llama.ffn_hidden_size, llama.head_dim, llama.num_query_groups) == (14336, 64, 8)
     kept = preset("llama3.1-8b").replace(hidden_size=2048, head_dim=128)
     assert kept.head_dim == 128
+
+
+def test_every_norm_and_activation_that_a_configuration_names_exists():
+    assert set(transformer.NORMS) == set(NORMS)
+    assert set(transformer.ACTIVATIONS) == set(ACTIVATIONS)
 
 
 def test_an_error_travels_between_processes_with_its_problems():

@@ -1,4 +1,4 @@
-"""``op_report.json``: which versions of ops a run computes with, beside its logs."""
+"""``op_report.json``: the implementations of ops that a run uses, next to its logs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NAME = "op_report.json"
 
 
 def write_op_report(module: LightningModule, ops: Ops, mesh: ParallelMesh) -> None:
-    """Write what the modules of one model have chosen, and what calls so far made of it; all ranks call this.
+    """Write the choices of a model's modules, and the fallbacks of calls so far; all ranks call this.
 
-    It goes into the run's folder of the first logger that has one (TensorBoard's and CSV's do); not for
-    ``fast_dev_run``, and not to remote storage.
+    The file is in the log folder of the first logger that has one (TensorBoard's and CSV's do). There is none for
+    ``fast_dev_run``, and none on remote storage.
     """
     trainer = module.trainer
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     modules = choices_of(module)
     if mesh.pp.size > 1:  # the stages of one pipeline make up one model
-        speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
+        is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
         modules = {
             name: chosen
-            for stage in all_gather_object(mesh, modules if speaks else {})
+            for stage in all_gather_object(mesh, modules if is_source else {})
             for name, chosen in stage.items()
         }
     found = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
@@ -47,7 +47,7 @@ def write_op_report(module: LightningModule, ops: Ops, mesh: ParallelMesh) -> No
 
 
 def _write(folder: Path, text: str) -> None:
-    """Under its name there is never half of it."""
+    """Write under a temporary name, so that the file is never incomplete."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{NAME}.{os.getpid()}"
     unfinished.write_text(text)

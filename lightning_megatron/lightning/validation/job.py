@@ -15,7 +15,7 @@ from lightning_megatron import device as devices
 from lightning_megatron.arguments import Check, Rules, above, at_least
 from lightning_megatron.checkpoint.directory.locate import is_checkpoint
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
-from lightning_megatron.config.layout import BatchShape, HasBatchShape, HasModelShape, ParallelLayout
+from lightning_megatron.config.layout import BATCH_RULES, BatchShape, HasBatchShape, HasModelShape, ParallelLayout
 from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, problems_of
@@ -42,7 +42,8 @@ RULES: Rules = {
     "elementwise_optimizers": Check(lambda vouched: vouching_problems(vouched or ())),
     "pipeline_layout": Check(lambda text: [] if text is None else problems_of(parse_layout, text)),
     **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "vpp", "recompute_num_layers"), at_least(1)),
-    **dict.fromkeys(("micro_batch_size", "bucket_size"), at_least(1)),
+    **BATCH_RULES,
+    "bucket_size": at_least(1),
     **dict.fromkeys(("first_stage_layers", "last_stage_layers"), at_least(0)),
     "timeout": above(timedelta(0), timedelta(minutes=10)),
 }
