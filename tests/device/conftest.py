@@ -1,4 +1,4 @@
-"""What needs simulated HPUs is collected only where they are simulated: ``test_sessions.py`` starts such sessions."""
+"""Collection of these tests only in sessions that simulate HPUs, which ``test_sessions.py`` starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning on a Gaudi: who chooses it, what it says of itself, how ranks get their cards, when steps are marked.
+"""Lightning on a Gaudi: choice of the accelerator, its statistics, assignment of cards to ranks, marked steps.
 
 Run with ``make test-hpu``: this session must have the simulation (``--hpu-sim``).
 """
@@ -51,7 +51,7 @@ def module(**options: Any) -> GPTModule:
     return GPTModule("llama-tiny", lr=1e-3, **sizes, **options)
 
 
-# Who chooses
+# Choice of the accelerator
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_a_strategy_by_name_cannot_be_asked_and_says_so() -> None:
         Trainer(strategy="megatron", devices=1, **QUIET)
 
 
-@pytest.mark.parametrize("wish", [[0, 3], 0, "many"])
-def test_cards_are_counted_not_named(wish: Any) -> None:
+@pytest.mark.parametrize("asked", [[0, 3], 0, "many"])
+def test_cards_are_counted_not_named(asked: Any) -> None:
     with pytest.raises(ConfigError, match="devices="):
-        HPUAccelerator.parse_devices(wish)
+        HPUAccelerator.parse_devices(asked)
 
 
 # What it says

@@ -111,7 +111,7 @@ def test_recompute_follows_the_devices_switch():
 
 
 def test_row_maximum_and_sum_merge_parts_of_the_keys():
-    """What attention over several ranks needs: each part's maximum and sum of exponentials."""
+    """Results for attention over several ranks: each part's maximum and sum of exponentials."""
     q, k, v = (t.detach() for t in qkv())
     parts = [
         torch.ops.hpu.sdpa_recomp_fwd(q, k[:, :, at], v[:, :, at], None, 0.0, 0.3, False, True, "None", None, "left")

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` must know of the device's operators: shapes and dtypes of what they return."""
+"""Shapes and dtypes that ``torch.compile`` gets for the device's operators."""
 
 from __future__ import annotations
 

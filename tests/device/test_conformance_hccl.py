@@ -21,7 +21,7 @@ def mine(dtype=torch.float32, value=1.0):
 
 
 def refusal(function, *args, **kwargs):
-    """What a call raises on this rank, for the others to see that all ranks refused."""
+    """The error of a call on this rank, for a comparison between ranks."""
     with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
         function(*args, **kwargs)
     return str(caught.value)

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero-bubble": (2, {"pp": 2, "pipeline_schedule": "zero-bubble", "micro_batch_size": 2}),
 }
 WHOLE = ("one rank", "bf16", "all recomputed")
-"""Where a block is one graph."""
+"""Compiled blocks, each one graph."""
 
 
 def train(tokens: int, precision: Any = "32-true", **options: Any) -> tuple[list[float], int]:

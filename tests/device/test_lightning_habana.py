@@ -35,7 +35,7 @@ STUBBED = (
 
 
 class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """What lightning-habana imports of Gaudi's software and the simulation has not: nobody calls it here."""
+    """Names that lightning-habana imports from Gaudi's software and the simulation lacks; no test calls them."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.startswith(STUBBED):

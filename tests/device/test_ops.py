@@ -49,7 +49,7 @@ OPERATORS = {
     "RotaryPosEmbeddingHelperV1": "hpu::rotary_pos_embedding",
     "FusedAdamW": "hpu::optimizer_adamw",
 }
-"""What each kernel comes down to."""
+"""Operators that each kernel calls."""
 
 
 def called(name: str) -> int:

@@ -229,7 +229,7 @@ def test_an_unknown_compiler_is_refused_before_launch() -> None:
 
 
 def test_checked_arguments_keep_their_signature() -> None:
-    """Which is what LightningCLI reads."""
+    """Annotations are resolved, as LightningCLI does."""
     names = list(inspect.signature(MegatronStrategy).parameters)
     assert names[:2] == ["tp", "pp"]
     assert inspect.signature(MegatronDataModule.__init__).parameters["seq_length"].annotation == "int"

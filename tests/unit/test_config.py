@@ -1,4 +1,4 @@
-"""What holds of any layout: the advice that an error gives is good advice."""
+"""Properties of all layouts: values that an error calls valid are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``lightning-megatron doctor`` sees, on made-up machines: a tool on PATH, distributions, limits."""
+"""``lightning-megatron doctor`` on simulated machines: a tool on PATH, distributions, limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house: who may import whom, who may name a device, how long a file may be, what an import may cost."""
+"""Rules of the package: imports between layers, names of devices, lengths of files, cost of an import."""
 
 from __future__ import annotations
 
@@ -15,35 +15,39 @@ import pytest
 
 import lightning_megatron
 
-HOUSE = Path(lightning_megatron.__file__).parent
-FILES = sorted(HOUSE.rglob("*.py"))
-NATIVE = sorted([*HOUSE.rglob("*.cpp"), *HOUSE.rglob("*.h")])
-NAMES = [str(path.relative_to(HOUSE)) for path in FILES]
+PACKAGE = Path(lightning_megatron.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+NATIVE = sorted([*PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h")])
+NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 
 
 def _table() -> Iterator[tuple[int, list[str], str]]:
     """Rows of the table of layers in docs/design.md: layer, its modules, and what it sees besides the layers below."""
-    page = (HOUSE.parent / "docs" / "design.md").read_text()
-    for floor, names, sees in re.findall(r"^\| (\d+) \| (.*?) \|.*\| (.*?) ?\|$", page, re.MULTILINE):
-        yield int(floor), [name.rstrip("/") for name in re.findall(r"`(.*?)`", names)], sees
+    page = (PACKAGE.parent / "docs" / "design.md").read_text()
+    for layer, names, sees in re.findall(r"^\| (\d+) \| (.*?) \|.*\| (.*?) ?\|$", page, re.MULTILINE):
+        yield int(layer), [name.rstrip("/") for name in re.findall(r"`(.*?)`", names)], sees
 
 
-FLOORS = {room: floor for floor, rooms, _ in _table() for room in rooms} | {"": 10}  # "" is the package's own __init__
-# Rooms that see less than everything below them: the highest floor they see.
-SIGHT = {room: int(sees.split()[-1]) for _, rooms, sees in _table() for room in rooms if sees.startswith("layers")}
+LAYERS = {part: layer for layer, modules, _ in _table() for part in modules} | {
+    "": 10
+}  # "" is the package's own __init__
+# Modules that import less than all layers below them: the highest layer that they import.
+HIGHEST = {
+    part: int(sees.split()[-1]) for _, modules, sees in _table() for part in modules if sees.startswith("layers")
+}
 NEIGHBOURS = {
-    (room, other)
-    for _, rooms, sees in _table()
-    for room in rooms
+    (part, other)
+    for _, modules, sees in _table()
+    for part in modules
     for other in re.findall(r"`(.*?)`", sees)
     if sees.startswith("also")
 }
-LIGHTNING_ROOMS = {"lightning", "cli", "testing", ""}
-DEVICE_ROOMS = {"device", "ops", "testing"}
+LIGHTNING_MODULES = {"lightning", "cli", "testing", ""}
+DEVICE_MODULES = {"device", "ops", "testing"}
 DEVICE_WORDS = {"cuda", "hpu", "nccl", "hccl", "gloo"}
 
 
-def room_of(module: str) -> str:
+def part_of(module: str) -> str:
     """``lightning_megatron.layers.mlp`` -> ``layers``."""
     return ([*module.split("."), ""])[1]
 
@@ -54,7 +58,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def module_of(path: Path) -> str:
-    parts = path.relative_to(HOUSE.parent).with_suffix("").parts
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -83,28 +87,28 @@ def imports_when_it_runs(path: Path) -> set[str]:
 
 
 def is_module(package: str, name: str) -> bool:
-    folder = HOUSE.parent.joinpath(*package.split("."))
+    folder = PACKAGE.parent.joinpath(*package.split("."))
     return (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
 
 
-def may_import(room: str, other: str) -> bool:
-    if room == other or (room, other) in NEIGHBOURS:
+def may_import(part: str, other: str) -> bool:
+    if part == other or (part, other) in NEIGHBOURS:
         return True
-    seen = SIGHT.get(room, FLOORS[room] - 1)
-    return FLOORS[other] <= seen and FLOORS[other] < FLOORS[room]
+    seen = HIGHEST.get(part, LAYERS[part] - 1)
+    return LAYERS[other] <= seen and LAYERS[other] < LAYERS[part]
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_a_file_imports_only_from_floors_below(path):
-    room = room_of(module_of(path))
-    assert room in FLOORS, f"{path}: on no layer of docs/design.md"
+def test_a_file_imports_only_from_layers_below(path):
+    part = part_of(module_of(path))
+    assert part in LAYERS, f"{path}: on no layer of docs/design.md"
     for module, line in imports_of(path):
         if module == "lightning_megatron":  # its modules are looked at one by one; its names are for users
             continue
         if module.split(".")[0] == "lightning_megatron":
-            assert may_import(room, room_of(module)), f"{path.name}:{line}: {room or 'the package'} imports {module}"
+            assert may_import(part, part_of(module)), f"{path.name}:{line}: {part or 'the package'} imports {module}"
         if module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric"):
-            assert room in LIGHTNING_ROOMS, f"{path.name}:{line}: {room} imports {module}"
+            assert part in LIGHTNING_MODULES, f"{path.name}:{line}: {part} imports {module}"
 
 
 def test_the_rules_themselves():
@@ -118,13 +122,13 @@ def test_the_rules_themselves():
     assert not may_import("optim", "checkpoint")
     assert not may_import("models", "lightning")
     assert may_import("data", "mesh")
-    assert {room_of(module_of(path)) for path in FILES} <= FLOORS.keys()
+    assert {part_of(module_of(path)) for path in FILES} <= LAYERS.keys()
 
 
 def test_the_page_on_design_has_every_module_and_no_other():
-    here = {room_of(module_of(path)) for path in FILES} - {""}
-    assert here == FLOORS.keys() - {""}
-    assert SIGHT == {"ops": 2, "pipeline": 4, "optim": 4, "checkpoint": 4, "data": 4}
+    here = {part_of(module_of(path)) for path in FILES} - {""}
+    assert here == LAYERS.keys() - {""}
+    assert HIGHEST == {"ops": 2, "pipeline": 4, "optim": 4, "checkpoint": 4, "data": 4}
     assert ("moe", "layers") in NEIGHBOURS
 
 
@@ -151,8 +155,8 @@ def docstrings(tree: ast.Module) -> set[int]:
     return {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room_of(module_of(p)) not in DEVICE_ROOMS], ids=str)
-def test_only_the_device_room_and_ops_name_a_device(path):
+@pytest.mark.parametrize("path", [p for p in FILES if part_of(module_of(p)) not in DEVICE_MODULES], ids=str)
+def test_only_the_device_module_and_ops_name_a_device(path):
     prose = docstrings(tree_of(path))
     for node in ast.walk(tree_of(path)):
         place = f"{path.name}:{getattr(node, 'lineno', 0)}"
@@ -162,7 +166,7 @@ def test_only_the_device_room_and_ops_name_a_device(path):
             assert node.attr not in DEVICE_WORDS, f"{place}: torch.{node.attr}"
 
 
-@pytest.mark.parametrize("path", FILES + NATIVE, ids=[str(path.relative_to(HOUSE)) for path in FILES + NATIVE])
+@pytest.mark.parametrize("path", FILES + NATIVE, ids=[str(path.relative_to(PACKAGE)) for path in FILES + NATIVE])
 def test_no_file_is_longer_than_450_lines(path):
     length = len(path.read_text().splitlines())
     assert length <= 450
@@ -179,7 +183,7 @@ subprocess.Popen = Spy
 system = os.system
 os.system = lambda command: runs.append(command) or system(command)
 def seconds():
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
 times = [seconds()]
 import torch
@@ -215,7 +219,7 @@ def test_the_package_imports_in_under_5_seconds_without_a_compiler_and_without_t
 
 
 @pytest.mark.slow
-def test_rooms_below_lightning_need_no_lightning():
+def test_modules_below_lightning_need_no_lightning():
     code = (
         "import sys\n"
         "sys.modules['lightning'] = None\n"
@@ -228,7 +232,7 @@ def test_rooms_below_lightning_need_no_lightning():
 
 def test_modules_of_the_tests_have_names_of_their_own():
     """pytest puts all folders on the path; those of devices are collected in sessions of their own."""
-    tests = HOUSE.parent / "tests"
+    tests = PACKAGE.parent / "tests"
     apart = {tests / "device", tests / "unit/checkpoint/golden", tests / "unit/data/golden"}
     names = [path.name for path in tests.rglob("*.py") if path.parent not in apart and path.name != "conftest.py"]
     assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -47,7 +47,7 @@ def in_fp32(linear: nn.Module) -> nn.Module:
 
 
 def rounded(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """What is left of a tensor, in fp64."""
+    """A tensor after rounding to fp8, in fp64."""
     largest = 240.0 if dtype is E4M3 else 57344.0
     return (x.double() * scale).clamp(-largest, largest).to(dtype).double() / scale
 

@@ -1,4 +1,4 @@
-"""Which version of an op is chosen, what is said about it, and what happens to calls beyond it."""
+"""The choice of an op's implementation, its report, and fallbacks of calls that it does not support."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHORT = Implementation("fast", "cpu", lambda: doubled_fast, unsupported=not_long
 PLAIN = Implementation("plain", None, lambda: doubled)
 
 
-def test_the_best_version_that_is_there_is_chosen_and_the_reasons_are_told():
+def test_the_best_available_implementation_is_chosen_with_the_reasons():
     op = Op("double", (LACKING, SHORT, PLAIN), run=doubled, reference=doubled)
     choice = op.choose("cpu")
     assert (choice.implementation, choice.why) == ("fast", "newest: the chip is too old")
@@ -54,14 +54,14 @@ def test_the_best_version_that_is_there_is_chosen_and_the_reasons_are_told():
     assert op.choose("cpu", "off").why == "switched off"
 
 
-def test_a_call_beyond_a_version_goes_to_the_next_one_and_is_noted_once():
+def test_an_unsupported_call_goes_to_the_next_implementation_and_is_noted_once():
     choice = Op("double", (SHORT, PLAIN), run=doubled, reference=doubled).choose("cpu")
     for length in (2, 5, 6):
         torch.testing.assert_close(choice.run(torch.ones(length)), torch.full((length,), 2.0))
     assert choice.fallbacks == {"long": "plain"}
 
 
-def test_what_is_required_is_never_done_by_another():
+def test_a_required_implementation_has_no_fallback():
     with pytest.raises(ConfigError, match=r"double=require.*newest: the chip is too old"):
         Op("double", (LACKING, PLAIN), run=doubled, reference=doubled).choose("cpu", "require")
     with pytest.raises(ConfigError, match=r"there is no implementation of it for cuda"):

@@ -60,7 +60,7 @@ CYCLES_NOT_YET = {"lightning_megatron.optim.buffers.bucket", "lightning_megatron
 
 @pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder not in NOT_YET])
 def test_prose_of_a_folder_keeps_the_rules(folder: str) -> None:
-    """No summary line is a question, no entry of Args lacks its noun, no program is a person or a house."""
+    """No summary line is a question, every entry of Args begins with a noun, and there are no metaphors."""
     paths = [path for path in files() if path.parent == PACKAGE / folder]
     found = [text for path in paths for find in (questions, fragments, metaphors) for text in find(path)]
     assert found == [], "\n".join(found)
