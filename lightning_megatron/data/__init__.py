@@ -1,4 +1,4 @@
-"""Token files, samples and tokenizers. Knows nothing of models, ranks' groups or Lightning."""
+"""Token files, samples and tokenizers, independent of models, process groups and Lightning."""
 
 from lightning_megatron.data.blend import BlendedDataset
 from lightning_megatron.data.build import build_gpt_datasets

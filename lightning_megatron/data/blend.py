@@ -27,14 +27,14 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def weighted_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Which data set gives sample ``k``, and which of its samples that is.
+    """Data set and sample number behind each sample of a blend.
 
     Each step takes the data set that is furthest behind its share of the samples so far: the first with the largest
     ``weight * max(k, 1) - drawn``, in float64. This is Megatron-LM's order, bit for bit.
 
     Args:
         weights: ``[n]`` shares, sum 1.
-        size: samples to give out.
+        size: number of samples.
 
     Returns:
         (data set numbers int16 ``[size]``, sample numbers int64 ``[size]``).
@@ -43,7 +43,7 @@ def weighted_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int1
 
 
 def exhaustive_order(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Like :func:`weighted_order`, with every sample of every data set exactly once.
+    """Order as of :func:`weighted_order`, with every sample of every data set exactly once.
 
     Args:
         sizes: ``[n]`` samples of each data set; also their weights.
@@ -92,7 +92,7 @@ def _order_of_many(weights: list[float], limits: Sequence[int], chosen: NDArray[
 
 
 def _rank_within(chosen: NDArray[np.int16], count: int) -> NDArray[np.int64]:
-    """How many times the value of each place occurred before it."""
+    """Number of earlier occurrences of each value, ``[size]``."""
     ranks = np.empty(len(chosen), np.int64)
     for i in range(count):
         mine = np.flatnonzero(chosen == i)
@@ -104,12 +104,12 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
     """Samples of several data sets, mixed by weight.
 
     Args:
-        datasets: what to mix.
+        datasets: data sets to mix.
         weights: one positive number each; they need not sum to 1. ``None`` means their lengths.
         size: samples of the blend. ``None`` means every sample of every data set once, and takes no weights.
-        split_name: for the cache and the messages.
-        names: what to call the data sets in messages; their ``prefix`` is a good name.
-        cache_dir: where the order is kept; ``None`` means it is computed by each process.
+        split_name: name of the split in the cache and in messages.
+        names: names of the data sets in messages; their ``prefix`` is a good name.
+        cache_dir: directory of the stored order; ``None`` means that each process computes it.
 
     Raises:
         ConfigError: if the arguments cannot work.
@@ -153,10 +153,10 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         return self.datasets[number][sample]
 
     def locate(self, item: int) -> tuple[int, int]:
-        """(number of the data set, number of its sample) behind sample ``item``.
+        """Numbers of the data set and of its sample behind sample ``item``.
 
         Raises:
-            DataError: if the index cache has been cut off under the run.
+            DataError: if the index cache has been truncated during the run.
         """
         self._mapped.check()
         return int(self._chosen[item]), int(self._sample[item])

@@ -1,4 +1,4 @@
-"""From paths and a split to the training, validation and test data sets."""
+"""Training, validation and test data sets from paths and a split."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def file_problems(data_path: DataPath, argument: str) -> list[Problem]:
     """Pairs of files that are missing or faulty.
 
     Args:
-        data_path: as for :func:`build_gpt_datasets`; one that cannot be read is faulty itself.
-        argument: that gave it.
+        data_path: data path, see :func:`build_gpt_datasets`; one that cannot be parsed is a fault, too.
+        argument: name of the argument that gave it.
     """
     found = problems_of(parse_data_path, data_path, argument)
     for prefix in () if found else dict.fromkeys(parse_data_path(data_path, argument).prefixes):
@@ -46,10 +46,10 @@ def file_problems(data_path: DataPath, argument: str) -> list[Problem]:
 
 
 def share_problems(data_path: DataPath, split: str, wanted: Mapping[str, int | None]) -> list[Problem]:
-    """Samples that are wanted of shares without a token.
+    """Shares without a token of which samples are wanted.
 
     Args:
-        data_path: of sound files.
+        data_path: data path of valid files.
         split: shares of the sequences, see :func:`parse_split`.
         wanted: number of samples of training, validation and test, by argument.
     """
@@ -68,17 +68,17 @@ def share_problems(data_path: DataPath, split: str, wanted: Mapping[str, int | N
 
 @dataclass(frozen=True)
 class Blend:
-    """What a data path says: the pairs, and a weight for each or none at all."""
+    """Parsed data path: prefixes of the pairs, and a weight for each or none at all."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
 
 def parse_split(split: str) -> tuple[Span | None, Span | None, Span | None]:
-    """The part of the sequences that each split reads.
+    """Parse the parts of the sequences that each split reads.
 
     Args:
-        split: up to three numbers, ``"969,30,1"``: the shares of training, validation and test data.
+        split: up to three numbers, ``"969,30,1"``: shares of training, validation and test data.
 
     Returns:
         For each split its (begin, end) between 0 and 1, or ``None`` if its share is zero.
@@ -100,7 +100,7 @@ def parse_split(split: str) -> tuple[Span | None, Span | None, Span | None]:
 
 
 def parse_data_path(data_path: DataPath, argument: str = "data_path") -> Blend:
-    """A prefix, a list of prefixes, or ``[weight, prefix, weight, prefix, ...]``.
+    """Parse a prefix, a list of prefixes, or ``[weight, prefix, weight, prefix, ...]``.
 
     Raises:
         ConfigError: if the list is neither, or a weight is not positive.
@@ -146,31 +146,32 @@ def build_gpt_datasets(
     surplus: float = 0.005,
     **sample_options: Any,
 ) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
-    """Build the three data sets.
+    """Build the training, validation and test data sets.
 
     No process group is used. Call this on one process of each node first, then on the others: they find the index
-    arrays in the cache. Calling it everywhere at once is also safe, only wasteful.
+    arrays in the cache. Calling it on all at once is safe, but builds the arrays several times.
 
     Args:
         data_path: prefix of a ``.bin`` / ``.idx`` pair, a list of them (each read once, mixed by length), or
             ``[weight, prefix, ...]``. Cut into the three by ``split``.
         seq_length: tokens of a sample.
-        num_samples: least number of samples for training, validation and test; ``None`` means what one epoch gives (of
-            a weighted blend: until its first member is used up), ``0`` means no such data set.
+        num_samples: least number of samples for training, validation and test; ``None`` means one epoch (of a weighted
+            blend: until its first member is used up), ``0`` means no such data set.
         split: shares of the sequences, see :func:`parse_split`.
-        seed: of all orders.
-        cache_dir: where index arrays are kept, for data in read-only places; default ``cache/GPTDataset_indices``
-            beside the (first) pair.
-        train_data_path: like ``data_path``, read whole for training; with it ``data_path`` and ``split`` are not used.
-        valid_data_path: the same for validation.
-        test_data_path: the same for testing.
+        seed: seed of all orders.
+        cache_dir: directory of the index arrays, for data in read-only folders; default
+            ``cache/GPTDataset_indices`` beside the (first) pair.
+        train_data_path: data path of training, read whole; then ``data_path`` and ``split`` are not used.
+        valid_data_path: data path of validation, read whole.
+        test_data_path: data path of testing, read whole.
         drop_last_partial_validation_sequence: ``False`` keeps the end of the validation data, padded to a sample.
-        surplus: part by which more samples than its share are prepared of each member of a weighted blend.
-        **sample_options: for :class:`~lightning_megatron.data.gpt_dataset.GPTDataset`: ``pad_id``, ``eod_id``,
+        surplus: share of additional samples that are prepared of each member of a weighted blend.
+        **sample_options: arguments of :class:`~lightning_megatron.data.gpt_dataset.GPTDataset`: ``pad_id``, ``eod_id``,
             ``eod_mask_loss``, ``reset_position_ids``, ``reset_attention_mask``, ``add_extra_token``.
 
     Returns:
-        Training, validation and test data set; ``None`` where the share, the path or the number of samples is nothing.
+        Training, validation and test data set; ``None`` if the share or the number of samples is zero, or without a
+        path.
 
     Raises:
         ConfigError: if the arguments cannot work together.
@@ -231,7 +232,7 @@ def _build_split(
     cache_dir = options["cache_dir"] or default_cache_dir(prefixes[0])
     common = {"split_name": options["split_name"], "cache_dir": cache_dir}
     if blend.weights is None:
-        # One epoch of each. A member without a sample for this split has no part in the blend.
+        # One epoch of each. A member without a sample for this split is left out of the blend.
         found = [(p, d) for p in prefixes if (d := member(p, None)) is not None and len(d)]
         if not found:
             return None
@@ -240,7 +241,7 @@ def _build_split(
         return BlendedDataset(members, None, size, names=names, **common)
     weights = normalized(blend.weights)
     if wanted is None:
-        # As many as there are without reading one twice. A member without a sample has no part in the blend.
+        # As many as there are without reading one twice. A member without a sample is left out of the blend.
         lengths = [0 if (d := member(p, None)) is None else len(d) for p in prefixes]
         kept = [i for i, length in enumerate(lengths) if length]
         if not kept:

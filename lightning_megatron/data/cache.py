@@ -1,8 +1,8 @@
-"""Arrays that are built once and then mapped by every process of a node.
+"""Cache of arrays that are built once and then mapped by every process of a node.
 
-No process group is needed: what is stored depends only on its description, and each file appears under its name in one
-step, when it is on the disk. So any number of processes may build at the same time. A later process compares length and
-CRC-32 of every file with what was written, maps what is sound, and builds the rest again.
+No process group is needed: the content depends only on its description, and each file gets its name in one step when it
+is on the disk. So any number of processes may build at the same time. A later process compares length and CRC-32 of
+every file with those that were written, and builds damaged arrays again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BLOCK = 1 << 22  # bytes read at a time
 
 
 def default_cache_dir(prefix: str | Path) -> Path:
-    """Where the indices of a pair are kept if the user names no directory: beside the pair."""
+    """Directory of the indices of a pair if the user gives none: beside the pair."""
     return Path(prefix).parent / "cache" / "GPTDataset_indices"
 
 
@@ -44,15 +44,15 @@ def cached_arrays(
     description: Mapping[str, object],
     build: Callable[[], Arrays],
 ) -> Arrays:
-    """Map the arrays of a description, building them first if nobody did.
+    """Map the arrays of a description; build them first if they are not stored.
 
     Args:
-        cache_dir: the directory the user named, or ``None``.
-        fallback_dir: the directory to use otherwise. If it is read-only the arrays stay in memory, with a warning.
-        kind: what they are, the readable part of the file names.
-        names: the arrays' names.
-        description: all that the arrays depend on; its hash is the other part of the file names.
-        build: computes the arrays.
+        cache_dir: directory that the user gave, or ``None``.
+        fallback_dir: directory to use otherwise. If it is read-only the arrays stay in memory, with a warning.
+        kind: kind of the arrays, the readable part of the file names.
+        names: names of the arrays.
+        description: everything that the arrays depend on; its hash is the other part of the file names.
+        build: function that computes the arrays.
 
     Raises:
         DataError: if ``cache_dir`` was named and cannot be written.
@@ -73,7 +73,7 @@ def cached_arrays(
         content = json.dumps(
             {**json.loads(text), "files": {path.name: _sums(path) for path in paths.values()}}, indent=4
         )
-        # Last, for it says that all the others are complete.
+        # Last, since it says that all other files are complete.
         _write(marker, lambda file: file.write(content.encode()))
     except OSError as error:
         if cache_dir is not None:
@@ -91,18 +91,18 @@ def cached_arrays(
 
 
 def mapped_files(arrays: Iterable[NDArray[Any]]) -> MappedFiles:
-    """The files behind those of some arrays that are mapped."""
+    """Files behind the mapped ones among some arrays."""
     return MappedFiles(path for array in arrays if isinstance(path := picklable(array), Path))
 
 
 def picklable(array: NDArray[Any]) -> NDArray[Any] | Path:
-    """The path of a mapped ``.npy`` instead of its contents; :func:`unpickled` opens it again."""
+    """Replace a mapped ``.npy`` by its path, for a pickle; :func:`unpickled` opens it again."""
     filename = getattr(array, "filename", None)
     return array if filename is None else Path(filename)
 
 
 def unpickled(array: NDArray[Any] | Path) -> NDArray[Any]:
-    """What :func:`picklable` was given."""
+    """Restore the array that :func:`picklable` was given."""
     return np.load(array, mmap_mode="r") if isinstance(array, Path) else array
 
 
@@ -132,7 +132,7 @@ def _sums(path: Path) -> list[int]:
 
 
 def _save(array: NDArray[Any], file: Any) -> None:
-    """As ``np.save``, which does not say why it has written less than there is."""
+    """Write an array as ``np.save`` does, but with the system's error if the file cannot be written whole."""
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
     file.write(np.ascontiguousarray(array).data)
 

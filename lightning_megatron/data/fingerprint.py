@@ -1,8 +1,8 @@
-"""What a run is trained on, in a few plain values: two runs read the same samples if these are equal.
+"""Fingerprints of training data in a few plain values: two runs read the same samples if these are equal.
 
-Paths are no part of it, since data may move. Files of up to 64 MiB are hashed whole, longer ones by their length and by
-64 blocks spread evenly over them: hashing terabytes would take hours, and in an index all that follows a change of one
-length changes too.
+They contain no paths, since data may move. Files of up to 64 MiB are hashed whole, longer ones by their length and by
+64 blocks spread evenly over them: hashing terabytes would take hours, and in an index a change of one length changes
+everything after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_megatron.data.tokenizers import Tokenizer
 from lightning_megatron.errors import Problem
 
 Fingerprint = dict[str, Any]
-"""Plain values by what they are of: survives ``torch.load(weights_only=True)``, and is compared key by key."""
+"""Plain values by name, which ``torch.load(weights_only=True)`` can read; compared key by key."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt")
 _BLOCK = 2**16
@@ -32,7 +32,7 @@ _HASHES = re.compile(r"([0-9a-f]{32})(?:\+([0-9a-f]{32}))?")
 
 
 def data_fingerprint(data_path: DataPath, *, split: str) -> Fingerprint:
-    """What the files and the way they are mixed and cut say of the samples.
+    """Fingerprint of the files, and of the way they are mixed and split.
 
     Args:
         data_path: a prefix, a list of prefixes, or ``[weight, prefix, ...]``.
@@ -47,11 +47,11 @@ def data_fingerprint(data_path: DataPath, *, split: str) -> Fingerprint:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer, model: str | os.PathLike[str] | None) -> Fingerprint:
-    """What makes a tokenizer: its kind, the sizes that data depends on, and its file.
+    """Fingerprint of a tokenizer: its kind, the sizes that data depends on, and its file.
 
     Args:
-        tokenizer: the tokenizer.
-        model: the file or directory it was made of, if any; of a directory, the files that hold vocabularies.
+        tokenizer: tokenizer to describe.
+        model: file or directory that it was built from, if any; in a directory, the files of vocabularies are used.
     """
     path = None if model is None else Path(model)
     files = [] if path is None else [path] if path.is_file() else [path / name for name in _TOKENIZER_FILES]
@@ -64,13 +64,13 @@ def tokenizer_fingerprint(tokenizer: Tokenizer, model: str | os.PathLike[str] | 
 
 
 def fingerprint_problems(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
-    """What differs between the data of a checkpoint and that of today.
+    """Differences between the data of a checkpoint and the present data.
 
-    What only one side knows (no tokenizer was named, an older version) cannot be compared and is no difference.
+    A value that only one side has (no tokenizer was given, an older version) cannot be compared and is no difference.
 
     Args:
-        saved: the fingerprint in the checkpoint.
-        now: today's.
+        saved: fingerprint in the checkpoint.
+        now: fingerprint of the present data.
     """
     return [
         Problem(where, _shown(mine), f"the checkpoint was trained with {_shown(theirs)}")
@@ -81,7 +81,7 @@ def fingerprint_problems(saved: Mapping[str, Any], now: Mapping[str, Any]) -> li
 
 
 def _differences(where: str, mine: Any, theirs: Any) -> Iterable[tuple[str, Any, Any]]:
-    """The places where two values differ, as deep as both are mappings or lists."""
+    """Find the places where two values differ, inside nested mappings and lists."""
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
         for key in dict.fromkeys((*theirs, *mine)):
             yield from _differences(f"{where}.{key}", mine.get(key, _ABSENT), theirs.get(key, _ABSENT))
@@ -93,7 +93,7 @@ def _differences(where: str, mine: Any, theirs: Any) -> Iterable[tuple[str, Any,
 
 
 def _same(mine: Any, theirs: Any) -> bool:
-    """True if two values are equal; of hashes, as far as both versions that made them have looked."""
+    """True if two values are equal; of hashes, only the parts that both versions have computed are compared."""
     hashes = [_HASHES.fullmatch(value) if isinstance(value, str) else None for value in (mine, theirs)]
     if hashes[0] and hashes[1]:
         return all(a == b for a, b in zip(hashes[0].groups(), hashes[1].groups(), strict=True) if a and b)
@@ -110,10 +110,10 @@ def _pair(prefix: str) -> Fingerprint:
 
 
 def _content(file: Path) -> str:
-    """BLAKE2b of the length and of the blocks; the first and the last are among those of a long file.
+    """BLAKE2b of the length and of the blocks, which include the first and the last block of a long file.
 
-    After that of some blocks stands the hash of all, if the file is not too long: checkpoints of versions before have
-    the first one alone.
+    If the file is longer than these blocks but not too long, a hash of the whole file follows: checkpoints of earlier
+    versions have the first hash only.
     """
     size = file.stat().st_size
     starts: Iterable[int] = range(0, size, _BLOCK)
@@ -127,7 +127,7 @@ def _content(file: Path) -> str:
         if not _BLOCK * _BLOCKS < size <= _WHOLE:
             return digest.hexdigest()
         stream.seek(0)
-        whole = hashlib.blake2b(digest_size=16)  # over check sums: over the content it would be five times slower
+        whole = hashlib.blake2b(digest_size=16)  # of check sums: of the content it would be five times slower
         while block := stream.read(_BLOCK):
             whole.update(zlib.crc32(block).to_bytes(4, "big"))
     return f"{digest.hexdigest()}+{whole.hexdigest()}"

@@ -18,7 +18,7 @@ from lightning_megatron.data.indexed import IndexedDataset
 from lightning_megatron.errors import DataError, Problem, raise_if_any
 
 NO_PAD = -1
-"""Stands for padding where the tokenizer has no token for it; it is in no file and reaches no model."""
+"""Padding if the tokenizer has no token for it; it is in no file and reaches no model."""
 
 
 class GPTDataset(Dataset[dict[str, Tensor]]):
@@ -29,24 +29,24 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
     mask is all zero. A data set may be longer than ``num_samples``: whole epochs are cut.
 
     Args:
-        dataset: the tokens.
+        dataset: token files.
         sequences: numbers of the sequences to read, ``[n]``; ``None`` means all.
         seq_length: tokens of a sample.
-        num_samples: samples wanted at least, documents are repeated as needed; ``None`` means one epoch.
-        seed: of the order of documents and samples.
-        split_name: ``train``, ``valid`` or ``test``; for the cache and the messages.
+        num_samples: least number of samples, documents are repeated as needed; ``None`` means one epoch.
+        seed: seed of the order of documents and samples.
+        split_name: ``train``, ``valid`` or ``test``, used in the cache and in messages.
         add_extra_token: read one token more than ``seq_length``, so that the last one has a label.
         drop_last_partial: leave out the end of the documents if it does not fill a sample; ``False`` pads it.
-        pad_id: what the tokenizer pads with. Ignored if it equals ``eod_id``, for then it is also data.
-        eod_id: what the tokenizer ends a document with; the three options below need it.
-        eod_mask_loss: no loss where the *input* is the end of a document.
+        pad_id: padding token of the tokenizer. Ignored if it equals ``eod_id``, since then it also occurs in data.
+        eod_id: end-of-document token of the tokenizer; the three options below need it.
+        eod_mask_loss: leave positions out of the loss at which the *input* is the end of a document.
         reset_position_ids: count positions from 0 after each end of a document. As in Megatron-LM, attention still
             crosses it.
         reset_attention_mask: add ``attention_mask``, bool ``[1, seq_length, seq_length]``, true where a token (row)
             must not see another (column): a later one, or one of another document. Our own models do not read it,
             and refuse it.
-        cache_dir: where the index arrays are kept; ``None`` means ``cache/GPTDataset_indices`` beside the files, or
-            in memory if that cannot be written.
+        cache_dir: directory of the index arrays; ``None`` means ``cache/GPTDataset_indices`` beside the files, or
+            memory if that cannot be written.
 
     Raises:
         ConfigError: if an argument cannot work.
@@ -106,7 +106,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def index(self) -> GPTIndex:
-        """The order: documents, samples, shuffle."""
+        """Order of documents and samples."""
         return self._index
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
 
         Raises:
             IndexError: if there is no such sample.
-            DataError: if the files or their index cache have been changed under the run.
+            DataError: if the files or their index cache have been changed during the run.
         """
         if item is not None and not -len(self) <= item < len(self):
             raise IndexError(f"{self.dataset.prefix}: {len(self)} {self.split_name} samples, there is no number {item}")
@@ -147,7 +147,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             raise DataError.at(self.dataset.prefix, fault, do=do) from error
 
     def sample_tokens(self, item: int) -> NDArray[np.int64]:
-        """The tokens of sample ``item`` and the extra one, padded at the end: ``[seq_length + extra]`` int64."""
+        """Tokens of sample ``item`` and the extra one, padded at the end: ``[seq_length + extra]`` int64."""
         number = int(self._index.shuffle[item])
         (first, start), (last, end) = self._index.samples[number].tolist(), self._index.samples[number + 1].tolist()
         documents = self._index.documents[first : last + 1].tolist()
@@ -189,7 +189,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         self, sequences: NDArray[np.int32], plan: EpochPlan, seed: int, cache_dir: str | Path | None
     ) -> GPTIndex:
         lengths = self.dataset.sequence_lengths
-        # No path: the arrays depend on the lengths alone, and data that is moved or mounted elsewhere keeps its cache.
+        # No path: the arrays depend on the lengths only, and data that is moved keeps its cache.
         description = {
             "class": "GPTDataset",
             "split": self.split_name,

@@ -1,4 +1,4 @@
-"""Which tokens make sample ``i``: the document, sample and shuffle index of a GPT data set.
+"""Document, sample and shuffle index of a GPT data set, which define the tokens of each sample.
 
 The orders are those of Megatron-LM's GPT data set, number for number, so a run continues on the same data whichever of
 the two tools it was started with. Documents are shuffled and laid end to end; sample ``k`` is the ``seq_length`` tokens
@@ -26,11 +26,11 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How many epochs the documents are read, and whether the last one is shuffled apart.
+    """Number of epochs that the documents are read, with the last one shuffled apart or not.
 
     Attributes:
         epochs: passes over the documents.
-        samples: samples they give.
+        samples: number of samples in them.
         separate_after: samples before the last epoch if that is kept apart, else ``None``.
     """
 
@@ -41,7 +41,7 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """The three arrays.
+    """Arrays that define the samples.
 
     Attributes:
         documents: ``[epochs * sequences]`` int32, sequence numbers in reading order.
@@ -65,13 +65,13 @@ class GPTIndex:
 def plan_epochs(
     tokens: int, num_samples: int | None, seq_length: int, *, extra_token: bool = True, drop_last_partial: bool = True
 ) -> EpochPlan:
-    """How often to read ``tokens`` tokens to get at least ``num_samples`` samples.
+    """Plan the epochs of ``tokens`` tokens that give at least ``num_samples`` samples.
 
     Args:
         tokens: tokens of one epoch, at least 1.
-        num_samples: samples wanted; ``None`` means one epoch.
+        num_samples: number of samples; ``None`` means one epoch.
         seq_length: tokens of a sample.
-        extra_token: a sample has one more token, the label of its last one.
+        extra_token: True if a sample has one more token, the label of its last one.
         drop_last_partial: leave out the tokens at the end that do not fill a sample.
     """
     extra = int(extra_token)
@@ -105,7 +105,7 @@ def document_order(sequences: NDArray[np.int32], plan: EpochPlan, rng: RandomSta
 def sample_bounds(
     lengths: NDArray[Any], samples: int, seq_length: int, *, extra_token: bool = True, dtype: type = np.int32
 ) -> NDArray[Any]:
-    """Where each sample starts and ends in sequences that are laid end to end.
+    """Start and end of each sample in sequences that are laid end to end.
 
     Sample ``k`` needs the tokens up to ``(k + 1) * seq_length`` (and the extra one), so it ends in the first sequence
     whose end is not before that token. A search in the ends of all sequences therefore gives all bounds at once; a
@@ -113,9 +113,9 @@ def sample_bounds(
 
     Args:
         lengths: ``[m]`` tokens of each sequence, in reading order.
-        samples: how many samples; the last may be longer than what is left.
+        samples: number of samples; the last may be longer than the rest.
         seq_length: tokens of a sample.
-        extra_token: a sample reads one more token, which the next sample reads again.
+        extra_token: True if a sample reads one more token, which the next sample reads again.
         dtype: type of the result.
 
     Returns:
@@ -138,7 +138,7 @@ def sample_bounds(
 
 
 def sample_order(samples: int, separate_after: int | None, rng: RandomState) -> NDArray[Any]:
-    """A permutation of the samples, ``[samples]`` uint32 (int64 if they are too many).
+    """Permutation of the samples, ``[samples]`` uint32 (int64 if they are too many).
 
     Samples of a last epoch that is kept apart stay behind all others.
     """
@@ -162,15 +162,15 @@ def build_gpt_index(
     seed: int,
     extra_token: bool = True,
 ) -> GPTIndex:
-    """The three arrays of a plan, all drawn from one random stream.
+    """Build the arrays of a plan, all drawn from one random stream.
 
     Args:
         sequence_lengths: ``[S]`` tokens of every sequence of the file.
         sequences: numbers of the sequences of this split.
-        plan: from :func:`plan_epochs` for the tokens of this split.
+        plan: plan of :func:`plan_epochs` for the tokens of this split.
         seq_length: tokens of a sample.
-        seed: seeds the stream; the same for every split and file, as in Megatron.
-        extra_token: a sample has one more token.
+        seed: seed of the stream; equal for every split and file, as in Megatron.
+        extra_token: True if a sample has one more token.
     """
     rng = RandomState(seed)
     documents = document_order(sequences, plan, rng)

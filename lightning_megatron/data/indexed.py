@@ -9,7 +9,7 @@
     18            8      S = number of sequences, uint64
     26            8      D = number of documents + 1, uint64
     34            4 S    tokens of each sequence, int32
-    34 + 4 S      8 S    where each sequence starts in .bin, in bytes, int64
+    34 + 4 S      8 S    byte offset of each sequence in .bin, int64
     34 + 12 S     8 D    document i is the sequences [d[i], d[i + 1]), int64
 
 A sequence is what was added at once (a sentence or a whole document); sequences and documents may be empty.
@@ -49,25 +49,25 @@ _PREPROCESS_AGAIN = "preprocess the corpus again, or copy both files again"
 
 
 def index_path(prefix: str | Path) -> Path:
-    """The ``.idx`` of a pair."""
+    """Path of the ``.idx`` of a pair."""
     return Path(f"{prefix}.idx")
 
 
 def tokens_path(prefix: str | Path) -> Path:
-    """The ``.bin`` of a pair."""
+    """Path of the ``.bin`` of a pair."""
     return Path(f"{prefix}.bin")
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype[Any]:
-    """The smallest token type Megatron would choose: uint16 below 65500 tokens, else int32 (also if unknown)."""
+    """Smallest token type that Megatron chooses: uint16 below 65500 tokens, else int32 (also if unknown)."""
     return np.dtype("<u2") if vocab_size is not None and vocab_size < _UINT16_LIMIT else np.dtype("<i4")
 
 
 class IndexedDataset:
     """The sequences of one ``.bin`` / ``.idx`` pair, read through a memory map.
 
-    Everything is checked when the pair is opened, so a read goes wrong only if the files are changed later. Pickling
-    (dataloader workers) sends the prefix alone; the other process opens its own map.
+    Everything is checked when the pair is opened, so a read fails only if the files are changed later. A pickle (for
+    workers of a loader) contains only the prefix; the other process opens its own map.
 
     Args:
         prefix: path of the pair without ``.bin`` and ``.idx``.
@@ -125,19 +125,19 @@ class IndexedDataset:
         return [self.get(i) for i in range(start, stop)]
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """A part of one sequence.
+        """Read a part of one sequence.
 
         Args:
             index: number of the sequence; negative numbers count from the end.
-            offset: the first token.
-            length: how many tokens; ``None`` means up to the end.
+            offset: first token.
+            length: number of tokens; ``None`` means up to the end.
 
         Returns:
             Read-only view ``[length]`` of the map.
 
         Raises:
             IndexError: if the sequence, or that part of it, does not exist.
-            DataError: if the files have been cut off meanwhile.
+            DataError: if the files have been truncated meanwhile.
         """
         self._mapped.check()
         position = index + len(self) if index < 0 else index
@@ -195,7 +195,7 @@ def _require_both(idx: Path, binary: Path) -> None:
 
 
 def _read_header(idx: Path, raw: NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
-    """Token type, number of sequences, length of the document array; checks all that the size of the file can tell."""
+    """Read token type, number of sequences and length of the document array, and check the size of the file."""
     if raw[: len(MAGIC)].tobytes() != MAGIC[: len(raw)] or not len(raw):
         raise DataError.at(idx, f"not an index file, it starts with {raw[:9].tobytes()!r} instead of {MAGIC!r}")
     if len(raw) < HEADER.size:

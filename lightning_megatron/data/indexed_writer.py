@@ -1,4 +1,4 @@
-"""Writing the ``.bin`` / ``.idx`` pair of :mod:`lightning_megatron.data.indexed`, all of it or nothing."""
+"""Writer of the ``.bin`` / ``.idx`` pair of :mod:`lightning_megatron.data.indexed`, which writes all or nothing."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _COPY_TOKENS = 1 << 22
 
 
 class IndexedDatasetWriter:
-    """Builds one pair; use it in a ``with`` block.
+    """Writer of one pair, for a ``with`` block.
 
-    The files grow under temporary names beside the final ones and take their names in :meth:`finalize`; a block that
-    ends with an exception leaves nothing behind, and what a killed process has left goes when the prefix is written
+    The files grow under temporary names beside the final ones and get their names in :meth:`finalize`. A block that
+    ends with an exception leaves nothing behind; files of a killed process are removed when the prefix is written
     again.
 
     Args:
@@ -139,7 +139,7 @@ class IndexedDatasetWriter:
                 index.discard()
 
     def abort(self) -> None:
-        """Drop what was written and is not finalized."""
+        """Remove files that are not finalized."""
         self._growing.discard()
 
     def _append(self, values: NDArray[Any]) -> None:
@@ -167,7 +167,7 @@ class IndexedDatasetWriter:
 
 
 def _pieces(dataset: IndexedDataset) -> Iterable[NDArray[Any]]:
-    """All tokens of a pair in order of its sequences, in pieces that fit in memory."""
+    """All tokens of a pair in the order of its sequences, in pieces that fit into memory."""
     if not dataset.is_contiguous:
         yield from (dataset[i] for i in range(len(dataset)))
         return

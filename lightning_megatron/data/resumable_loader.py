@@ -1,4 +1,4 @@
-"""A DataLoader that knows how far the training loop has come, and can go on from there."""
+"""DataLoader that counts the batches the training loop has consumed, and can resume after them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ResumableDataLoader(DataLoader[Any]):
 
     Args:
         dataset: map-style data set.
-        batch_sampler: says which samples; holds the position.
-        **kwargs: for ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
+        batch_sampler: sampler, which holds the position.
+        **kwargs: arguments of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
     """
 
     def __init__(self, dataset: Dataset[Any], *, batch_sampler: MegatronSampler, **kwargs: Any) -> None:
@@ -37,24 +37,24 @@ class ResumableDataLoader(DataLoader[Any]):
         object.__setattr__(self, "sampler", kind(self.position))
 
     def __iter__(self) -> Any:
-        """Batches of this epoch; an iterator that asks for its place when its first batch is asked for."""
+        """Batches of this epoch; the iterator reads its position when its first batch is requested."""
         return _CountingIterator(self)
 
     def iterate(self) -> Iterator[Any]:
-        """Torch's own iterator: prefetches at once, counts nothing."""
+        """Torch's own iterator, which prefetches at once and counts nothing."""
         return super().__iter__()
 
     def state_dict(self) -> dict[str, int]:
-        """The position, equal on all ranks: ``epoch`` and ``consumed_samples``."""
+        """Position, equal on all ranks: ``epoch`` and ``consumed_samples``."""
         return self.position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a position with the next batch that is asked of a fresh iterator."""
+        """Set the position at which the next iterator begins."""
         self.position.load_state_dict(state)
 
 
 class _CountingIterator(Iterator[Any]):
-    """Starts torch's iterator with the first ``next``.
+    """Iterator that starts torch's iterator at the first ``next``.
 
     Lightning makes the iterator of the first epoch before it says which epoch that is and, in some hook orders, before
     it restores the loader's state. Torch's iterator begins to prefetch when it is made: too early.
@@ -79,7 +79,7 @@ class _CountingIterator(Iterator[Any]):
 
 
 class _AlreadySharded(DistributedSampler[Any]):
-    """Tells Lightning that the data is sharded over ranks; passes ``set_epoch`` on."""
+    """Sampler that tells Lightning that the data are sharded over ranks; passes ``set_epoch`` on."""
 
     def __init__(self, position: MegatronSampler) -> None:
         self.position = position
@@ -97,4 +97,4 @@ class _AlreadySharded(DistributedSampler[Any]):
 
 
 class _AlreadyShardedInOrder(_AlreadySharded, SequentialSampler):
-    """Tells Lightning also that every epoch has the same order, which ``overfit_batches`` asks for."""
+    """Sampler that also tells Lightning that every epoch has the same order, as ``overfit_batches`` requires."""

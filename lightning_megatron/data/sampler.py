@@ -1,4 +1,4 @@
-"""Which samples a data-parallel rank reads, in an order that does not depend on how many ranks there are."""
+"""Sampler of a data-parallel rank, with an order that does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MegatronSampler(Sampler[list[int | None]]):
     dp_size``, and rank ``r`` takes its ``r``-th ``batch_size`` of them. So the global batches depend on ``G`` alone,
     and a position is one number, the samples that all ranks together consumed; any number of ranks can resume from it.
 
-    Counting is the loader's work, which knows what was handed out and what its workers only prefetched: see
+    The loader counts the batches, since it knows which were consumed and which its workers only prefetched: see
     :class:`~lightning_megatron.data.resumable_loader.ResumableDataLoader`.
 
     Args:
@@ -28,10 +28,10 @@ class MegatronSampler(Sampler[list[int | None]]):
         dp_size: ranks of the dp axis.
         shuffle: draw a permutation for each epoch from ``seed + epoch``; else the order of the data set.
         seed: see ``shuffle``.
-        drop_last: leave out the samples that do not fill a global batch; else the last one is filled, for a rank with
-            a shorter batch or none would leave the others waiting.
-        fill: what a last batch is filled with: ``"repeat"``, the first samples of the epoch, or ``"none"``, ``None``,
-            which :class:`~lightning_megatron.data.gpt_dataset.GPTDataset` turns into samples without loss.
+        drop_last: leave out the samples that do not fill a global batch; else the last one is filled, since ranks must
+            have equally many batches.
+        fill: samples that the last batch is filled with: ``"repeat"``, the first samples of the epoch, or ``"none"``,
+            ``None``, which :class:`~lightning_megatron.data.gpt_dataset.GPTDataset` turns into samples without loss.
 
     Raises:
         ConfigError: if the sizes cannot work, or with ``drop_last`` make no batch.
@@ -60,8 +60,8 @@ class MegatronSampler(Sampler[list[int | None]]):
             reason = f"{num_samples_total} samples do not fill one global batch of {batch_size} x dp {dp_size}"
             problems.append(Problem("batch_size", batch_size, f"{reason}; lower it, or use drop_last=False"))
         raise_if_any(problems)
-        # Lightning takes an object with both ``batch_size`` and ``drop_last`` for a plain BatchSampler that it may
-        # make anew with other arguments. Hence the second one is private.
+        # Lightning takes an object with both ``batch_size`` and ``drop_last`` for a plain BatchSampler and may
+        # create it again with other arguments. Hence the second one is private.
         self.batch_size = batch_size
         self.num_samples_total = num_samples_total
         self.dp_rank = dp_rank
@@ -91,16 +91,16 @@ class MegatronSampler(Sampler[list[int | None]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch whose order is read."""
+        """Epoch whose order is read."""
         return self._epoch
 
     @property
     def consumed_samples(self) -> int:
-        """Samples of this epoch that all ranks together consumed."""
+        """Samples of this epoch that all ranks together have consumed."""
         return self._consumed
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, wherever the sampler stands."""
+        """Number of batches of a whole epoch, at any position."""
         return self._batches(0)
 
     def __iter__(self) -> Iterator[list[int | None]]:
@@ -113,25 +113,25 @@ class MegatronSampler(Sampler[list[int | None]]):
             first += self.global_batch_size
 
     def start(self) -> int:
-        """Begin an epoch, or go on with a restored one; returns the samples of it that are already consumed."""
+        """Begin an epoch or continue a restored one; returns the number of its samples that are already consumed."""
         if not self._resuming:
             self._consumed = 0
         self._resuming = self._unfinished = False
         return self._consumed
 
     def advance(self, batches: int = 1) -> None:
-        """Count batches that were handed to the training loop."""
+        """Count batches that the training loop has consumed."""
         before = self._consumed
         self._consumed = min(self._consumed + batches * self.global_batch_size, self.num_samples_total)
         self._last = range(before, self._consumed)
 
     @property
     def last_batch(self) -> range:
-        """Places in the epoch's order of the samples that all ranks together were handed last."""
+        """Positions in the epoch's order of the last samples that all ranks together have consumed."""
         return self._last
 
     def samples_at(self, places: range) -> list[int]:
-        """Numbers in the data set of the samples at some places of this epoch's order."""
+        """Numbers in the data set of the samples at some positions of this epoch's order."""
         order = self._order()
         return [int(order[place]) for place in places]
 
@@ -146,15 +146,15 @@ class MegatronSampler(Sampler[list[int | None]]):
             self._resuming = False
 
     def state_dict(self) -> dict[str, int]:
-        """``epoch`` and ``consumed_samples``: the same on every rank, for any number of ranks."""
+        """Position, equal on every rank and for any number of ranks: ``epoch`` and ``consumed_samples``."""
         return {"epoch": self._epoch, "consumed_samples": self._consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go to a position; the end of an epoch is the beginning of the next.
 
         Args:
-            state: of :meth:`state_dict`. Under ``unfinished`` it may say whether the epoch was left before its end, as
-                opposed to shortened by a limit that holds in each epoch.
+            state: result of :meth:`state_dict`. ``unfinished`` may be True if the epoch was left before its end, and
+                not shortened by a limit that holds in each epoch.
         """
         self._epoch, self._consumed = int(state["epoch"]), int(state["consumed_samples"])
         self._unfinished = bool(state.get("unfinished", self._unfinished))

@@ -16,7 +16,7 @@ from lightning_megatron.files.small import LONGEST, read_json, read_object
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of the project needs of a tokenizer. A special token it does not have is ``None``."""
+    """Interface of a tokenizer for the rest of the package. A special token that it does not have is ``None``."""
 
     @property
     def vocab_size(self) -> int:
@@ -25,22 +25,22 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int | None:
-        """Ends a document in the token files."""
+        """Token that ends a document in the token files."""
         ...
 
     @property
     def bos(self) -> int | None:
-        """Begins a text."""
+        """Token that begins a text."""
         ...
 
     @property
     def eos(self) -> int | None:
-        """Ends a text."""
+        """Token that ends a text."""
         ...
 
     @property
     def pad(self) -> int | None:
-        """Fills up."""
+        """Token for padding."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -48,13 +48,13 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """Text of token ids, without special tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class _Special:
-    """The special tokens of a tokenizer, as properties."""
+    """Special tokens of a tokenizer."""
 
     bos: int | None = None
     eos: int | None = None
@@ -104,7 +104,7 @@ class SentencePieceTokenizer(_Base):
 
 
 class _FastTokenizer(_Base):
-    """Something of the ``tokenizers`` library, which the contents of ``file`` describe."""
+    """Tokenizer of the ``tokenizers`` library that ``file`` describes."""
 
     def __init__(self, backend: Any, special: _Special, file: Path, *, special_in_text: bool) -> None:
         backend.no_truncation()  # as transformers does: a text is all of its tokens, and no other
@@ -128,7 +128,7 @@ class _FastTokenizer(_Base):
 
 @contextmanager
 def _told_by(file: Path, fault: str = "the tokenizer that it describes fails") -> Iterator[None]:
-    """Name the file where the library fails: it raises bare ``Exception``, and what Rust panics with is none."""
+    """Name the file in errors of the library: it raises bare ``Exception``, or a panic of Rust, which is none."""
     try:
         yield
     except BaseException as error:
@@ -208,7 +208,7 @@ class BertWordPieceTokenizer(_FastTokenizer):
 
 
 class NullTokenizer(_Base):
-    """For text that is token ids already, separated by spaces; the end of a document is one id above the vocabulary.
+    """Tokenizer of texts that are token ids, separated by spaces; the end of a document is one id above the vocabulary.
 
     Args:
         vocab_size: ids are below this.
@@ -221,10 +221,10 @@ class NullTokenizer(_Base):
         self._given = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """The numbers in the text.
+        """Token ids in the text.
 
         Raises:
-            DataError: if there is something else in it, or an id outside of the vocabulary.
+            DataError: if it contains something else, or an id outside of the vocabulary.
         """
         try:
             ids = [int(word) for word in text.split()]
@@ -259,15 +259,15 @@ def build_tokenizer(
     merge_file: str | Path | None = None,
     vocab_size: int | None = None,
 ) -> Tokenizer:
-    """A tokenizer by the name that Megatron-LM gives it.
+    """Build a tokenizer by Megatron-LM's name for it.
 
     Args:
-        type: one of ``TOKENIZER_TYPES``.
+        type: name in ``TOKENIZER_TYPES``.
         path: sentencepiece model, Hugging Face directory, or a directory with ``vocab.json`` and ``merges.txt``
             (GPT-2) or ``vocab.txt`` (BERT).
         vocab_file: vocabulary of GPT-2 or BERT, if not in ``path``.
         merge_file: merges of GPT-2, if not in ``path``.
-        vocab_size: for ``NullTokenizer``.
+        vocab_size: size of the vocabulary, for ``NullTokenizer``.
 
     Raises:
         ConfigError: if the type is unknown or lacks an argument.
@@ -325,7 +325,7 @@ def _existing(path: str | Path, do: str = "check the path") -> Path:
 
 
 def _special_names(directory: Path) -> dict[str, str]:
-    """``bos_token``, ``eos_token``, ``pad_token`` as the files beside ``tokenizer.json`` name them."""
+    """Names of ``bos_token``, ``eos_token``, ``pad_token`` in the files beside ``tokenizer.json``."""
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one counts
         path = directory / file
@@ -344,7 +344,7 @@ def _special_names(directory: Path) -> dict[str, str]:
 
 
 def _refuse_cut_table(content: Any) -> None:
-    """Raise for a precompiled normalizer whose table is shorter than it says: the library ends the process.
+    """Raise if the table of a precompiled normalizer is truncated, since the library would end the process.
 
     Raises:
         ValueError: naming it.

@@ -1,4 +1,4 @@
-"""DataLoaders of ranks that belong together: those that read the same samples, and those that share experts."""
+"""DataLoaders of related ranks: those that read the same samples, and those that share experts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_megatron.mesh import ParallelMesh, coordinate, dense_grid
 
 
 def share_randomness(loader: Any, mesh: ParallelMesh, seed: int) -> Any:
-    """Let workers of a loader draw what their peers on tp, pp and cp draw, and other numbers than on other dp ranks.
+    """Make workers of a loader draw the same random numbers on tp, pp and cp peers, and others on other dp ranks.
 
     After ``seed_everything(workers=True)`` Lightning seeds workers by the global rank, so that peers would augment one
-    sample in different ways; a function of the user's own is left alone. And where there are peers, the numbers that
-    torch draws for each epoch's workers and order come from a generator of the loader's own, since layers of the user's
-    own may draw from the default one, differently on every stage: then stages would read different samples.
+    sample in different ways; a user's own ``worker_init_fn`` is not changed. If there are peers, the loader gets a
+    generator of its own for the numbers that torch draws in each epoch: layers of the user may draw from the default
+    generator, differently on every stage, and then stages would read different samples.
 
     Args:
-        loader: anything; only a ``DataLoader`` is changed.
-        mesh: this rank's.
-        seed: the same on all ranks.
+        loader: any loader; only a ``DataLoader`` is changed.
+        mesh: mesh of this rank.
+        seed: seed, equal on all ranks.
 
     Returns:
         The loader.
@@ -45,13 +45,13 @@ def share_randomness(loader: Any, mesh: ParallelMesh, seed: int) -> Any:
 
 
 def shuffle_by_epoch(loader: Any) -> None:
-    """Shuffle by seed and epoch, as Lightning does over replicas, where there is one replica.
+    """Shuffle by seed and epoch if there is one replica, as Lightning does for several.
 
-    So all layouts read a shuffled loader in one order, and a resumed run reads what is due. Lightning tells the sampler
-    of a loader's batch sampler which epoch it is.
+    Then all layouts read a shuffled loader in one order, and a resumed run continues with the right samples. Lightning
+    sets the epoch of the sampler inside a loader's batch sampler.
 
     Args:
-        loader: anything; only a ``DataLoader`` that torch itself shuffles is changed.
+        loader: any loader; only a ``DataLoader`` that torch itself shuffles is changed.
     """
     if not isinstance(loader, DataLoader):
         return
@@ -63,25 +63,25 @@ def shuffle_by_epoch(loader: Any) -> None:
 
 
 def start_workers_safely(loader: Any, device: torch.device) -> None:
-    """Have workers started in the way that the device outlives, where the user has not chosen one.
+    """Choose a start method for workers that is safe with the device, unless the user has chosen one.
 
     Args:
-        loader: anything; only a ``DataLoader`` is changed.
-        device: of this rank.
+        loader: any loader; only a ``DataLoader`` is changed.
+        device: device of this rank.
     """
     if isinstance(loader, DataLoader) and loader.num_workers and loader.multiprocessing_context is None:
         loader.multiprocessing_context = devices.worker_start_method(device)
 
 
 def require_equal_lengths(loader: Any, mesh: ParallelMesh, device: torch.device) -> None:
-    """Refuse loaders of different lengths where replicas wait for each other in every forward, to share experts.
+    """Raise if loaders have different lengths on replicas that share experts, and so wait for each other.
 
-    Lightning gives the replicas of ``predict`` the samples as they come, without repeating any to even out the rest.
+    Lightning divides the samples of ``predict`` over replicas without repeating any to make their numbers equal.
 
     Args:
-        loader: anything; what has no length is left alone.
-        mesh: this rank's; all ranks that share experts call this together.
-        device: of this rank.
+        loader: any loader; one without a length is not checked.
+        mesh: mesh of this rank; all ranks that share experts call this together.
+        device: device of this rank.
 
     Raises:
         ConfigError: if a rank that shares experts with this one has more or fewer batches.
@@ -96,7 +96,7 @@ def require_equal_lengths(loader: Any, mesh: ParallelMesh, device: torch.device)
     most, least = all_reduce_max(torch.tensor([length, -length], device=device), mesh.etp_ep).abs().tolist()
     if most != least:
         reason = (
-            f"batches on this rank, and between {least} and {most} on those that share its experts, who would wait for "
-            "each other for ever: pad the data to a multiple of batch_size x dp, or predict with ep=1 and etp=tp"
+            f"batches on this rank, and between {least} and {most} on those that share its experts, which would wait "
+            "for each other for ever: pad the data to a multiple of batch_size x dp, or predict with ep=1 and etp=tp"
         )
         raise ConfigError([Problem("dataloader", length, reason)])

@@ -45,7 +45,7 @@ ELSEWHERE = {
 
 
 def readable(argument: str) -> Check:
-    """Rules for paths of data, before anybody looks for the files."""
+    """Rule for data paths that is checked before the files are opened."""
     return Check(lambda path: [] if path is None else problems_of(parse_data_path, path, argument))
 
 
@@ -54,30 +54,30 @@ class MegatronDataModule(LightningDataModule):
 
     Ranks of one data-parallel replica read the same samples. The order depends on the data, the seed, the number of
     samples drawn (so give ``train_samples`` where a run may be prolonged) and the global batch alone, and a checkpoint
-    in mid-epoch resumes at the next sample. It holds what was trained on, and ``fit`` refuses to go on with other data.
+    in mid-epoch resumes at the next sample. It contains a fingerprint of the data, and ``fit`` refuses other data.
 
     Args:
-        data_path: prefix of a pair of files, a list of prefixes, or ``[weight, prefix, ...]``; of training alone where
+        data_path: prefix of a pair of files, a list of prefixes, or ``[weight, prefix, ...]``; only for training if
             ``val_data_path`` or ``test_data_path`` is given.
         seq_length: tokens of a sample.
         batch_size: samples of one batch of one data-parallel replica.
-        split: shares of the documents for training, validation and test, where ``data_path`` is for all three.
-        train_samples: samples to draw for training, over as many epochs of the data as that takes; ``None`` means what
-            ``Trainer(max_steps=...)`` consumes, or one epoch of the data where it is not given.
-        val_samples: the same for validation; ``None`` means one epoch of its share, in a weighted blend until the first
-            of its members is used up.
-        test_samples: the same for test.
-        seed: of the order of samples.
-        num_workers: processes that load samples.
-        cache_dir: where index files are kept; ``None`` means beside the data.
-        tokenizer_type: Megatron's name of the tokenizer the data was made with, if ids and sizes are to be checked.
-        tokenizer_model: its file or directory.
+        split: shares of the documents for training, validation and test, if ``data_path`` is for all three.
+        train_samples: samples to draw for training, over as many epochs of the data as needed; ``None`` means as many
+            as ``Trainer(max_steps=...)`` consumes, or one epoch of the data without it.
+        val_samples: samples to draw for validation; ``None`` means one epoch of its share, in a weighted blend until
+            the first of its members is used up.
+        test_samples: samples to draw for test; ``None`` as for ``val_samples``.
+        seed: seed of the order of samples.
+        num_workers: number of processes that load samples.
+        cache_dir: directory of the index files; ``None`` means beside the data.
+        tokenizer_type: Megatron's name of the tokenizer that the data was made with, to check ids and sizes.
+        tokenizer_model: file or directory of the tokenizer.
         eod_mask_loss: leave end-of-document tokens out of the loss; needs the tokenizer.
         reset_position_ids: let positions begin anew after each document; needs the tokenizer. As in Megatron-LM,
             attention still crosses the end of a document.
-        allow_other_data: let ``fit`` resume a checkpoint that was trained on other data, other shares or weights of it,
-            another order, or with another tokenizer; it goes on after as many samples as were consumed.
-        vocab_file: vocabulary of GPT-2's or BERT's tokenizer, in place of ``tokenizer_model``.
+        allow_other_data: let ``fit`` resume a checkpoint that was trained on other data, with other shares or weights,
+            in another order, or with another tokenizer; it skips as many samples as were consumed.
+        vocab_file: vocabulary of GPT-2's or BERT's tokenizer, instead of ``tokenizer_model``.
         merge_file: merges of GPT-2's tokenizer.
         val_data_path: data of validation, read whole.
         test_data_path: data of tests, read whole.
@@ -153,7 +153,7 @@ class MegatronDataModule(LightningDataModule):
 
     @property
     def _paths(self) -> dict[str, DataPath]:
-        """Data by the argument that names it."""
+        """Data paths by the argument that gives them."""
         paths = {
             "data_path": self.data_path,
             "val_data_path": self.val_data_path,
@@ -162,7 +162,7 @@ class MegatronDataModule(LightningDataModule):
         return {argument: path for argument, path in paths.items() if path is not None}
 
     def data_problems(self) -> list[Problem]:
-        """Files that are missing or faulty, and shares too small; the strategy asks before it starts processes."""
+        """Missing or faulty files and empty shares; the strategy calls this before it starts processes."""
         found = [problem for argument, path in self._paths.items() for problem in file_problems(path, argument)]
         if found or len(self._paths) > 1:
             return found
@@ -171,7 +171,7 @@ class MegatronDataModule(LightningDataModule):
 
     @property
     def batch_shape(self) -> BatchShape:
-        """What layouts and models are checked against."""
+        """Sizes that layouts and models are checked against."""
         vocab = None if self.tokenizer is None else self.tokenizer.vocab_size
         return BatchShape(self.batch_size, seq_length=self.seq_length, vocab_size=vocab)
 
@@ -210,7 +210,7 @@ class MegatronDataModule(LightningDataModule):
 
     @property
     def _dp(self) -> tuple[int, int]:
-        """This rank's share of the data, and the number of shares."""
+        """Number of this rank's share of the data, and the number of shares."""
         strategy = None if self.trainer is None else self.trainer.strategy
         if isinstance(strategy, MegatronStrategy):
             return strategy.data_parallel_rank, strategy.data_parallel_size
@@ -242,7 +242,7 @@ class MegatronDataModule(LightningDataModule):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What training reads: equal for two runs that draw as many samples if these are the same in the same order."""
+        """Fingerprint of the training data: equal for two runs that read the same samples in the same order."""
         if self._fingerprint is None:
             tokenizer = self.tokenizer and tokenizer_fingerprint(self.tokenizer, self._tokenizer_model)
             self._fingerprint = {
@@ -256,7 +256,7 @@ class MegatronDataModule(LightningDataModule):
         return self._fingerprint
 
     def facts(self) -> dict[str, Any]:
-        """Everything that samples depend on: what the ranks of a job must have in common."""
+        """Everything that samples depend on, which must be equal on all ranks of a job."""
         try:
             read: Any = self.fingerprint
             held_out = {
@@ -271,9 +271,9 @@ class MegatronDataModule(LightningDataModule):
         return {"batch_size": self.batch_size, **samples, "fingerprint": read, **held_out}
 
     def state_dict(self) -> dict[str, Any]:
-        """What is trained on, and how far training has read; the same on all ranks.
+        """Fingerprint of the data and position of training in it; equal on all ranks.
 
-        Lightning keeps a loader's place too, but loses it where the loader is made before the checkpoint is read:
+        Lightning saves a loader's position too, but loses it if the loader is created before the checkpoint is read:
         ``estimated_stepping_batches`` in ``configure_optimizers`` is enough for that.
         """
         if self._train_loader is None:
@@ -289,14 +289,14 @@ class MegatronDataModule(LightningDataModule):
 
     @property
     def _epoch_is_unfinished(self) -> bool:
-        """True if an epoch was begun and has batches left: Lightning counts one that ``max_steps`` cut off as done."""
+        """True if the epoch has batches left: Lightning counts an epoch that ``max_steps`` cut off as done."""
         return self.trainer is not None and not self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there, whether the loader is made already or not.
+        """Restore the position, before or after the loader is created.
 
         Raises:
-            ConfigError: if training would go on with other data, naming every difference.
+            ConfigError: if training would continue with other data, naming every difference.
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
@@ -318,15 +318,15 @@ class MegatronDataModule(LightningDataModule):
             )
 
     def val_dataloader(self) -> Any:
-        """The same of the validation share; nothing where it is empty."""
+        """Batches of the validation share; none if it is empty."""
         return self._loader(self._datasets[1])
 
     def test_dataloader(self) -> Any:
-        """The same of the test share."""
+        """Batches of the test share; none if it is empty."""
         return self._loader(self._datasets[2])
 
     def predict_dataloader(self) -> Any:
-        """The test share."""
+        """Batches of the test share."""
         return self.test_dataloader()
 
 

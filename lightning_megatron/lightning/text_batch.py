@@ -1,7 +1,7 @@
-"""Batches of a language model: the keys it uses, and the ids it knows.
+"""Checks of a language model's batches: their keys, and the ids in them.
 
-What is on the host is looked at and named. What is on a device already cannot be read without waiting for it: there a
-loss of ids that are in no vocabulary is NaN.
+Faults of a batch on the host are named. A batch on a device cannot be read without a synchronization: there the loss of
+ids outside the vocabulary is NaN.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _MEANT_FOR_THE_MODEL: Mapping[str, str] = {
 
 
 def check_keys(batch: Mapping[str, Any], own: Collection[str] = ()) -> None:
-    """Refuse what would be passed over without a word, and shapes that torch would stretch.
+    """Refuse keys that would be ignored silently, and shapes that torch would broadcast.
 
-    What has one number a sample, or is no tensor, can say nothing of tokens, and passes.
+    Values with one number a sample, and values that are no tensors, cannot describe tokens and are allowed.
 
     Args:
-        batch: as the model is given it.
-        own: further keys that belong to whoever calls.
+        batch: batch that is given to the model.
+        own: further keys that the caller uses.
 
     Raises:
         ConfigError: naming every key at fault.
@@ -66,12 +66,12 @@ def check_keys(batch: Mapping[str, Any], own: Collection[str] = ()) -> None:
 
 
 def id_fault(batch: Any, vocab_size: int, positions: int | None = None) -> str | None:
-    """The first id on the host that stands for nothing, in words; ``None`` if there is none.
+    """Describe the first id on the host that is outside its range; ``None`` if there is none.
 
     Args:
-        batch: any; what is no mapping of tensors on the host is not looked at.
+        batch: any batch; only mappings of tensors on the host are checked.
         vocab_size: true size of the vocabulary.
-        positions: how many positions are learned; ``None`` for any.
+        positions: number of learned positions; ``None`` for any.
     """
     for key, ids, end in _ids(batch, vocab_size, positions):
         if not ids.is_cpu or not ids.numel():
@@ -92,7 +92,7 @@ def id_fault(batch: Any, vocab_size: int, positions: int | None = None) -> str |
 
 
 def without_faults(batch: Any, vocab_size: int, positions: int | None = None) -> Any:
-    """The batch with every id of :func:`id_fault` replaced by one that a model can compute with."""
+    """Replace every id that :func:`id_fault` finds by one that the model can compute with."""
     repaired = {
         key: ids.masked_fill(_outside(key, ids, end), IGNORE_INDEX if key == "labels" else 0)
         for key, ids, end in _ids(batch, vocab_size, positions)
@@ -101,7 +101,7 @@ def without_faults(batch: Any, vocab_size: int, positions: int | None = None) ->
 
 
 def nan_where_unknown(out: Tensor, batch: Mapping[str, Any], vocab_size: int) -> Tensor:
-    """``out``, or NaN without a gradient, if ids on a device are in no vocabulary; costs no synchronization."""
+    """``out``, or NaN without a gradient if ids on a device are out of range; needs no synchronization."""
     on_device = [_outside(key, ids, end) for key, ids, end in _ids(batch, vocab_size, None) if not ids.is_cpu]
     for outside in on_device:
         out = out.masked_fill(outside.any(), float("nan"))
@@ -109,7 +109,7 @@ def nan_where_unknown(out: Tensor, batch: Mapping[str, Any], vocab_size: int) ->
 
 
 def labels_repeat_tokens(batch: Any) -> bool:
-    """True if labels are the tokens themselves, not those that follow: a model would learn to repeat its input."""
+    """True if labels are the tokens themselves, not the following ones: a model would learn to repeat its input."""
     if not isinstance(batch, Mapping) or not {"tokens", "labels"} <= batch.keys():
         return False
     tokens, labels = batch["tokens"], batch["labels"]

@@ -1,4 +1,4 @@
-"""What a forward leaves in memory."""
+"""Measurement of the activations that a forward leaves in memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _READINGS = 10
 
 
 class LiveStorages(TorchDispatchMode):
-    """Watches the memory of every tensor that an operation returns inside, on any device.
+    """Mode that tracks the memory of every tensor that an operation returns, on any device.
 
-    Nothing escapes it: what autograd functions keep on their own account is seen like what is saved through hooks.
+    It sees all tensors: those that autograd functions keep themselves as well as those that are saved through hooks.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def nbytes(self, *, but: Iterable[Tensor] = ()) -> int:
-        """Bytes that are alive now, those of some tensors not counted."""
+        """Bytes that are alive now, without those of some tensors."""
         alive = [storage for ref in self._seen.values() if (storage := ref()) is not None]
         left_out = {tensor.untyped_storage().data_ptr() for tensor in but}
         return sum(storage.nbytes() for storage in alive if storage.data_ptr() not in left_out)
@@ -56,15 +56,15 @@ def _tensors(out: Any) -> Iterator[Tensor]:
 
 
 class MiddleStage:
-    """Layers of a decoder and nothing else: a pipeline stage that has neither embedding nor loss.
+    """Pipeline stage with decoder layers only, without embedding and loss.
 
     Args:
         config: shape of the whole model; all its layers are on this stage.
-        mesh: the ranks.
-        recompute: what is computed again.
+        mesh: mesh of this rank.
+        recompute: plan of recomputation.
 
     Attributes:
-        model: the layers, in the dtype that is torch's default now.
+        model: layers, in torch's default dtype.
     """
 
     def __init__(self, config: TransformerConfig, mesh: ParallelMesh, recompute: RecomputePlan) -> None:
@@ -84,7 +84,7 @@ class MiddleStage:
         raise AssertionError("a middle stage ends at its boundary")
 
     def kept_bytes(self, length: int, batch: int) -> int:
-        """What the layers keep for their backward, their common input included, what they return not.
+        """Bytes that the layers keep for their backward, with their common input and without their output.
 
         Args:
             length: tokens of a whole sequence ``S``.

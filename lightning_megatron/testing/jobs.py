@@ -1,4 +1,4 @@
-"""For tests that start a job of their own: a script whose Trainer may start further processes."""
+"""Helper of tests that start a job of their own: a script whose Trainer may start further processes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _OF_A_JOB = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "W
 
 
 def own_environment(**more: str) -> dict[str, str]:
-    """The environment of such a job: Trainers that ran in this process have left the address of theirs in it.
+    """Environment of such a job, without the variables that Trainers of this process have left there.
 
     Args:
-        **more: variables on top.
+        **more: additional variables.
     """
     return {name: value for name, value in os.environ.items() if name not in _OF_A_JOB} | more

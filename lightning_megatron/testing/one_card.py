@@ -1,4 +1,4 @@
-"""Ranks that share one CUDA card, each as a node of its own: NCCL for real on a machine with a single GPU.
+"""Ranks that share one CUDA card, each as a node of its own: tests with real NCCL on a machine with a single GPU.
 
 A pytest plugin too: ``pytest -p lightning_megatron.testing.one_card --one-card`` lets the Trainers of the tests train
 on CUDA. NCCL refuses two ranks of one host on one card; ranks with different ``NCCL_HOSTID`` count as different hosts,
@@ -38,17 +38,17 @@ def enabled() -> bool:
 
 
 def become_a_node(rank: int) -> None:
-    """Let NCCL take this process for a host of its own; before its first communicator."""
+    """Make NCCL treat this process as a host of its own; to be called before its first communicator."""
     os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
     torch.cuda.set_device(0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--one-card``."""
+    """Add the option ``--one-card``."""
     parser.getgroup("CUDA").addoption("--one-card", action="store_true", help="Trainers of the tests train on CUDA")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module is imported."""
+    """Enable the card before any test module is imported."""
     if config.getoption("--one-card"):
         enable()

@@ -1,4 +1,4 @@
-"""Whole tensors from what ranks hold, and the other way round: to compare any layout with the size-1 model.
+"""Conversion between shards and whole tensors, to compare any layout with the size-1 model.
 
 All functions read :class:`~lightning_megatron.params.ParamSpec` and know no layer. Those that take a mesh are
 collective: all ranks that share a parameter call them together.
@@ -17,7 +17,7 @@ from lightning_megatron.params import ParamSpec, ShardRanks, named_specs
 
 
 def whole(local: Tensor, spec: ParamSpec, mesh: ParallelMesh) -> Tensor:
-    """The tensor of ``spec.global_shape`` of which every rank holds ``local``; padding is cut.
+    """Gather the whole tensor of which this rank holds ``local``; padding is cut.
 
     Raises:
         AssertionError: if a tensor that all ranks should hold whole differs between them.
@@ -35,7 +35,7 @@ def whole(local: Tensor, spec: ParamSpec, mesh: ParallelMesh) -> Tensor:
 
 
 def local_slice(full: Tensor, spec: ParamSpec, local_shape: tuple[int, ...], ranks: ShardRanks) -> Tensor:
-    """What the rank that stands at ``ranks`` holds of a whole tensor; padding is zero."""
+    """Shard of a whole tensor that the rank at ``ranks`` holds; padding is zero."""
     box = spec.local_box(local_shape, ranks)
     out = full.new_zeros(local_shape)
     source = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
@@ -44,20 +44,20 @@ def local_slice(full: Tensor, spec: ParamSpec, local_shape: tuple[int, ...], ran
 
 
 def whole_parameters(model: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
-    """Every parameter of the whole model, by global name."""
+    """Gather every parameter of the whole model, by global name."""
     return {name: whole(param, spec, mesh) for name, param, spec in named_specs(model)}
 
 
 def whole_gradients(model: nn.Module, mesh: ParallelMesh, *, sum_over_tp: bool = True) -> dict[str, Tensor]:
-    """Every gradient of the whole model, by global name; those that need it are summed first.
+    """Gather every gradient of the whole model, by global name; those that need it are summed first.
 
-    Of experts each rank has what the tokens of some ranks contributed: those are summed over the expert-data axis.
+    Gradients of experts come from the tokens of some ranks: they are summed over the expert-data axis.
 
     Args:
-        model: after ``backward``; a parameter without gradient counts as one with a zero gradient.
-        mesh: its mesh.
-        sum_over_tp: whether to add up what ranks saw of different parts of the sequence
-            (``ParamSpec.grad_sum_over_tp``), as the optimizer does. Without it, rank 0's part is returned.
+        model: model after ``backward``; a parameter without gradient counts as one with a zero gradient.
+        mesh: mesh of the model.
+        sum_over_tp: True to sum gradients of different parts of the sequence (``ParamSpec.grad_sum_over_tp``), as the
+            optimizer does; else rank 0's part is returned.
 
     Raises:
         AssertionError: if a gradient that needs no sum differs between ranks.
@@ -78,7 +78,7 @@ def whole_gradients(model: nn.Module, mesh: ParallelMesh, *, sum_over_tp: bool =
 
 @torch.no_grad()
 def load_whole(model: nn.Module, tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> None:
-    """Give every parameter of ``model`` its slice of a whole tensor (of the size-1 model, say)."""
+    """Copy to every parameter of ``model`` its shard of a whole tensor (of the size-1 model, for example)."""
     for name, param, spec in named_specs(model):
         param.copy_(local_slice(tensors[name], spec, tuple(param.shape), mesh.shard_ranks))
 
@@ -86,11 +86,11 @@ def load_whole(model: nn.Module, tensors: Mapping[str, Tensor], mesh: ParallelMe
 def differences(
     ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-6
 ) -> dict[str, str]:
-    """Tensors of two models that are not close, by name, with what is wrong with each; empty if there are none.
+    """Descriptions of the tensors of two models that are not close, by name; empty if all are.
 
     Args:
         ours: tensors by name.
-        reference: the same of the model that is right.
+        reference: tensors of the reference model, by name.
         rtol: largest difference allowed, relative to the *largest* element of the reference: a sum of many terms is
             exact to the size of its terms, not of its result.
         atol: largest difference allowed in any case.
@@ -112,6 +112,6 @@ def differences(
 def assert_same(
     ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-6
 ) -> None:
-    """Raise an AssertionError that names every tensor of :func:`differences`."""
+    """Assert that :func:`differences` is empty."""
     wrong = differences(ours, reference, rtol=rtol, atol=atol)
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())

@@ -1,7 +1,6 @@
-"""Work done once, in the server that workers are forked from.
+"""Work that is done once, in the server that workers are forked from.
 
-They have the code that the server has loaded, whatever happens to its files in the meantime, and say so when they are
-compared.
+Workers run the code that the server has loaded, even if its files change meanwhile; so its hash is computed there.
 """
 
 from lightning_megatron.lightning.comparison.code import package_digest

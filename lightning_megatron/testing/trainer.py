@@ -17,11 +17,11 @@ from lightning_megatron.testing import one_card
 
 
 class PoolEnvironment(ClusterEnvironment):
-    """Takes ranks from the process group that is up; without one, there is one rank."""
+    """Environment with the ranks of the existing process group; without a group, there is one rank."""
 
     @property
     def creates_processes_externally(self) -> bool:
-        """The pool has made them."""
+        """True, since the pool has created the processes."""
         return True
 
     @property
@@ -36,11 +36,11 @@ class PoolEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Never chosen by itself."""
+        """False, since it is never chosen automatically."""
         return False
 
     def world_size(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks of the group."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def set_world_size(self, size: int) -> None:
@@ -54,21 +54,21 @@ class PoolEnvironment(ClusterEnvironment):
         """The group knows."""
 
     def local_rank(self) -> int:
-        """All workers are on one node, or each on one of its own."""
+        """Rank on the node: all workers are on one node, or each on one of its own."""
         return 0 if one_card.enabled() else self.global_rank()
 
     def node_rank(self) -> int:
-        """All workers are on one node, or each on one of its own."""
+        """Number of the node: all workers are on one node, or each on one of its own."""
         return self.global_rank() if one_card.enabled() else 0
 
 
 class Recorder(Logger):
-    """Keeps what a run logs, as plain numbers, on every rank.
+    """Logger that keeps the metrics of a run as plain numbers, on every rank.
 
-    A logger and not a callback: a foreign callback that looks between steps would turn the overlapped gather off.
+    It is not a callback, since a foreign callback would turn off the overlapped gather.
 
     Attributes:
-        rows: one for each call, with the ``step``.
+        rows: metrics of each call, with the ``step``.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Recorder(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> None:
-        """There is none."""
+        """Nothing."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Keep a row."""
@@ -103,21 +103,21 @@ class Recorder(Logger):
 
 
 def kind_in_tests() -> devices.DeviceKind:
-    """The kind of device that our strategy trains on in tests; strategies of Lightning's stay on the CPU."""
+    """Kind of device of our strategy in tests; Lightning's strategies stay on the CPU."""
     if one_card.enabled():
         return devices.CUDA
     return devices.HPU if devices.hpu_available() else devices.CPU
 
 
 def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
-    """A Trainer on all ranks of the process group that logs every step to ``logger`` and prints nothing.
+    """Create a Trainer on all ranks of the process group that logs every step to ``logger`` and prints nothing.
 
     It trains on the CPU; or, with our strategy, on a Gaudi if there is one, or on the card that all ranks share.
-    Strategies of Lightning's are what runs are compared with, and stay on the CPU.
+    Lightning's strategies are the reference of comparisons, and stay on the CPU.
 
     Args:
-        strategy: as for ``Trainer``.
-        **options: further Trainer arguments; they win over the quiet ones, and ``plugins`` come on top.
+        strategy: strategy of the Trainer.
+        **options: further arguments of the Trainer; they replace the quiet ones, and ``plugins`` are added.
     """
     environment = PoolEnvironment()
     plugins = [environment, *options.pop("plugins", ())]

@@ -4,8 +4,8 @@ Importing torch and Lightning takes seconds, so a spawn per test would cost more
 imports them once, workers are forked from it once, and each call costs milliseconds: it sends a function to the first
 ``n`` workers, which join a fresh process group of size ``n``, run it, answer, and leave the group again.
 
-Leaving may hang (seen with torch 2.6), and so may ending: neither costs an answer, and no process outlives its pool or
-whoever made it.
+Leaving a group and ending a process may hang (seen with torch 2.6): neither loses an answer, and no process outlives
+its pool or the process that created the pool.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Task:
 
 
 def _serve(rank: int, tasks: Connection, stacks: str) -> None:
-    """Life of one worker: take a task, join its process group, run it, send back what it returned or raised."""
+    """Main loop of a worker: take a task, join its process group, run it, send back its result or error."""
     import torch
     import torch.distributed as dist
 
@@ -124,7 +124,7 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
 
 
 def _end_with_the_parent() -> None:
-    """A worker that is stuck in a collective would not see that nobody is left to ask."""
+    """End with the parent: a worker that is stuck in a collective would not see that it has gone."""
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
@@ -216,7 +216,7 @@ class WorkerPool:
         return outcomes
 
     def _see_off(self, busy: dict[int, Connection]) -> None:
-        """Wait until all have left their group. If one has not in time, or has died of it, the pool is started anew."""
+        """Wait until all have left their group. If one does not in time, or dies, close the pool."""
         if not self._workers:  # given up already
             return
         deadline = time.monotonic() + self.grace

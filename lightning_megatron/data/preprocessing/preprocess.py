@@ -1,4 +1,4 @@
-"""JSON lines in, token files out."""
+"""Conversion of JSON lines to token files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TokenizerSpec:
     vocab_size: int | None = None
 
     def build(self) -> Tokenizer:
-        """The tokenizer."""
+        """Build the tokenizer."""
         return build_tokenizer(
             self.type,
             self.path,
@@ -56,7 +56,7 @@ class TokenizerSpec:
 
 @dataclass(frozen=True)
 class _Lines:
-    """Work for one worker: consecutive lines of one file."""
+    """Task of one worker: consecutive lines of one file."""
 
     path: str
     numbered: list[tuple[int, bytes]]
@@ -115,7 +115,7 @@ def _start_worker(*arguments: Any) -> None:
 
 
 def _end_with_the_parent() -> None:
-    """Leave where the parent was killed: workers hold both ends of their own queues, and would wait for ever."""
+    """End if the parent was killed: workers hold both ends of their queues, and would wait for ever."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -147,16 +147,16 @@ def preprocess(
 
     Args:
         inputs: files or patterns; plain, ``.gz``, ``.xz``, ``.bz2``, ``.zst``.
-        output_prefix: where to write.
-        tokenizer: how to tokenize.
-        json_keys: which values to tokenize, each into a pair of its own.
+        output_prefix: prefix of the files to write.
+        tokenizer: tokenizer and its files.
+        json_keys: keys of the values to tokenize, each into a pair of its own.
         append_eod: end every document with the tokenizer's end-of-document token.
-        workers: processes that tokenize; 1 does it in this one. More start this program's main module again, so a
-            script that asks for them needs ``if __name__ == "__main__":``.
+        workers: number of processes that tokenize; 1 is this process. More import this program's main module again, so
+            a script that uses them needs ``if __name__ == "__main__":``.
         split_sentences: make a sequence of each sentence; the pairs are then called ``<output_prefix>_<key>_sentence``.
-        keep_newlines: with ``split_sentences``: leave line breaks at the end of a sentence.
-        log_interval: documents between two lines of progress.
-        log: takes the lines of progress; default standard error.
+        keep_newlines: leave line breaks at the end of a sentence (with ``split_sentences``).
+        log_interval: number of documents between two lines of progress.
+        log: function that prints a line of progress; default standard error.
         longest_line: bytes of a line at most, decompressed.
 
     Returns:
@@ -218,7 +218,7 @@ def _documents(
         for task in tasks:
             yield from encoder(task)
         return
-    # Only some tasks are under way at any time, for the corpus may be larger than the memory.
+    # Only some tasks are under way at any time, since the corpus may be larger than the memory.
     with ProcessPoolExecutor(workers, _processes(), _start_worker, arguments) as pool:
         pending: deque[Future[list[_Document]]] = deque()
         try:
@@ -233,7 +233,7 @@ def _documents(
 
 
 def _processes() -> BaseContext:
-    """Clean processes (a forked child of a process with threads may hang), which import torch once for all of them."""
+    """Context of clean processes (a forked child of a process with threads may hang) that import torch only once."""
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
@@ -242,7 +242,7 @@ def _processes() -> BaseContext:
 
 
 class _Progress:
-    """Documents and bytes of input, told every so often."""
+    """Progress in documents and bytes of input, printed at intervals."""
 
     def __init__(self, interval: int, log: Callable[[str], None]) -> None:
         self._interval, self._log = interval, log

@@ -1,4 +1,4 @@
-"""Where one sentence ends and the next begins, by rule."""
+"""Split of a text into sentences, by rules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Lines of text files, compressed or not, and the documents in them.
+"""Reader of lines and JSON documents from text files, compressed or not.
 
-A few bytes of a compressed file may stand for gigabytes, so a line is read up to a limit and not beyond.
+A few bytes of a compressed file may decompress to gigabytes, so a line is read up to a limit only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONGEST_LINE = 1 << 26
 
 
 def expand(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files that paths and patterns name: patterns in alphabetical order, the whole in the order given.
+    """Files that paths and patterns name: matches in alphabetical order, arguments in the order given.
 
     Raises:
         DataError: if a path does not exist or a pattern matches nothing.
@@ -81,7 +81,7 @@ def _not_decompressed(path: Path, number: int, error: Exception) -> DataError:
 
 
 def text_of(path: str | Path, number: int, line: bytes, keys: Sequence[str]) -> dict[str, str]:
-    """The values of some keys of one line of JSON.
+    """Read the values of some keys from one line of JSON.
 
     Raises:
         DataError: naming file and line, if it is not JSON, not an object, or a key is missing or not text.

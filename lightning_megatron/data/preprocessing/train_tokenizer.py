@@ -1,4 +1,4 @@
-"""A sentencepiece model from one's own text, without a network."""
+"""Training of a sentencepiece model on the user's text, without a network."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def train_tokenizer(
         output: the ``.model`` file to write.
         vocab_size: tokens of the model.
         model_type: ``bpe`` as Llama 2, or ``unigram`` as T5.
-        json_keys: which values of JSON lines are text.
+        json_keys: keys of the values in JSON lines that are text.
         byte_fallback: 256 tokens for single bytes, so that no character is unknown.
         unk_id: id of the unknown token.
         bos_id: id of the begin token, ``-1`` for none.
         eos_id: id of the end token, ``-1`` for none.
         pad_id: id of the padding token, ``-1`` for none.
         max_sentences: lines to train on, drawn at random where there are more.
-        seed: of that draw.
-        num_threads: more are faster; for ``unigram`` they may round differently.
+        seed: seed of that draw.
+        num_threads: number of threads; more are faster, but for ``unigram`` may round differently.
         longest_line: bytes of a line at most.
 
     Returns:
@@ -143,7 +143,7 @@ def _decoded(path: Path, number: int, line: bytes) -> str:
 
 
 def _refused(vocab_size: int, reason: str) -> Problem:
-    """What the trainer did not like, with the size it could do if it says one."""
+    """Reason why the trainer has failed, with the largest possible size if it states one."""
     limit = _SIZE_LIMIT.search(reason)
     if limit:
         text = "the text has too few different pieces for so many tokens; lower it or give more text"

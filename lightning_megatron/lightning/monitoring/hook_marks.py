@@ -1,4 +1,4 @@
-"""Marks of what a rank does between the phases of its strategy: waiting for data, hooks of a save or a load."""
+"""Records of the time between the phases of the strategy: waiting for data, hooks of a save or a load."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_megatron.recorder.recorder import ActionLog
 
 
 class HookMarks(Callback):
-    """Notes what a rank is about; the next phase of the strategy, or the next mark, ends it.
+    """Callback that records a rank's activity; the next phase of the strategy, or the next mark, ends it.
 
     Args:
-        action_log: where.
+        action_log: log to write to.
     """
 
     def __init__(self, action_log: ActionLog) -> None:
@@ -23,36 +23,36 @@ class HookMarks(Callback):
         self._trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Be the last callback of a Trainer."""
+        """Become the last callback of a Trainer."""
         self._trainer = trainer
         trainer.callbacks.append(self)  # type: ignore[attr-defined]
 
     def detach(self) -> None:
-        """Leave it."""
+        """Leave the Trainer's callbacks."""
         self.end()
         if self._trainer is not None and self in self._trainer.callbacks:  # type: ignore[attr-defined]
             self._trainer.callbacks.remove(self)  # type: ignore[attr-defined]
         self._trainer = None
 
     def begin(self, kind: Kind) -> None:
-        """From here on a rank is at this."""
+        """Begin an activity."""
         self.end()
         if self._trainer is not None:
             self._action_log.step = self._trainer.global_step
         self._token = self._action_log.begin(kind)
 
     def end(self) -> None:
-        """From here on it is at something else."""
+        """End the activity."""
         token, self._token = self._token, None
         if token is not None:
             self._action_log.end(token)
 
     def _wait_for_data(self, *args: Any, **kwargs: Any) -> None:
-        """From the begin of a loop, or the end of a batch."""
+        """Begin to wait, at the begin of a loop or the end of a batch."""
         self.begin(Kind.DATA)
 
     def _go_on(self, *args: Any, **kwargs: Any) -> None:
-        """A batch is there, or there is none left."""
+        """End the wait: a batch has come, or there is none left."""
         self.end()
 
     on_train_epoch_start = on_train_batch_end = _wait_for_data
@@ -63,5 +63,5 @@ class HookMarks(Callback):
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _go_on
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """Hooks of a save are running; the writing is a phase of the strategy."""
+        """Begin the hooks of a save; the writing is a phase of the strategy."""
         self.begin(Kind.SAVE)

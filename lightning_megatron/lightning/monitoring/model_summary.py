@@ -1,4 +1,4 @@
-"""The size of a model whose ranks hold a part each: the line that a run begins with, and Lightning's summary."""
+"""Size of a model of which each rank holds a part: the first line of a run's output, and Lightning's summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_megatron.params import named_specs
 
 @runtime_checkable
 class CountsFlops(Protocol):
-    """A model configuration that knows its work; ``TransformerConfig`` is one."""
+    """A model configuration that knows its FLOPs; ``TransformerConfig`` is one."""
 
     def flops_per_token(self, seq_length: int) -> float:
         """FLOPs of forward and backward for one token."""
@@ -36,9 +36,9 @@ class WholeModel:
     """Parameters of a model over all ranks, each once and without padding.
 
     Attributes:
-        sizes: elements, by global name.
-        trained: names of those that require gradients.
-        on_a_rank: elements that the fullest rank holds, padding included.
+        sizes: number of elements, by global name.
+        trained: names of parameters that require gradients.
+        on_a_rank: largest number of elements on one rank, including padding.
     """
 
     sizes: Mapping[str, int]
@@ -55,24 +55,24 @@ class WholeModel:
                 trained |= {name} if param.requires_grad else set()
         held = sum(param.numel() for param in module.parameters())
         if mesh.pp.size > 1:  # the stages of one pipeline make up one model
-            speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
-            stages = all_gather_object(mesh, (sizes, trained, held) if speaks else ({}, set(), 0))
+            is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
+            stages = all_gather_object(mesh, (sizes, trained, held) if is_source else ({}, set(), 0))
             sizes = {name: size for stage in stages for name, size in stage[0].items()}
             trained, held = set().union(*(stage[1] for stage in stages)), max(stage[2] for stage in stages)
         return cls(sizes, frozenset(trained), held)
 
     @property
     def total(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(self.sizes.values())
 
     @property
     def trainable(self) -> int:
-        """Elements of those that require gradients."""
+        """Number of elements of the parameters that require gradients."""
         return sum(self.sizes[name] for name in self.trained)
 
     def below(self, module: str) -> int:
-        """Elements of the parameters of one module."""
+        """Number of elements of the parameters of one module."""
         return sum(size for name, size in self.sizes.items() if name.startswith(f"{module}."))
 
 
@@ -84,7 +84,7 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def introduce(trainer: Trainer, module: LightningModule, mesh: ParallelMesh) -> None:
-    """Say what runs, in numbers of the whole model, and see that callbacks of Lightning do; all ranks call this."""
+    """Print the size of the whole model, and make Lightning's callbacks use it; all ranks call this."""
     model, layout = WholeModel.of(module, mesh), mesh.layout
     fits = trainer.state.fn == TrainerFn.FITTING
     cuts = layout.model_parallel_size > 1 or layout.ep > 1
@@ -103,12 +103,12 @@ def introduce(trainer: Trainer, module: LightningModule, mesh: ParallelMesh) -> 
 
 
 def start_line(layout: ParallelLayout, model: WholeModel, batch_size: int | None, accumulated: int) -> str:
-    """Say in one line how a run is laid out, how large its model is, and what one optimizer step is made of.
+    """Describe the layout of a run, the size of its model and its global batch in one line.
 
     Args:
-        layout: of all ranks.
-        model: what they hold.
-        batch_size: samples that a replica gets in one batch of its loader; ``None`` if unknown.
+        layout: layout of all ranks.
+        model: parameters of all ranks.
+        batch_size: samples of one batch of a replica's loader; ``None`` if unknown.
         accumulated: batches of one optimizer step.
     """
     parts = [
@@ -123,7 +123,7 @@ def start_line(layout: ParallelLayout, model: WholeModel, batch_size: int | None
 
 
 def layout_text(layout: ParallelLayout) -> str:
-    """A resolved layout in words: ``tp 2 x pp 2 x dp 4, ep 2, sequence parallel``."""
+    """Describe a resolved layout: ``tp 2 x pp 2 x dp 4, ep 2, sequence parallel``."""
     axes = [f"{name} {size}" for name in ("tp", "pp", "cp") if (size := getattr(layout, name)) > 1]
     notes = [" x ".join([*axes, f"dp {layout.data_parallel_size}"])]
     notes += [f"{name} {size}" for name in ("ep", "vpp") if (size := getattr(layout, name)) > 1]
@@ -133,7 +133,7 @@ def layout_text(layout: ParallelLayout) -> str:
 
 
 def batch_size_of(trainer: Trainer) -> int | None:
-    """Samples of one batch of the loader that is trained on, where it says so."""
+    """Samples of one batch of the training loader, if known."""
     data = getattr(trainer, "datamodule", None)
     if isinstance(data, HasBatchShape):
         return data.batch_shape.batch_size
@@ -148,13 +148,13 @@ def _short(count: int) -> str:
 class WholeModelSummary(ModelSummary):
     """Lightning's summary, with the parameters of the whole model beside those of a rank.
 
-    "FLOPs" are those of one sample's forward pass, where the model's configuration knows them and no
-    ``example_input_array`` says what else to count.
+    "FLOPs" are those of one sample's forward pass, if the model's configuration knows them and there is no
+    ``example_input_array``.
 
     Args:
-        model: what all ranks hold.
-        max_depth: as in Lightning's.
-        **summarize_kwargs: as in Lightning's.
+        model: parameters of all ranks.
+        max_depth: see Lightning's ``ModelSummary``.
+        **summarize_kwargs: see Lightning's ``ModelSummary``.
     """
 
     def __init__(self, model: WholeModel, max_depth: int = 1, **summarize_kwargs: Any) -> None:
@@ -162,7 +162,7 @@ class WholeModelSummary(ModelSummary):
         self._model, self._depth, self._options = model, max_depth, summarize_kwargs
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show it."""
+        """Print the summary."""
         if not self._depth:
             return
         found = Summary(pl_module, max_depth=self._depth)
@@ -201,11 +201,11 @@ class WholeModelSummary(ModelSummary):
 
 
 class RichWholeModelSummary(WholeModelSummary, RichModelSummary):
-    """The same as a table of ``rich``."""
+    """The summary as a table of ``rich``."""
 
 
 def show_whole_model(callbacks: list[Callback], model: WholeModel) -> None:
-    """Put our summary in the place of Lightning's own, which counts what one rank holds; a user's subclass stays."""
+    """Replace Lightning's own summary, which counts the parameters of one rank; a user's subclass stays."""
     for place, callback in enumerate(callbacks):
         if isinstance(callback, ModelSummary) and type(callback) in _OURS:
             depth, options = summary_options(callback)
@@ -221,7 +221,7 @@ _OURS: Mapping[type[Callback], type[WholeModelSummary]] = {
 
 
 def _forward_flops(trainer: Trainer, module: LightningModule) -> int:
-    """FLOPs of one sample, as long as the data's samples are, else as the model takes at most; 0 if not known."""
+    """FLOPs of one sample with the length of the data's samples, else the model's maximum; 0 if not known."""
     config, data = getattr(module, "config", None), getattr(trainer, "datamodule", None)
     if not isinstance(config, CountsFlops):
         return 0

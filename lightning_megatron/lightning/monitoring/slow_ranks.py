@@ -1,7 +1,7 @@
-"""Finding the rank that makes all others wait: arithmetic on their times, without processes.
+"""Search for the rank that makes all others wait: arithmetic on their times, without processes.
 
-In a parallel job all steps take equally long, and a slow rank is the one that waits least. So times without waiting are
-compared: with those of ranks that do the same work, or, where no other does (a pipeline of single ranks), with the
+In a parallel job all steps take equally long, and a slow rank is the one that waits least. So times without waits are
+compared: with those of ranks that do the same work, or, if there are none (a pipeline of single ranks), with the
 rank's own past.
 """
 
@@ -18,14 +18,13 @@ Kind = Literal["compute", "data"]
 
 @dataclass(frozen=True)
 class Window:
-    """Seconds of one rank in a few steps.
+    """Times of one rank in a few steps, in seconds.
 
     Attributes:
-        compute: without waiting, of the step with the least: whatever else a machine does adds to some steps, and what
-            a rank needs is in all of them.
-        data: waiting for data, of the step with the least.
-        waiting: for other ranks, median.
-        step: from step to step, median.
+        compute: computing time of the fastest step: other load of the machine adds to some steps, but not to all.
+        data: shortest wait for data in a step.
+        waiting: median of the waits for other ranks.
+        step: median of the times from step to step.
     """
 
     compute: float
@@ -35,7 +34,7 @@ class Window:
 
     @classmethod
     def of(cls, compute: Sequence[float], data: Sequence[float], waiting: Sequence[float], step: float) -> Window:
-        """Sum up some steps."""
+        """Summarize some steps."""
         return cls(min(compute), min(data), median(waiting), step)
 
 
@@ -44,12 +43,12 @@ class Straggler:
     """A rank that is slow.
 
     Attributes:
-        rank: global.
+        rank: global rank.
         kind: ``"compute"`` or ``"data"``.
-        seconds: of that in a step, at the least.
-        usual: seconds that are to be expected, at the least.
-        share: of the step time, by which every step is longer.
-        against_past: whether what is expected comes from the rank's own past; else from its peers.
+        seconds: shortest time of that kind in a step.
+        usual: expected shortest time.
+        share: part of the step time by which every step is longer.
+        against_past: True if the expectation comes from the rank's own past, False if from its peers.
     """
 
     rank: int
@@ -61,7 +60,7 @@ class Straggler:
 
     @property
     def factor(self) -> float:
-        """Times that it takes what is usual."""
+        """Ratio of the time to the expected one."""
         return self.seconds / self.usual if self.usual > 0 else float("inf")
 
 
@@ -70,7 +69,7 @@ _NORMAL = 1.4826
 
 
 class _Past:
-    """Windows of one rank: what it computed where it was not slow, and by how much it lay above what is usual."""
+    """Earlier windows of one rank: computing times when it was not slow, and their excess over the expectation."""
 
     def __init__(self) -> None:
         self.compute: deque[float] = deque(maxlen=50)
@@ -81,7 +80,7 @@ class _Past:
         return median(self.compute) if len(self.compute) >= 3 else None
 
     def noise(self, kind: Kind) -> float:
-        """Standard deviation of the excess, judged by the median of the distances from the median; 0 at first."""
+        """Standard deviation of the excess, estimated by the median absolute deviation; 0 at first."""
         known = self.excess[kind]
         if len(known) < 3:
             return 0.0
@@ -90,15 +89,15 @@ class _Past:
 
 
 class SlowRanks:
-    """Looks at windows of all ranks, and names a rank once it has been slow in several of them.
+    """Reports a rank that has been slow in several windows in a row.
 
-    A rank is slow in a window if its fastest step took longer than what is usual, by a share of the step time and twice
-    what that share varies by anyway. Noise of a machine hits steps here and there; of a slow rank, every step is slow.
+    A rank is slow in a window if its fastest step exceeds the expected time by a share of the step time plus twice the
+    standard deviation of that excess. Noise of a machine hits some steps; of a slow rank, every step is slow.
 
     Args:
-        peers: for each rank, the others that do the same work.
-        share: of the step time, by which a slow rank makes steps longer.
-        windows: in a row in which it must be slow.
+        peers: other ranks that do the same work, for each rank.
+        share: part of the step time by which a slow rank makes steps longer.
+        windows: number of windows in a row in which a rank must be slow.
     """
 
     def __init__(self, peers: Sequence[Sequence[int]], share: float, windows: int) -> None:
@@ -108,13 +107,13 @@ class SlowRanks:
         self._named: set[tuple[int, Kind]] = set()
 
     def look(self, windows: Sequence[Window]) -> tuple[list[Straggler], list[tuple[int, Kind]]]:
-        """Take in one window of all ranks.
+        """Evaluate one window of all ranks.
 
         Args:
-            windows: by rank.
+            windows: window of each rank.
 
         Returns:
-            Ranks that have turned out slow, and those named before that are not any more.
+            Ranks that are newly found slow, and those reported before that are slow no longer.
         """
         slow = {(found.rank, found.kind): found for found in self._slow(windows)}
         for rank, window in enumerate(windows):
@@ -152,7 +151,7 @@ class SlowRanks:
         usual = self._past[rank].usual
         if usual is None:
             return None
-        # Where the others have more to do than before, as with longer texts, so has this one.
+        # If the others have more to do than before, as with longer texts, so has this one.
         changes = [
             window.compute / past.usual
             for other, (window, past) in enumerate(zip(windows, self._past, strict=True))
@@ -162,6 +161,6 @@ class SlowRanks:
 
 
 def excess(values: Sequence[float]) -> float:
-    """By how much the greatest of some values exceeds the median of the others."""
+    """Excess of the largest value over the median of the others."""
     *others, greatest = sorted(values)
     return greatest - median(others)

@@ -1,4 +1,4 @@
-"""Parts of a step's time: computing, waiting for other ranks, waiting for data."""
+"""Clocks for the parts of a step: computing, waiting for other ranks, waiting for data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_megatron import device as devices
 
 @dataclass(frozen=True)
 class BatchTime:
-    """Seconds of one batch.
+    """Times of one batch, in seconds.
 
     Attributes:
-        compute: from its start to its end, without waiting.
-        waiting: in collectives and messages.
+        compute: time from its begin to its end, without waits.
+        waiting: time of the waits in collectives and messages.
     """
 
     compute: float
@@ -27,31 +27,31 @@ class BatchTime:
 
 
 class StepClock(Protocol):
-    """Times batches; as a :class:`~lightning_megatron.recorder.call.WaitClock`, what they wait for other ranks."""
+    """Clock for batches, and, as a :class:`~lightning_megatron.recorder.recorder.WaitClock`, for their waits."""
 
     def begin_wait(self) -> None:
-        """This rank waits from here on."""
+        """Note the begin of a wait for other ranks."""
         ...
 
     def end_wait(self) -> None:
-        """It waits no more."""
+        """Note the end of a wait."""
         ...
 
     def begin_batch(self) -> None:
-        """A batch begins."""
+        """Note the begin of a batch."""
         ...
 
     def end_batch(self) -> None:
-        """It is over, for the host."""
+        """Note the end of a batch, as the host sees it."""
         ...
 
     def read(self) -> list[BatchTime]:
-        """Times of the batches that are over, since this was last asked."""
+        """Times of the batches that have ended since the last call."""
         ...
 
 
 class HostClock:
-    """The host's clock, for devices that compute while the host waits: a CPU."""
+    """Clock of the host, for devices that compute while the host waits: a CPU."""
 
     def __init__(self) -> None:
         self._waited = self._since = 0.0
@@ -59,35 +59,35 @@ class HostClock:
         self._times: list[BatchTime] = []
 
     def begin_wait(self) -> None:
-        """Note the time."""
+        """Note the begin of a wait."""
         self._since = perf_counter()
 
     def end_wait(self) -> None:
-        """Add it up."""
+        """Add up the time of the wait."""
         self._waited += perf_counter() - self._since
 
     def begin_batch(self) -> None:
-        """Note the time."""
+        """Note the begin of a batch."""
         self._begun, self._waited_before = perf_counter(), self._waited
 
     def end_batch(self) -> None:
-        """Divide it."""
+        """Divide the time of the batch into computing and waiting."""
         waiting = self._waited - self._waited_before
         self._times.append(BatchTime(perf_counter() - self._begun - waiting, waiting))
 
     def read(self) -> list[BatchTime]:
-        """The batches that are over."""
+        """Times of the batches that have ended since the last call."""
         times, self._times = self._times, []
         return times
 
 
 class DeviceClock:
-    """Events in the stream of a device: nobody waits for it, and they are read when it has passed them.
+    """Clock of a device: events in its stream, which are read after the device has passed them.
 
-    Where the host is slow, the device has nothing to do, which counts as computing.
+    If the host is slow, the device has nothing to do; that counts as computing.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,27 +105,27 @@ class DeviceClock:
         return event
 
     def begin_wait(self) -> None:
-        """Mark the place in the stream, within a batch."""
+        """Record the begin of a wait in the stream, within a batch."""
         if self._begun is not None:
             self._since = self._mark()
 
     def end_wait(self) -> None:
-        """Mark the other end."""
+        """Record the end of a wait."""
         since, self._since = self._since, None
         if since is not None:
             self._waits.append((since, self._mark()))
 
     def begin_batch(self) -> None:
-        """Mark the place in the stream."""
+        """Record the begin of a batch."""
         self._waits, self._begun = [], self._mark()
 
     def end_batch(self) -> None:
-        """Mark the other end."""
+        """Record the end of a batch."""
         self._batches.append((self._begun, self._mark(), self._waits))
         self._begun = None
 
     def read(self) -> list[BatchTime]:
-        """The batches that are over; the host waits for the last of them, if the device is not there yet."""
+        """Times of the batches that have ended since the last call; the host waits for the end of the last one."""
         batches, self._batches = self._batches, []
         if batches:
             batches[-1][1].synchronize()
@@ -138,15 +138,15 @@ class DeviceClock:
 
 
 def step_clock(device: torch.device) -> StepClock:
-    """The clock for a device."""
+    """Clock for a device."""
     return HostClock() if devices.timing_event(device) is None else DeviceClock(device)
 
 
 class FetchClock(Profiler):
-    """Times how long training waits for batches: Lightning profiles that, and nothing else of it has a hook.
+    """Profiler that times the waits of training for batches: Lightning has no other hook around them.
 
     Args:
-        inner: the Trainer's profiler, which goes on as before.
+        inner: the Trainer's profiler, which still gets every call.
     """
 
     def __init__(self, inner: Profiler) -> None:
@@ -155,19 +155,19 @@ class FetchClock(Profiler):
         self._since = self._waited = 0.0
 
     def start(self, action_name: str) -> None:
-        """Note the time where a batch is asked for."""
+        """Note the begin of an action; of fetching a batch, its time."""
         self.inner.start(action_name)
         if action_name == _FETCH:
             self._since = perf_counter()
 
     def stop(self, action_name: str) -> None:
-        """Add it up where it is there."""
+        """Note the end of an action; of fetching a batch, add up its time."""
         if action_name == _FETCH:
             self._waited += perf_counter() - self._since
         self.inner.stop(action_name)
 
     def take(self) -> float:
-        """Seconds since this was last asked."""
+        """Seconds of waits since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 

@@ -1,7 +1,7 @@
-"""A Gaudi on paper: the ``hpu`` device, HCCL and ``habana_frameworks``, simulated on the host.
+"""Simulated Gaudi: the ``hpu`` device, HCCL and ``habana_frameworks`` on the host.
 
-Code for HPUs runs on it unchanged, in this process and its children, and what Gaudi's software refuses is refused.
-What it cannot show is in ``docs/simulated-hpu.md``.
+Code for HPUs runs on it unchanged, in this process and its children, and it refuses the same things as Gaudi's
+software. Its limits are described in ``docs/simulated-hpu.md``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ DEVICES = "LIGHTNING_MEGATRON_HPU_SIM_DEVICES"
 
 
 def enable(profile: str = "1.21", devices: int = 8) -> None:
-    """Simulate HPUs from now on, in this process and in all that it starts.
+    """Simulate HPUs from now on, in this process and in its children.
 
-    Call it before the first tensor is made: torch decides once whether there are HPUs. Children find the simulation
-    as they would find the real software: by an entry point of torch, when they import it.
+    Call it before the first tensor is created: torch decides once if there are HPUs. Children find the simulation as
+    they would find the real software: through an entry point of torch, when they import it.
 
     Args:
         profile: version of the Gaudi software, ``"1.19"`` or ``"1.21"`` for that and newer.
-        devices: HPUs of the machine.
+        devices: number of HPUs of the machine.
 
     Raises:
         RuntimeError: if torch has looked for HPUs already, or was built for CUDA, or the real software is installed.
@@ -58,10 +58,10 @@ def enabled() -> bool:
 
 
 def calls() -> Counter[str]:
-    """How often this process has called what of the simulated software, by name; see :func:`reset_calls`."""
+    """Number of calls of the simulated software in this process, by name; see :func:`reset_calls`."""
     return importlib.import_module("simulated_hpu.calls").counts()
 
 
 def reset_calls() -> None:
-    """Count from zero."""
+    """Reset the numbers of calls."""
     importlib.import_module("simulated_hpu.calls").reset()

@@ -8,14 +8,14 @@ from lightning_megatron.testing import hpu
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--hpu-sim PROFILE`` and ``--hpu-sim-devices N``."""
+    """Add the options ``--hpu-sim PROFILE`` and ``--hpu-sim-devices N``."""
     group = parser.getgroup("simulated HPU")
     group.addoption("--hpu-sim", metavar="PROFILE", choices=["1.19", "1.21"], help="version of the Gaudi software")
     group.addoption("--hpu-sim-devices", metavar="N", type=int, default=8, help="HPUs of the machine (default 8)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module is imported."""
+    """Enable the simulation before any test module is imported."""
     profile = config.getoption("--hpu-sim")
     if profile is not None:
         hpu.enable(profile, config.getoption("--hpu-sim-devices"))
