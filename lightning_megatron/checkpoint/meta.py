@@ -6,8 +6,9 @@ It must load with ``weights_only=True``: a checkpoint from elsewhere may not run
 from __future__ import annotations
 
 import io
+import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from lightning_megatron.checkpoint.formats.unpacked_size import refuse_packed
 from lightning_megatron.errors import CheckpointError
 
 META = "meta.pt"
+VERSION = "pytorch-lightning_version"
 _TYPES = {
-    "pytorch-lightning_version": str,
+    VERSION: str,
     "epoch": int,
     "global_step": int,
     "loops": dict,
@@ -27,6 +29,8 @@ _TYPES = {
     "lr_schedulers": list,
     "optimizer_states": list,
 }
+_MAPPINGS = ("hyper_parameters", "hugging_face")
+"""Entries that are mappings of any class, or ``None``."""
 
 
 def is_plain(value: Any) -> bool:
@@ -97,6 +101,10 @@ def type_faults(meta: dict[str, Any]) -> list[str]:
         f"{name} is a {type(meta[name]).__name__}, and should be a {kind.__name__}"
         for name, kind in _TYPES.items()
         if name in meta and type(meta[name]) is not kind
+    ] + [
+        f"{name} is a {type(meta[name]).__name__}, and should be a dict"
+        for name in _MAPPINGS
+        if not isinstance(meta.get(name), Mapping | None)
     ]
 
 
@@ -104,7 +112,8 @@ def read_meta(directory: Path, weights_only: bool) -> dict[str, Any]:
     """Read ``meta.pt``.
 
     Raises:
-        CheckpointError: if it holds objects and ``weights_only`` is set, or is no such file.
+        CheckpointError: if it holds objects and ``weights_only`` is set, is no such file, or holds other types than
+            Lightning writes.
     """
     file = directory / META
     refuse_packed(file)
@@ -119,4 +128,13 @@ def read_meta(directory: Path, weights_only: bool) -> dict[str, Any]:
         raise CheckpointError(f"{file}: damaged, or no file of torch.save: {type(error).__name__}: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds a {type(content).__name__}, and no dictionary of Lightning's")
+    if wrong := type_faults(content):
+        raise CheckpointError(f"{file}: what it says of the run is damaged: {'; '.join(wrong)}")
     return content
+
+
+def refuse_other_writers(path: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+    """Raise where a checkpoint was not saved by a Trainer, which Lightning would find out deep inside it."""
+    if VERSION not in meta:
+        file = Path(path) / META if Path(path).is_dir() else path
+        raise CheckpointError(f"{file} holds no {VERSION}: it was not saved by a Trainer")

@@ -19,6 +19,7 @@ from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, module_arguments
 from lightning_megatron.lightning.module import GPTModule
 from lightning_megatron.lightning.pretrained.hugging_face import weighed_config
+from lightning_megatron.lightning.pretrained.saved_shape import refuse_unfilled_model
 from lightning_megatron.models.presets import PRESETS
 
 _WORDS = ("last", "best", "hpc", "registry")
@@ -86,6 +87,7 @@ def _arguments(path: str | os.PathLike[str], module_class: type, given: Mapping[
         return {}  # loading reports the fault, or supports the older format
     config = config_of(saved) if is_ours else None
     if config is not None:
+        refuse_unfilled_model(path, {"hyper_parameters": saved})  # before the model is built
         saved = {name: value for name, value in saved.items() if not hasattr(config, name)} | {"config": asdict(config)}
     known = inspect.signature(module_class).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())

@@ -27,6 +27,7 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
+from lightning_megatron.checkpoint.meta import refuse_other_writers
 from lightning_megatron.lightning.checkpointing.random_state import random_state, restore_random_state
 from lightning_megatron.lightning.checkpointing.weight_versions import (
     NOTE,
@@ -139,6 +140,7 @@ def load_trainer_checkpoint(
         return fresh_run() | {SETTINGS: read_settings(path), "state_dict": module.state_dict()}, None
     weights_only = weights_only is None or weights_only
     known = load(path, {}, mesh, weights_only=weights_only, check=check).meta
+    refuse_other_writers(path, known)
     compare(path, known, getattr(module, "model_shape", None))
     if IMPORTED_FROM in known:
         return _load_imported(path, module, optimizers, mesh), None

@@ -31,6 +31,7 @@ from lightning_megatron.lightning.module import GPTModule
 from lightning_megatron.lightning.pretrained.hugging_face import open_hf, weighed_config
 from lightning_megatron.lightning.pretrained.load import fresh_run
 from lightning_megatron.lightning.pretrained.megatron import megatron_config, megatron_tensors
+from lightning_megatron.lightning.pretrained.saved_shape import refuse_unfilled_model
 from lightning_megatron.lightning.pretrained.weights import IMPORTED_FROM
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
@@ -184,4 +185,5 @@ def _config_of(meta: Mapping[str, Any], source: Path) -> TransformerConfig:
     config = config_of(meta.get("hyper_parameters") or {})
     if config is None:
         raise CheckpointError(f"{source} is no checkpoint of a GPTModule: it holds no configuration of a transformer")
+    refuse_unfilled_model(source, meta)
     return config

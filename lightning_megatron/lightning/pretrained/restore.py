@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 from lightning.pytorch import LightningModule
 
 from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint.meta import refuse_other_writers
 from lightning_megatron.checkpoint.stream import open_checkpoint
 from lightning_megatron.lightning.base_module import MegatronModule
 from lightning_megatron.lightning.checkpointing.hyper_parameters import build_module, module_arguments, target_device
@@ -95,5 +96,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: if there is no such checkpoint, or it is damaged.
     """
     loaded, tensors = open_checkpoint(path)
+    refuse_other_writers(path, loaded.meta)
     weights = {key: tensor.materialize() for key, tensor in tensors.items() if key.startswith(_PREFIX)}
     return {**loaded.meta, "state_dict": {key.removeprefix(_PREFIX): value for key, value in weights.items()}}
