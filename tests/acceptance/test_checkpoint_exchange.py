@@ -157,6 +157,7 @@ def edited(layout: Layout, folder: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_38_hooks_see_and_edit_what_is_saved_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
     for layout in (ONE, TP2PP2, DP2):
         assert on_all(ranks, layout, edited, str(tmp_path / str(layout)))

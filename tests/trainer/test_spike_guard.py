@@ -159,7 +159,8 @@ def check_skipping(name: str, accumulate: int) -> None:
     assert_same_state(guarded, plain)
 
 
-@pytest.mark.parametrize("name", LEGS)
+# The quick suite takes one of them.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "dp2" else pytest.mark.slow) for name in LEGS])
 def test_a_skipped_step_leaves_the_run_as_if_its_samples_had_not_been_there(ranks: Ranks, name: str) -> None:
     ranks(2, check_skipping, name, 2 if name in ("dp2-whole", "tp2") else 1)
 
