@@ -41,7 +41,7 @@ def read_json(file: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(read_small(file).decode("utf-8"))
     except RecursionError:
-        raise ValueError("no JSON that anybody needs: its brackets are nested too deep") from None
+        raise ValueError("its brackets are nested too deep for JSON") from None
 
 
 def read_object(file: str | os.PathLike[str]) -> dict[str, Any]:

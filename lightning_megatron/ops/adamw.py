@@ -60,3 +60,4 @@ ADAMW = Op(
     run=adamw_reference,
     reference=adamw_reference,
 )
+"""Its functions construct an optimizer, which computes the updates; this is the only op with state."""

@@ -57,7 +57,7 @@ def attention_torch(
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     mask = None
     if causal and first_query and q.shape[2] > 1:
-        # torch's causal flag aligns the corners at the first key: it cannot say that the queries begin later.
+        # torch's causal flag aligns the first query with the first key; later queries need a mask.
         mask = _past(q, k, first_query)
     plain_causal = causal and first_query == 0 and q.shape[2] > 1
     if dropout and q.device.type == "cpu":

@@ -61,8 +61,8 @@ class Ops:
     """The ops of a model.
 
     Attributes:
-        device: type of the model's device; ``None`` if it is not known yet: then each call goes by the device of its
-            tensors.
+        device: type of the model's device; ``None`` if it is not known yet: then the device of its tensors decides
+            for each call.
         modes: the user's modes.
         fp8: linear layers that ``linear_fp8`` is about, and the scaling of their tensors.
 
