@@ -40,7 +40,7 @@ class Case:
     """A plan on a layout.
 
     Attributes:
-        name: of the plan.
+        name: name of the plan.
         plan: what is recomputed.
         t: tensor-parallel ranks.
         sp: sequence parallelism.

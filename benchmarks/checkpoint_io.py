@@ -1,4 +1,4 @@
-"""How fast checkpoints are written and read, and what a save costs the training step it happens in.
+"""Speed of writing and reading checkpoints, and the cost of a save for the training step it happens in.
 
     python benchmarks/checkpoint_io.py [--megabytes 256] [--rounds 7]
 

@@ -35,13 +35,13 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step on the long sequence took on one rank.
+    """Cost of a step on the long sequence on one rank.
 
     Attributes:
         forward: bytes by which the peak grew in the forward pass.
         step: bytes by which it grew in forward and backward.
-        seconds: of both.
-        loss: of the whole sequence.
+        seconds: time of both.
+        loss: loss of the whole sequence.
     """
 
     forward: int

@@ -1,4 +1,4 @@
-"""How much memory a conversion takes: peak resident memory of ``convert`` both ways, against the size of the model.
+"""Memory of a conversion: peak resident memory of ``convert`` both ways, against the size of the model.
 
 Makes a LLaMA-shaped directory of random weights, converts it in a process of its own each way, and prints by how much
 resident memory grew at most over what the imports take. Linux. Run: ``python benchmarks/hf_convert.py [--layers 16]``.

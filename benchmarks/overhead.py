@@ -1,4 +1,4 @@
-"""What the strategy costs beside the model: a step of the Trainer against a hand-written loop, and the sharing of logs.
+"""Cost of the strategy beside the model: a step of the Trainer against a hand-written loop, and the sharing of logs.
 
     python benchmarks/overhead.py --rounds 12
 

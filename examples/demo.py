@@ -158,7 +158,7 @@ def report(run: Path, tokenizer: Path) -> None:
 
 
 def continuations(checkpoint: str, tokenizer_model: Path) -> list[str]:
-    """What the checkpoint makes of some beginnings."""
+    """Continuations of some prompts by the checkpoint."""
     tokenizer = build_tokenizer(TOKENIZER, str(tokenizer_model))
     module = load_module(checkpoint)
     assert module.model is not None

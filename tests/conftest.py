@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _own_temporary_folder(config: pytest.Config) -> None:
-    """Where every file that is left shows. Folders of pytest's and the compiler's cache stay where they were."""
+    """Make every file that is left visible. Folders of pytest's and the compiler's cache stay where they were."""
     shared = tempfile.gettempdir()
     get_temp_dir()  # the folder of multiprocessing's sockets lives longer than the session
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)

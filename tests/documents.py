@@ -18,7 +18,7 @@ class Block:
 
     Args:
         page: path from the root.
-        line: of its fence in the page.
+        line: line of its fence in the page.
         language: after the fence.
         text: between the fences.
     """

@@ -25,7 +25,7 @@ KEPT_PROCESSES = ("multiprocessing.forkserver", "multiprocessing.resource_tracke
 
 
 def look(pool: Iterable[int] = ()) -> dict[str, set[str]]:
-    """What there is now, by kind.
+    """Everything that exists now, by kind.
 
     Args:
         pool: ids of processes that serve the whole session.
@@ -40,10 +40,10 @@ def look(pool: Iterable[int] = ()) -> dict[str, set[str]]:
 
 
 def left(before: dict[str, set[str]], pool: Iterable[int] = (), patience: float = 2.0) -> list[str]:
-    """What is there now and was not before; threads and processes have some seconds to end.
+    """Everything that exists now and did not before; threads and processes have some seconds to end.
 
     Args:
-        before: as :func:`look` found it.
+        before: result of :func:`look`.
         pool: ids of processes that serve the whole session.
         patience: seconds.
     """

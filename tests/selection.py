@@ -87,14 +87,14 @@ class Selection:
     """The plugin.
 
     Args:
-        config: of the session.
+        config: configuration of the session.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self.turn: Turn | None = config.getoption("--turn")
         self.budget = 60 * config.getoption("--budget")
         self.names_features = config.getoption("--evidence")
-        self.by_hand = bool(config.option.keyword)  # whoever selects tests by name needs no account of the others
+        self.by_hand = bool(config.option.keyword)  # a selection by name needs no account of the others
         self.begun = time.monotonic()
         self.elsewhere: set[str] = set()
         self.left_out: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""One small model that tests of different rooms share."""
+"""One small model that tests of different parts share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` made of a run."""
+"""Graphs that ``torch.compile`` made of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 
 def compiled(run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, int, list[str]]:
-    """What a run returns that begins with nothing compiled, how many graphs it made, and what broke them."""
+    """Result of a run that begins with nothing compiled, its number of graphs, and the reasons for breaks."""
     torch.compiler.reset()
     counters.clear()
     found = run(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the acceptance checks train: tiny models over the layouts, and what each rank saw.
+"""Models of the acceptance checks: tiny ones over the layouts, and the values that each rank saw.
 
 The checks are numbered; a test named ``test_07_...`` holds check 7. A job is a function that runs on every rank and
 returns what it saw there. The global batch is the same in all layouts, so all must come out as one process does.
@@ -134,7 +134,7 @@ def series(layout: Layout, names: Sequence[str] = ("train_loss",), **options: An
 
 
 def on_all(ranks: Ranks, layout: Layout, job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What every rank of a job returns, which must be the same on all."""
+    """Result of a job, which must be the same on all ranks."""
     results = ranks(layout.world_size, job, layout, *args, **kwargs)
     assert all(result == results[0] for result in results), (str(layout), results)
     return results[0]

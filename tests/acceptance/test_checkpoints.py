@@ -61,7 +61,7 @@ class Fails(Callback):
 
 
 def saves(layout: Layout, folder: str, wish: str, strategy: dict[str, Any] | None = None) -> Any:
-    """What the callback says is best and last, and the best score."""
+    """Best and last checkpoint of the callback, and the best score."""
     here = Path(folder) / wish
     saver = ModelCheckpoint(here, filename="{epoch}-{step}", **SAVERS[wish])
     if wish == "on exception":
@@ -184,7 +184,7 @@ def test_30_any_layout_resumes_under_any_other(ranks: Ranks, tmp_path: Path) -> 
 
 
 def resolved(layout: Layout, folder: str) -> dict[str, Any]:
-    """What each way of naming a checkpoint evaluates to, or which step ``fit`` goes on from."""
+    """Metrics for each way of naming a checkpoint, or the step from which ``fit`` continues."""
     saver = ModelCheckpoint(Path(folder), filename="{epoch}", monitor="val_loss", save_last=True)
     validation = loader(layout, 16)
     trainer, _ = trained(layout, saver, max_epochs=2, default_root_dir=folder)

@@ -149,7 +149,7 @@ def test_04_hooks_come_in_the_order_of_a_single_device(ranks: Ranks) -> None:
 
 
 class Counter(Callback):
-    """What a callback sees at the end of every batch."""
+    """Values that a callback sees at the end of every batch."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, float]] = []
@@ -265,7 +265,7 @@ STOPS: dict[str, dict[str, Any]] = {
 
 
 class Calendar(Callback):
-    """When what happened, in optimizer steps."""
+    """Optimizer steps at which each event happened."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []

@@ -41,7 +41,7 @@ AT_ONCE = 2  # trials at a time
 
 @dataclass
 class Outcome:
-    """What came of a trial: for each promise, what is wrong with it."""
+    """Outcome of a trial: the faults of each promise."""
 
     wrong: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -57,8 +57,8 @@ def run_job(
     """Run a job to its end, by force if need be.
 
     Args:
-        job: to run.
-        strike: as of :class:`Trial`.
+        job: job to run.
+        strike: strike of the :class:`Trial`.
         stays: ranks that cannot end by themselves.
 
     Returns:

@@ -60,7 +60,7 @@ KINDS = {
     "raise": "raised ArithmeticError: no luck",
     "hang": "running",
 }
-"""What happens, and how the table calls it; ``slow`` is no fault."""
+"""Kinds of strikes, with their words in the table; ``slow`` is no fault."""
 OVER = 5.0
 """Seconds over the timeout."""
 START = 60.0
@@ -319,7 +319,7 @@ def _outcome(case: Case, folder: Path, processes: list[BaseProcess]) -> float:
 
 
 def said(folder: Path) -> str:
-    """What both ranks printed."""
+    """Output of both ranks."""
     return "\n".join(f"--- rank {rank} ---\n{(folder / f'output-{rank}').read_text()[-5000:]}" for rank in range(2))
 
 

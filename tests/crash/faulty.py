@@ -48,9 +48,9 @@ class Fault:
     Attributes:
         deed: a key of ``DEEDS``, or of those that data, loss or gradients undergo; "" for none.
         rank: the culprit.
-        step: of training.
+        step: step of training.
         place: one of ``PLACES``.
-        seconds: of a sleep.
+        seconds: duration of a sleep.
     """
 
     deed: str = ""
@@ -66,13 +66,13 @@ class FaultyJob(Job):
 
     Attributes:
         fault: what goes wrong.
-        by_torchrun: as if ``torchrun`` had started the ranks, whose store outlives them; else rank 0 has the store.
-        port: of the store.
+        by_torchrun: True as if ``torchrun`` had started the ranks: its store outlives them; else rank 0 has the store.
+        port: port of the store.
         callbacks: on top of the job's own.
         strategy: options of the strategy.
         differing: options of the module on the culprit alone.
-        workers: of the DataLoader.
-        steps: of training.
+        workers: workers of the DataLoader.
+        steps: steps of training.
     """
 
     fault: Fault = field(default_factory=Fault)
@@ -123,7 +123,7 @@ class Culprit:
     """Does the deed when its time has come.
 
     Args:
-        fault: of the job.
+        fault: fault of the job.
         mark: made just before.
         rank: who asks.
     """

@@ -32,7 +32,7 @@ class Job:
     """A training run.
 
     Attributes:
-        folder: of its checkpoints; its log lies beside it.
+        folder: folder of its checkpoints; its log lies beside it.
         layout: a key of the script's ``LAYOUTS``.
         in_background: ``async_save``.
         resumes: True if it goes on from the last checkpoint.
@@ -89,7 +89,7 @@ def start(work: Callable[[Any, int, str], None], job: Job, ranks: int, daemon: b
 
     Args:
         work: life of one rank: called with the job, its rank and the path of a store.
-        job: for ``work``.
+        job: job for ``work``.
         ranks: number of processes.
         daemon: False for ranks that may have children.
     """
@@ -139,7 +139,7 @@ def is_saving(folder: Path) -> bool:
 
 
 def faults(folder: Path) -> list[str]:
-    """What is wrong with anything that has a final name."""
+    """Faults of everything that has a final name."""
     return [f"{name}: {fault}" for name in sorted(final_names(folder)) for fault in verify(folder / name)]
 
 

@@ -56,7 +56,7 @@ class KilledJob(Job):
     """A training run that is killed, and resumed.
 
     Attributes:
-        save_last: as of ``ModelCheckpoint``.
+        save_last: argument of ``ModelCheckpoint``.
     """
 
     save_last: Any = "link"

@@ -28,7 +28,7 @@ class Trial:
 
     Attributes:
         kind: row of the table.
-        job: as it begins.
+        job: job at its begin.
         then: what is to come of it.
         names: patterns, each of which must be found in what the job prints.
         strike: done to the processes from outside; nothing if the fault is the job's own.

@@ -138,11 +138,11 @@ def trial(name: str, number: signal.Signals, hits_child: bool, home: Path, dice:
     """End a job by a signal; what it leaves that it should not.
 
     Args:
-        name: of the kind.
+        name: name of the kind.
         number: the signal.
         hits_child: True to send it to one of the children, if there is one.
         home: folder to make.
-        dice: for the moment and the child.
+        dice: random numbers for the moment and the child.
     """
     kind, mark = KINDS[name], uuid.uuid4().hex
     prepare(home)
@@ -202,7 +202,7 @@ def run(trials: int, seed: int, scratch: Path, kind: str = "", tell: Callable[[s
 
     Args:
         trials: their number; kinds, signals and victims take turns.
-        seed: of the order and the moments.
+        seed: seed of the order and the moments.
         scratch: folder for the jobs.
         kind: a part of the name of the kinds to take.
         tell: takes a line for each trial.

@@ -66,7 +66,7 @@ class SignalledJob(Job):
     """A training run that gets signals, and is resumed.
 
     Attributes:
-        save_last: as of ``ModelCheckpoint``.
+        save_last: argument of ``ModelCheckpoint``.
         stops_at: its last step.
     """
 

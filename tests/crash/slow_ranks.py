@@ -43,9 +43,9 @@ class SlowJob(Job):
     """A training run in which a rank may become slow.
 
     Attributes:
-        steps: of the run.
+        steps: steps of the run.
         slow: the rank; -1 for none.
-        kind: in what.
+        kind: kind of work that is slow.
         onset: first slow step.
         extra: seconds more, as a share of a usual step.
     """
@@ -95,7 +95,7 @@ class Texts(Dataset[dict[str, Tensor]]):
 
     Args:
         brake: on the first text of a batch.
-        batch_size: of one rank.
+        batch_size: batch size of one rank.
     """
 
     def __init__(self, length: int, brake: Brake | None, batch_size: int) -> None:

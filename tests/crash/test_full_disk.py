@@ -85,7 +85,7 @@ def write_documents(prefix, count, size):
 
 
 def write_token_files(folder):
-    """What is said where a pair, and the indices of another, find no space; and the files at the end."""
+    """Errors if a pair, and the indices of another, find no space; and the files at the end."""
     write_documents(folder / "good", 40, 100)
     build = {"seq_length": 16, "num_samples": (2000, 0, 0), "split": "1,0,0"}
     said = io.StringIO()

@@ -226,7 +226,7 @@ class Fuzz:
         return Drawn(strategy or MegatronStrategy(), module, data, trainer)
 
     def check(self, drawn: Drawn) -> bool:
-        """Whether a whole configuration passes what is checked before launch."""
+        """True if a whole configuration passes the checks before launch."""
         quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
         def checked() -> bool:

@@ -195,7 +195,7 @@ def edited_metadata(path: Path, other: Path, dice: random.Random) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is done to which checkpoints, and where ``fit`` resumes from."""
+    """Damage to each checkpoint, and the one from which ``fit`` resumes."""
 
     layout: str
     kind: str
@@ -261,7 +261,7 @@ def run(folder: Path, layout: str, ckpt_path: str | None) -> Look | None:
 
 
 def outcome(case: Case, scratch: Path, known: Mapping[int, str]) -> str:
-    """What became of a case on this rank.
+    """Outcome of a case on this rank.
 
     Args:
         case: the case.
@@ -315,7 +315,7 @@ def check(trials: int, seed: int, on_ranks: Callable[..., list[Any]], scratch: P
 
     Args:
         trials: their number.
-        seed: of the choice.
+        seed: seed of the choice.
         on_ranks: a pool's, ``on_ranks(2, function, *args)``.
         scratch: a folder.
 

@@ -56,9 +56,9 @@ class Job:
         data: arguments of the data module.
         environment: variables.
         corpus: which of two files of tokens.
-        seed: of ``seed_everything``.
+        seed: seed of ``seed_everything``.
         run: method of the Trainer.
-        kind: of module: ``"llama"``, ``"plain"`` (nothing but torch) or one of its changed versions.
+        kind: kind of module: ``"llama"``, ``"plain"`` (nothing but torch) or one of its changed versions.
         flags: called before anything else.
     """
 
@@ -82,7 +82,7 @@ class Case:
         name: what differs.
         other: what one rank is given.
         named: what the error must name; nothing for what may differ.
-        layouts: in which it is tried.
+        layouts: layouts in which it is tried.
         base: what the other rank is given, beside the layout.
         late: named once the model is built, not before the process group is.
     """

@@ -19,8 +19,8 @@ class Case:
     """A hostile file.
 
     Attributes:
-        kind: of file, as the table shows it.
-        name: of the trick.
+        kind: kind of file, as the table shows it.
+        name: name of the trick.
         source: folder of sound files that is copied.
         file: what is spoiled, from that folder on.
         spoil: makes it so, given its path.

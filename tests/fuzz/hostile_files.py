@@ -42,13 +42,13 @@ WALL, CPU, MEMORY = 180.0, 30, payloads.GIB
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case with one reader.
+    """Outcome of a case with one reader.
 
     Attributes:
         answer: ``refused``, ``taken``, or what is wrong.
-        text: of the error.
+        text: text of the error.
         memory: bytes more than before, at most.
-        seconds: of processor time.
+        seconds: processor time in seconds.
     """
 
     answer: str
@@ -220,7 +220,7 @@ def run(
 
 @dataclass(frozen=True)
 class Tagged:
-    """What the process of a reader must know of a case; the rest cannot be pickled."""
+    """Part of a case that the process of a reader needs; the rest cannot be pickled."""
 
     kind: str
     source: str

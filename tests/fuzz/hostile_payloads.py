@@ -137,7 +137,7 @@ def torchscript(mark: Path) -> bytes:
 
 
 def saved(value: Any, **options: Any) -> bytes:
-    """What ``torch.save`` writes."""
+    """Bytes that ``torch.save`` writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
     return buffer.getvalue()
@@ -154,7 +154,7 @@ class _Calls:
 
 
 def odd_tensors() -> dict[str, Any]:
-    """Tensors that are not what they seem; none has the right shape, which is for whoever takes them to see."""
+    """Tensors that are not what they seem; none has the right shape, which their reader must check."""
     rebuild, sparse = torch._utils._rebuild_tensor_v2, torch._utils._rebuild_sparse_tensor
     storage = torch.ones(4).storage()
     indices = torch.tensor([[10**12]])

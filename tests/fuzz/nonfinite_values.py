@@ -63,7 +63,7 @@ class Case:
         rank: where it is put.
         which: picks a parameter among those of the rank.
         value: NaN or an infinity.
-        precision: of the Trainer.
+        precision: precision of the Trainer.
         clips: whether gradients are clipped.
         logs_norm: whether the module logs their norm.
     """
@@ -214,7 +214,7 @@ def texts_of(cases: list[tuple[Case, str]]) -> list[tuple[str, str, int]]:
 
 
 def fault(case: Case, by_rank: list[tuple[str, str, int]]) -> str | None:
-    """What is wrong with how a case ended."""
+    """Faults in the outcome of a case."""
     texts = {text for text, *_ in by_rank}
     if len(texts) > 1:
         return f"ranks differ: {texts}"
@@ -240,7 +240,7 @@ def check(trials: int, seed: int, run: Callable[..., list[Any]], scratch: Path, 
 
     Args:
         trials: their number.
-        seed: of the choice.
+        seed: seed of the choice.
         run: a pool's, ``run(4, function, *args)``.
         scratch: a folder for what is loaded.
         largest: number of ranks of the largest layout.

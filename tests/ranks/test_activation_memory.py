@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward, against https://arxiv.org/abs/2205.05198, within 5 %.
+"""Memory that a layer keeps for its backward, against https://arxiv.org/abs/2205.05198, within 5 %.
 
 The formulas are those of its table 2: bytes of a GPT layer in 16 bits over ``s b h``. Where core attention is fused it
 keeps no scores, and the term ``5 a s / h`` is absent.

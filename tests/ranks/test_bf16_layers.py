@@ -23,7 +23,7 @@ TWO_ROUNDINGS = 2**-7
 
 
 def check(layer: nn.Module, mesh: ParallelMesh, x: Tensor, cut_input: bool, cut_output: bool) -> dict[str, str]:
-    """What differs from fp64: output, gradient of the input, gradient of each parameter."""
+    """Differences from fp64: output, gradient of the input, gradient of each parameter."""
     generator = torch.Generator().manual_seed(5)
     params = {
         name: torch.randn(spec.global_shape, generator=generator).mul_(0.3).bfloat16()

@@ -127,7 +127,7 @@ def check_exchange(dtype: torch.dtype) -> list[str]:
         out = comm.all_to_all(x, tp, table[tp.rank], [row[tp.rank] for row in table])
         if not torch.equal(out, torch.cat([of_rank[tp.rank] for of_rank in pieces])):
             wrong.append(f"{name}: forward")
-        # Whoever receives a row weighs it by one more than its rank: the sender can tell where its rows have been.
+        # The receiver of a row weighs it by one more than its rank: the sender can tell where its rows have been.
         out.backward(torch.full_like(out, float(tp.rank + 1)))
         weights = torch.arange(1, R + 1).repeat_interleave(torch.tensor(table[tp.rank]))
         if x.grad is None or not torch.equal(x.grad, weights.to(dtype).unsqueeze(1).expand_as(x)):

@@ -86,7 +86,7 @@ def test_loss_logits_and_all_gradients_equal_one_process(ranks, tp, cp, sp, comm
 
 
 def shapes(layout: ParallelLayout) -> list[tuple[int, ...]]:
-    """What a stage hands on, as the model says and as it is."""
+    """Shape of a stage's output, as the model states it and as it is."""
     mesh = ParallelMesh.create(layout, torch.device("cpu"))
     _, model = reference_and(mesh, MODELS["gpt"])
     found: list[tuple[int, ...]] = []

@@ -56,7 +56,7 @@ def by_feature_of_each_block(x: Tensor, tp: Axis) -> Tensor:
 
 
 class UsersMLP(nn.Module):
-    """What a user would write: parallel layers between ordinary ones."""
+    """Module as a user would write it: parallel layers between ordinary ones."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ USERS = {"a user's own": Case(lambda mesh, sp: UsersMLP(mesh), plain_users_mlp)}
 
 
 def under_sequence_parallelism(name: str, case: Case) -> Case:
-    """What is whole in sequence without it is a sequence shard with it, except between column and row."""
+    """Values that are whole without sequence parallelism are shards with it, except between column and row."""
     enters_whole = name.startswith("row")
     leaves_whole = name.startswith("column")
     return replace(
@@ -185,7 +185,7 @@ WITH_SP = {name: under_sequence_parallelism(name, case) for name, case in WITHOU
 
 
 def check_case(case: Case, mesh: ParallelMesh, sp: bool) -> dict[str, str]:
-    """What differs from plain torch: output, gradient of the input, gradient of each parameter."""
+    """Differences from plain torch: output, gradient of the input, gradient of each parameter."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(case.shape, generator=generator, requires_grad=True)
     layer = case.build(mesh, sp)

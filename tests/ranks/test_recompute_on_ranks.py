@@ -88,7 +88,7 @@ def test_gradients_with_dropout_are_bit_for_bit_those_without_recomputation(rank
 
 
 def kept_in_shares(tp: int) -> dict[str, Any]:
-    """What comes back of inputs of any length, and what each rank keeps of them meanwhile."""
+    """Results for inputs of any length, and the parts of them that each rank keeps meanwhile."""
     mesh = mesh_of(tp, sp=False)
     found: dict[str, Any] = {"gradients": [], "gathered": []}
     for length in (8, 7, 1):

@@ -85,7 +85,7 @@ def test_a_dead_worker_is_reported_with_its_exit_code():
 
 
 def is_alive(process_id: int) -> bool:
-    """Whether it still runs; one that has ended and that nobody has asked about does not."""
+    """True if it still runs; a zombie does not."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(process_id)], capture_output=True, text=True, check=False)
     return state.stdout.strip()[:1] not in ("", "Z")
 

@@ -43,7 +43,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run reports, step by step."""
+    """Values that a run reports, step by step."""
 
     losses: list[float]
     norms: list[float]

@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 WHOLE = ("one rank", "pp", "full")
-"""Where a block is one graph."""
+"""Layouts in which a block is one graph."""
 SLOW = ("tp", "zero-bubble", "cp", "ep", "selective", "parts")
 
 

@@ -79,7 +79,7 @@ def test_hidden_dropout_draws_other_masks_under_sequence_parallelism(ranks: Rank
 
 
 def masks(sequence_parallel: bool) -> Tensor:
-    """What a dropout of one half leaves of ones, on a rank of tp = 2, in two draws."""
+    """Ones after a dropout of one half, on a rank of tp = 2, in two draws."""
     mesh = ParallelMesh.create(ParallelLayout(tp=2), torch.device("cpu"))
     torch.manual_seed(4)
     mesh.rng.seed(4, tp_rank=mesh.tp.rank)

@@ -60,7 +60,7 @@ DATA = 'MegatronDataModule("data/corpus_text_document", seq_length=16)'
 
 @dataclass(frozen=True)
 class Setting:
-    """What stands around a block when it is run.
+    """Code around a block when it is run.
 
     Args:
         page: the block's.
@@ -256,7 +256,7 @@ def test_every_setting_is_of_a_block() -> None:
 
 
 def test_every_block_names_its_language() -> None:
-    """What is indented instead of fenced would not be found here."""
+    """Indented blocks, which are not found here, do not occur."""
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         assert not re.search(r"\n\n {4}[^\s*-]", text), f"{page}: a block that is indented and not fenced"

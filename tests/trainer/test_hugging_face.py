@@ -75,7 +75,7 @@ def beside_the_model(path: Path) -> None:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """What transformers makes of a directory, beside its weights; sizes that null leaves open are spelled out."""
+    """Settings that transformers reads from a directory; sizes that are null there are filled in."""
     found = transformers.AutoConfig.from_pretrained(path).to_dict()
     found |= {"n_inner": found.get("n_inner") or 128, "head_dim": found.get("head_dim") or 4}
     generation = transformers.GenerationConfig.from_pretrained(path).to_dict()
@@ -223,7 +223,7 @@ def train_and_save(folder: Path, family: str, layout: dict[str, Any], directory:
     saver = ModelCheckpoint(directory, save_last=True)
     trainer, _ = trainer_of(layout, max_steps=2, callbacks=[saver], enable_checkpointing=True)
     trainer.fit(module_of(folder / family, lr=1e-2, weights=True), samples())
-    # Whoever goes on need not know where the run began.
+    # A resumed run need not know where the run began.
     module = MODULES[family](hf_config(folder / family), lr=1e-2, vocab_multiple=4)
     saver = ModelCheckpoint(directory / "longer", save_last=True)
     trainer, _ = trainer_of(layout, max_steps=3, callbacks=[saver], enable_checkpointing=True)

@@ -18,7 +18,7 @@ SIZES = {"num_layers": 1, "hidden_size": 16, "vocab_size": 40, "max_position_emb
 
 
 def told(strategy: Any, ours: bool = False) -> tuple[list[str], list[float]]:
-    """What is said while training, and where a weight has come."""
+    """Messages of a training run, and a weight at its end."""
     seed_everything(1, verbose=False)
     module = LlamaModule("llama-tiny", **SIZES) if ours else BoringModel()
     rows: Any = [{"tokens": torch.arange(8), "labels": torch.arange(8)}] * 4 if ours else torch.ones(4, 32)

@@ -38,7 +38,7 @@ EXPERTS |= {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 
 
 class Own:
-    """What a user adds: a head, the loss of what it says, and a number of their own."""
+    """Module of a user with a head, a loss of its output, and a parameter."""
 
     def configure_model(self) -> None:
         super().configure_model()  # type: ignore[misc]
@@ -93,7 +93,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Found:
-    """What a run reports on a rank, and the parameters that it holds whole."""
+    """Values that a run reports on a rank, and the parameters that it holds whole."""
 
     curve: Curve
     whole: dict[str, Tensor]

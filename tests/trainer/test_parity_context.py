@@ -34,7 +34,7 @@ Ranks = Callable[..., list[Any]]
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: the same numbers must come out on every layout."""
+    """Training run that must give the same numbers on every layout."""
 
     family: str = "gpt"
     length: int = LENGTH

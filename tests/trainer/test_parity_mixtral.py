@@ -37,7 +37,7 @@ def options(**given: Any) -> Options:
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: the same numbers must come out on every layout."""
+    """Training run that must give the same numbers on every layout."""
 
     fields: Options = ()
     micro_batch: int = 1

@@ -29,7 +29,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: the same numbers must come out on every layout."""
+    """Training run that must give the same numbers on every layout."""
 
     family: str = "gpt"
     tied: bool = True

@@ -28,7 +28,7 @@ def gpt(layers: int = 8) -> GPTModule:
 
 
 def check(module: LightningModule, batch_size: int = 8, devices: int | None = None, **options: Any) -> None:
-    """What the launcher asks before it spawns."""
+    """Checks of the launcher before it spawns."""
     strategy = MegatronStrategy(**options)
     pp, tp = options.get("pp", 1), options.get("tp", 1)
     strategy.parallel_devices = [torch.device("cpu")] * (devices or pp * tp)

@@ -1,4 +1,4 @@
-"""What ``Trainer(precision=...)`` means: dtypes of parameters, main parameters and gradients, and skipped steps."""
+"""Effects of ``Trainer(precision=...)``: dtypes of parameters, main parameters and gradients, and skipped steps."""
 
 from __future__ import annotations
 

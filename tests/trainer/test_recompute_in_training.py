@@ -90,7 +90,7 @@ def train(layout: Layout, wish: dict[str, Any]) -> list[list[float]]:
 
 
 def differing(name: str) -> list[dict[str, Any]]:
-    """Wishes under which training is not exactly what it is without any."""
+    """Plans under which training is not exactly what it is without any."""
     layout = LAYOUTS[name]
     expected = train(layout, {})
     assert [len(series) for series in expected] == [STEPS, STEPS, 1]

@@ -1,4 +1,4 @@
-"""What a Trainer built goes with it: one process may train many models, one after another."""
+"""Release of everything that a Trainer built: one process may train many models, one after another."""
 
 from __future__ import annotations
 

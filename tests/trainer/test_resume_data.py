@@ -43,7 +43,7 @@ Steps = dict[int, list[list[bytes]]]
 
 
 class Seen(Callback):
-    """What this rank was given; samples are told apart by what is in them."""
+    """Samples that this rank was given, identified by their content."""
 
     def __init__(self) -> None:
         self.steps: Steps = {}

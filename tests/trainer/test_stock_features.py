@@ -1,4 +1,4 @@
-"""What data parallelism alone has in common with DDP: averaging callbacks, synchronized norms, fp64, no optimizer."""
+"""Features that data parallelism shares with DDP: averaging callbacks, synchronized norms, fp64, no optimizer."""
 
 from __future__ import annotations
 

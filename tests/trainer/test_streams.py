@@ -187,7 +187,7 @@ class Counted(BoringModel):
 
 
 def sound_runs(strategy: str) -> dict[str, Any]:
-    """What stock Lightning and ours see of data that are as they should be, however they are made."""
+    """Batches that stock Lightning and ours see of valid data of any kind."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     val = [Stream(6), Stream(0), Rows(4)]
     cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {

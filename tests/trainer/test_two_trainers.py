@@ -81,7 +81,7 @@ def in_turn(layouts: Sequence[Options], changed: bool = False) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[bool, list[float]]:
-    """What one process makes of three rounds, and of a test after them."""
+    """Results of three rounds in one process, and of a test after them."""
     return {changed: in_turn([{}, {}, {}, *LAST], changed) for changed in (False, True)}
 
 

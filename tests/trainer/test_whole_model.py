@@ -1,4 +1,4 @@
-"""What the console says of a run: numbers of the whole model, whatever a rank holds of it."""
+"""Console output of a run: numbers of the whole model, not of one rank."""
 
 from __future__ import annotations
 

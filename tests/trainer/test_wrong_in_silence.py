@@ -1,4 +1,4 @@
-"""What would train on in silence: ids that stand for nothing, copies that drift apart, values not there yet."""
+"""Faults with which training would continue silently: unknown ids, copies that drift apart, values not there yet."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LAYOUTS: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"micro_batch_
 
 
 def texts_of_bad_ids(key: str, value: int) -> list[str]:
-    """What training on every layout ends in, with one bad id in the second batch, of one replica alone."""
+    """Result of training on every layout with one bad id, in the second batch of one replica."""
     texts = []
     for layout in LAYOUTS:
         seed_everything(1, verbose=False)

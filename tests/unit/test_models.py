@@ -43,7 +43,7 @@ class Scripted(GPTModel):
 
 
 def sampled(probabilities: list[float], **how: Any) -> set[int]:
-    """Which tokens come up in 500 draws."""
+    """Tokens that come up in 500 draws."""
     model = Scripted(torch.tensor(probabilities).log().tolist())
     return set(generate(model, torch.zeros(1, 1, dtype=torch.int64), 500, seed=1, **how)[0, 1:].tolist())
 

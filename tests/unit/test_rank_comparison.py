@@ -1,4 +1,4 @@
-"""What ranks are compared by, without processes."""
+"""Comparison of ranks, without processes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_differences_say_who_has_what_and_one_setting_is_named_once() -> None:
 
 
 def compared(*statements: Statement, may_differ: tuple[str, ...] = ()) -> list[str]:
-    """What comparing ends in, by rank; threads stand for processes."""
+    """Results of a comparison, by rank; threads stand for processes."""
     store, texts = HashStore(), [""] * len(statements)
 
     def rank(number: int, statement: Statement) -> None:

@@ -1,4 +1,4 @@
-"""Which rank is slow, by numbers alone."""
+"""Detection of a slow rank, by numbers only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save could not do is said before training, and what has a plain form gets it."""
+"""Checks before training of everything that a save could not do, and plain forms of values that have one."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_last_says_where_it_looks_if_it_can_find_nothing(tmp_path: Path, monkeyp
 
 
 class Client:
-    """What ``logger.experiment`` is, of MLflow or of Weights & Biases, as far as it is used: public methods."""
+    """Stand-in for ``logger.experiment`` of MLflow or Weights & Biases, with the public methods that are used."""
 
     id = "run1"
 

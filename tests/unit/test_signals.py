@@ -32,7 +32,7 @@ def handlers() -> Iterator[None]:
 
 
 def end_of(act: Callable[[], None]) -> int:
-    """What a child process dies of; -1 if it does not."""
+    """Signal that a child process dies of; -1 if it does not."""
     child = os.fork()
     if child == 0:
         try:

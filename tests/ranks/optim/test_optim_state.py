@@ -1,4 +1,4 @@
-"""What each rank holds, how it is described, and that it can be loaded into another layout of buckets."""
+"""Optimizer state of each rank, its description, and loading it into another layout of buckets."""
 
 from __future__ import annotations
 

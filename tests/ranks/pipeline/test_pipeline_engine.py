@@ -39,7 +39,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture
 def outcome(case: Case, ranks: Ranks, _outcomes: dict[Case, list[Outcome]]) -> list[Outcome]:
-    """What every rank has after one step; all cases of a size run in one call."""
+    """State of every rank after one step; all cases of a size run in one call."""
     if case not in _outcomes:
         together = [c for c in CASES if c.pp == case.pp]
         for c, found in zip(together, zip(*ranks(case.pp, train, together), strict=True), strict=True):

@@ -51,7 +51,7 @@ def layer(stage: int, mesh: ParallelMesh) -> ColumnParallelLinear:
 
 
 def rows(micro_batch: int) -> int:
-    """They differ, so that whoever receives must know which micro-batch is coming."""
+    """They differ, so that the receiver must know which micro-batch is coming."""
     return 3 + micro_batch % 2
 
 
@@ -60,7 +60,7 @@ def inputs(micro_batch: int) -> Tensor:
 
 
 class Living:
-    """Which of the tensors that it was shown have memory still: of Python's references torch keeps no count."""
+    """Tracker of tensors that still have memory: torch does not count Python's references."""
 
     def __init__(self) -> None:
         self._storages: dict[tuple[int, int], StorageWeakRef] = {}
@@ -107,7 +107,7 @@ class ToyWork:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank has after a step."""
+    """State of a rank after a step."""
 
     losses: list[Tensor]
     gradients: dict[int, list[Tensor]]

@@ -1,4 +1,4 @@
-"""Who hashes what, and what of a single file is held against its own check sums."""
+"""Division of hashing over ranks, and the parts of a single file that its own check sums cover."""
 
 from __future__ import annotations
 

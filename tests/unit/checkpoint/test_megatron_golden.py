@@ -1,4 +1,4 @@
-"""What megatron-core itself has written: our model computes from it what Megatron computes."""
+"""Checkpoints that megatron-core itself has written: our model computes from them what Megatron computes."""
 
 from __future__ import annotations
 

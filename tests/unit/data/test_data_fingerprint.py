@@ -1,4 +1,4 @@
-"""What makes two runs read the same samples, and what does not."""
+"""Fingerprints of data: equal if and only if two runs read the same samples."""
 
 from __future__ import annotations
 

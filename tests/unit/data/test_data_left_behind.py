@@ -1,4 +1,4 @@
-"""What a killed ``preprocess`` leaves: no process, and no file that the next run does not clear."""
+"""Remains of a killed ``preprocess``: no process, and no file that the next run does not clear."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class EarlyRecorder(Recorder):
 
 
 class KeepsLoaderState(LightningDataModule):
-    """How a data module makes up for it: it keeps the state itself, and may apply it late."""
+    """Data module that makes up for it: it keeps the state itself, and may apply it late."""
 
     def __init__(self, loader: ResumableDataLoader) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ class Numbers(Dataset[int]):
 
 
 def global_batches(total: int, dp_size: int, state: dict[str, int] | None = None, **options: Any) -> list[list[Any]]:
-    """What all ranks together read, batch by batch."""
+    """Samples that all ranks together read, batch by batch."""
     ranks = []
     for rank in range(dp_size):
         sampler = MegatronSampler(total, dp_rank=rank, dp_size=dp_size, **options)

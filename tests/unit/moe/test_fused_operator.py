@@ -1,4 +1,4 @@
-"""What the Gaudi's operator is given, against a stand-in with its schema: sum_k w act(x w1) (x w2) w3."""
+"""Arguments of Gaudi's operator, against a stand-in with its schema: sum_k w act(x w1) (x w2) w3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: what they contain, which wishes they refuse, and that torch's own schedules agree."""
+"""Schedules: their content, the arguments that they refuse, and agreement with torch's own schedules."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Who is to blame, by what the ranks' files and the system say."""
+"""Rank to blame, from the ranks' files and the system."""
 
 from __future__ import annotations
 

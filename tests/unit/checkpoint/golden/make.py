@@ -43,7 +43,7 @@ CASES = {
 
 
 def arguments(kind: str, sizes: dict) -> argparse.Namespace:
-    """What Megatron's training script would have stored of its command line."""
+    """Values that Megatron's training script would have stored of its command line."""
     llama = kind != "gpt"
     return argparse.Namespace(
         num_layers=sizes["layers"],
