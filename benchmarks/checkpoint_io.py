@@ -35,7 +35,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.utils.data import DataLoader
 
 from lightning_megatron import LlamaModule, MegatronStrategy
-from lightning_megatron.checkpoint import BackgroundWriter, Draft, State, load, model_state, save
+from lightning_megatron.checkpoint import BackgroundWriter, PendingSave, State, load, model_state, save
 from lightning_megatron.checkpoint.directory.atomic_dir import remove, sync_file
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.testing.trainer import quiet_trainer
@@ -140,7 +140,7 @@ def memory(folder: Path, megabytes: int) -> dict[str, tuple[float, float]]:
     writer = BackgroundWriter(MESH)
 
     def in_background(name: str) -> None:
-        writer.begin(Draft.of(folder / name, state, {}, MESH))
+        writer.begin(PendingSave.of(folder / name, state, {}, MESH))
         writer.wait()
 
     save(folder / "warm.ckpt", state_of({"t": flat[:TENSOR]}), {}, MESH)

@@ -2,7 +2,7 @@
 
 from lightning_megatron.checkpoint.async_save import BackgroundWriter
 from lightning_megatron.checkpoint.directory.atomic_dir import remove, remove_unlinked
-from lightning_megatron.checkpoint.directory.leftovers import sweep
+from lightning_megatron.checkpoint.directory.leftovers import remove_stale
 from lightning_megatron.checkpoint.directory.newest import Candidate, candidates, newest_good
 from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.integrity.fault import Fault
@@ -11,8 +11,8 @@ from lightning_megatron.checkpoint.integrity.hashes import Check, faults_of
 from lightning_megatron.checkpoint.integrity.manifest import Progress
 from lightning_megatron.checkpoint.integrity.save_guard import SaveGuard
 from lightning_megatron.checkpoint.integrity.verify import verify
-from lightning_megatron.checkpoint.load import Loaded, load, save
-from lightning_megatron.checkpoint.save import Draft, complete
+from lightning_megatron.checkpoint.load import Loaded, load
+from lightning_megatron.checkpoint.save import PendingSave, save
 from lightning_megatron.checkpoint.state_dict import (
     State,
     local_tensors,
@@ -28,15 +28,14 @@ __all__ = [
     "Candidate",
     "Check",
     "CheckpointError",
-    "Draft",
     "Fault",
     "Fragment",
     "Loaded",
+    "PendingSave",
     "Progress",
     "SaveGuard",
     "State",
     "candidates",
-    "complete",
     "faults_of",
     "load",
     "local_tensors",
@@ -46,9 +45,9 @@ __all__ = [
     "refuse_nonfinite",
     "regrouped",
     "remove",
+    "remove_stale",
     "remove_unlinked",
     "save",
     "shared_state",
-    "sweep",
     "verify",
 ]

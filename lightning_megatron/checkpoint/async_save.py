@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -10,50 +11,55 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from lightning_megatron import device as devices
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.directory.atomic_dir import (
     discard,
-    lead,
     link_end,
     links_in,
     prepare,
+    relink,
     remove,
     unlinked,
 )
-from lightning_megatron.checkpoint.host_copy import HostCopy
-from lightning_megatron.checkpoint.save import Draft, complete
+from lightning_megatron.checkpoint.fragment import Fragment, Part
+from lightning_megatron.checkpoint.save import PendingSave
 from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.comm.objects import drain_group
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import Box
 from lightning_megatron.recorder.file_format import Kind
 
 _log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Writes one checkpoint at a time on a thread, which talks to the threads of other ranks over a group of its own.
+    """Writes one checkpoint at a time on a thread, which talks to the threads of other ranks over its own group.
 
-    A thread and no process: Gaudi's runtime does not survive a fork. Every rank has a writer, and all call
-    :meth:`begin`, :meth:`wait` and :meth:`close` in the same order. What else is to happen to the folder of the
-    checkpoint waits until that is durable, and is forgotten if it fails: the checkpoint before stays as it is.
+    It is a thread and not a process because Gaudi's runtime does not survive a fork. Every rank has a writer, and all
+    ranks call :meth:`begin`, :meth:`wait` and :meth:`close` in the same order. Removals and changes of links wait until
+    the checkpoint is durable, and are dropped if the save fails: the older checkpoint then stays as it is.
 
-    The thread writes and gives the checkpoint its name. Links are changed by the caller's thread alone
-    (:meth:`catch_up`), because whoever makes one there looks at what is there first.
+    The thread writes the checkpoint and gives it its name. Links are changed by the caller's thread alone
+    (:meth:`catch_up`), because code that makes a link there reads the folder first.
 
     Args:
-        mesh: who takes part; the group is made here, so all ranks must do this.
-        timeout: after which a rank that nobody answers fails.
+        mesh: ranks that save together; all of them must construct a writer, because this makes the group.
+        timeout: time after which a rank without answers fails.
     """
 
     def __init__(self, mesh: ParallelMesh, timeout: timedelta | None = None) -> None:
         self._mesh, self._own_mesh = mesh, mesh.with_new_host_group(timeout)
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
-        self._draft: Draft | None = None
+        self._pending: PendingSave | None = None
         self._links: dict[Path, str] = {}
         self._error: CheckpointError | None = None
         self._is_durable = threading.Event()  # set by the thread on all ranks
@@ -61,34 +67,34 @@ class BackgroundWriter:
         self._relinks: list[Callable[[], None]] = []
         self._remover: threading.Thread | None = None
 
-    def begin(self, draft: Draft) -> None:
-        """Copy what is to be saved to the host, and begin to write it; waits for the checkpoint before.
+    def begin(self, pending: PendingSave) -> None:
+        """Wait for the previous checkpoint, copy this one to the host and begin to write it.
 
         Raises:
-            CheckpointError: on every rank, if the checkpoint before has failed, or the copy does on any.
+            CheckpointError: on every rank, if the previous checkpoint has failed, or the copy fails on any.
         """
 
         def copied() -> State:
             if self._mesh.rank == 0:
-                prepare(draft.path, draft.temporary)  # whoever finds a link to it knows that it was never complete
-            return self._copy.of(draft.state, replicas)
+                prepare(pending.path, pending.temporary)  # a link that leads here is then known to be incomplete
+            return self._copy.of(pending.state, replicas)
 
         self.wait()
-        replicas = draft.guard is not None and draft.guard.replicas
+        replicas = pending.guard is not None and pending.guard.replicas
         try:
-            state = on_all_ranks(self._mesh, draft.doing, copied)
+            state = on_all_ranks(self._mesh, pending.action, copied)
         except CheckpointError:
             if self._mesh.rank == 0:
-                discard(draft.temporary)
+                discard(pending.temporary)
             raise
-        self._draft = draft
-        self._links = links_in(draft.path.parent) if self._mesh.rank == 0 else {}
+        self._pending = pending
+        self._links = links_in(pending.path.parent) if self._mesh.rank == 0 else {}
         self._is_durable.clear()
-        self._thread = threading.Thread(target=self._write, args=(replace(draft, state=state),), name=draft.doing)
+        self._thread = threading.Thread(target=self._write, args=(replace(pending, state=state),), name=pending.action)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written, if any, is durable.
+        """Wait until the checkpoint that is being written, if there is one, is durable.
 
         Raises:
             CheckpointError: on every rank, if it has failed on any.
@@ -96,7 +102,7 @@ class BackgroundWriter:
         if self._thread is None:
             return
         self._thread.join()
-        self._thread = self._draft = None
+        self._thread = self._pending = None
         error, self._error = self._error, None
         self._join_remover()
         if error is not None:
@@ -105,38 +111,38 @@ class BackgroundWriter:
         self._follow()
 
     def catch_up(self) -> None:
-        """Do what was put off, once the checkpoint is durable; costs nothing before, and can be called at any time."""
-        if self._draft is not None and self._is_durable.is_set():
-            self._draft = None
+        """Run the delayed removals and relinks once the checkpoint is durable. Cheap; may be called at any time."""
+        if self._pending is not None and self._is_durable.is_set():
+            self._pending = None
             self._follow()
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint once the newer one is durable and no link leads to the older one. Call it on one rank.
 
-        ``ModelCheckpoint`` removes the one before, and then leads its link to the new one.
+        ``ModelCheckpoint`` removes the older checkpoint first, and points its link to the new one afterwards.
         """
         self._removals.append(Path(os.path.abspath(path)))
-        if self._draft is None:
+        if self._pending is None:
             self._remove_unlinked()
 
     def keep_links(self) -> None:
-        """Lead links to the checkpoint that is being written back to where they led; they follow once it is durable.
+        """Point links to the checkpoint that is being written back to their old targets until it is durable.
 
-        Where it is durable already, what they led to before may go. Whoever makes a link to it at once
+        If it is durable already, the old targets may be removed. Code that makes a link to the checkpoint at once
         (``save_last="link"``) must call this next, on rank 0.
         """
         self.catch_up()
-        path = None if self._draft is None else Path(os.path.abspath(self._draft.path))
+        path = None if self._pending is None else Path(os.path.abspath(self._pending.path))
         if path is None or path.exists():
             self._remove_unlinked()
             return
         for link, target in links_in(path.parent).items():
             if link_end(link, target) == path:
-                lead(link, self._links.get(link))
-                self._relinks.append(partial(lead, link, target))
+                relink(link, self._links.get(link))
+                self._relinks.append(partial(relink, link, target))
 
     def close(self) -> None:
-        """Wait, and let go of the group and of the memory.
+        """Wait, and free the group and the memory.
 
         Raises:
             CheckpointError: as :meth:`wait`.
@@ -149,29 +155,29 @@ class BackgroundWriter:
             if self._mesh.is_distributed:
                 dist.destroy_process_group(self._own_mesh.host_group)
 
-    def _write(self, draft: Draft) -> None:
-        """Life of the thread."""
+    def _write(self, pending: PendingSave) -> None:
+        """Body of the thread."""
         try:
-            with self._own_mesh.host.during(Kind.WRITE, str(draft.path)):
-                complete(draft, self._own_mesh)
+            with self._own_mesh.host.during(Kind.WRITE, str(pending.path)):
+                pending.write(self._own_mesh)
             if self._own_mesh.host_group is not None:
                 drain_group(self._own_mesh.host_group)
             self._is_durable.set()
         except CheckpointError as error:
             self._error = error
         except Exception as error:  # a rank that is gone makes the group fail with errors of its own
-            self._error = CheckpointError(f"{draft.doing}: {type(error).__name__}: {error}")
+            self._error = CheckpointError(f"{pending.action}: {type(error).__name__}: {error}")
             self._error.__cause__ = error
 
     def _follow(self) -> None:
-        """Lead links to what is durable now, and remove what they led to."""
+        """Point links to the checkpoint that is durable now, and remove their old targets."""
         relinks, self._relinks = self._relinks, []
         for act in relinks:
             act()
         self._remove_unlinked()
 
     def _remove_unlinked(self) -> None:
-        """Let a thread do it: no step waits for the disk."""
+        """Remove on a thread, so that no training step waits for the disk."""
         free, self._removals = unlinked(self._removals)
         if free:
             self._join_remover()
@@ -188,5 +194,42 @@ def _remove_all(paths: list[Path]) -> None:
     for path in paths:
         try:
             remove(path)
-        except OSError as error:  # it has lost its name, or still has it and is whole: nothing that training depends on
+        except OSError as error:  # the checkpoint either lost its name or is still complete: training can go on
             _log.warning("%s could not be removed: %s", path, error)
+
+
+class HostCopy:
+    """One copy of a state in host memory, allocated once and reused by later copies.
+
+    Each part has a storage of its own, because torch.distributed.checkpoint copies views of larger storages again.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, Box, torch.dtype], Tensor] = {}
+
+    def of(self, state: State, replicas: bool = False) -> State:
+        """Copy a state, over the previous copy.
+
+        Args:
+            state: fragments of live memory, and plain values; lazy tensors cannot be copied.
+            replicas: True to copy also the parts that other ranks save.
+        """
+        waiting: set[torch.device] = set()
+
+        def part_of(key: str, part: Part) -> Part:
+            place = key, part.box, part.data.dtype
+            if place not in self._memory:
+                self._memory[place] = devices.host_memory(part.data)
+            devices.copy_to_host(part.data, self._memory[place])
+            waiting.add(part.data.device)
+            return replace(part, data=self._memory[place])
+
+        def copied(key: str, value: Any) -> Any:
+            if not isinstance(value, Fragment):
+                return copy.deepcopy(value)
+            return replace(value, parts=tuple(part_of(key, part) for part in value.parts if replicas or part.write))
+
+        found = {key: copied(key, value) for key, value in state.items()}
+        for device in waiting:
+            devices.synchronize(device)
+        return found

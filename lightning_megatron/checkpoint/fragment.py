@@ -1,8 +1,8 @@
-"""A tensor of the whole model of which this rank holds some rectangular parts.
+"""Fragments: the rectangular boxes of a whole tensor that one rank holds.
 
-An optimizer shard is a flat range of a local parameter, and the local parameter is a slice of the whole one. Cut into
-boxes of the *whole* parameter, the range can be written to a checkpoint as it lies in memory, without gathering, and
-read back into any other cut. Everything here is arithmetic on shapes and views; no processes, no files.
+An optimizer shard is a flat range of a local parameter, and the local parameter is a slice of the whole one. As boxes
+of the *whole* parameter, the range can be written to a checkpoint from memory, without a gather, and loaded under any
+other layout. Everything here is arithmetic on shapes and views, without processes and files.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lightning_megatron.params import Box, ParamSpec, ShardRanks
 
 @dataclass(frozen=True)
 class Cut:
-    """A box of a whole parameter and where a flat range of the local one holds it.
+    """A box of a whole parameter and its place in a flat range of the local one.
 
     Attributes:
-        box: the box, in coordinates of the whole parameter, padding cut away.
+        box: box in coordinates of the whole parameter, without padding.
         start: first element, counted from the beginning of the flat range.
         shape: sizes of the box with the padding that lies inside it.
     """
@@ -38,7 +38,7 @@ class Cut:
 
 
 def cut(spec: ParamSpec, local_shape: Sequence[int], ranks: ShardRanks, start: int, end: int) -> list[Cut]:
-    """Cut elements ``start .. end-1`` of a flattened local parameter into boxes of the whole one.
+    """Split elements ``start .. end-1`` of a flattened local parameter into boxes of the whole one.
 
     The range covers each of its elements once; padding beyond ``spec.global_shape`` is in no box. A parameter of
     ``n`` dimensions gives at most ``2n - 1`` boxes: the ragged ends of the range, and the full rows between.
@@ -92,9 +92,9 @@ class Part:
     """One box of a whole tensor and the live memory that holds it.
 
     Attributes:
-        box: where it is in the whole tensor.
-        data: a view of that shape; read when saving, written in place when loading.
-        write: whether this rank is the one among all replicas that saves it.
+        box: its place in the whole tensor.
+        data: view of that shape; read when saving, written in place when loading.
+        write: True if this rank, among all replicas, saves it.
     """
 
     box: Box
@@ -104,12 +104,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What one rank holds of a whole tensor.
+    """The boxes of a whole tensor that one rank holds.
 
     Attributes:
         shape: shape of the whole tensor, without padding.
-        dtype: its dtype.
-        parts: what this rank holds; empty if it holds nothing but padding.
+        dtype: dtype of the tensor.
+        parts: boxes with their memory; empty if this rank holds nothing but padding.
     """
 
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ class Fragment:
 
     @classmethod
     def of_local(cls, local: Tensor, spec: ParamSpec, ranks: ShardRanks, write: bool) -> Fragment:
-        """A local parameter held in one piece.
+        """The fragment of a contiguous local parameter.
 
         Raises:
             ValueError: if the local shape cannot be a slice of ``spec.global_shape``.
@@ -139,7 +139,7 @@ class Fragment:
     def of_flat(
         cls, flat: Tensor, spec: ParamSpec, local_shape: Sequence[int], ranks: ShardRanks, start: int, write: bool
     ) -> Fragment:
-        """A flat range of a local parameter that begins at its element ``start``."""
+        """The fragment of a flat range of a local parameter that begins at its element ``start``."""
         cuts = cut(spec, local_shape, ranks, start, start + flat.numel())
         return cls(spec.global_shape, flat.dtype, tuple(Part(c.box, c.view(flat.detach()), write) for c in cuts))
 
@@ -151,7 +151,7 @@ class Fragment:
 
     @property
     def writes_origin(self) -> bool:
-        """True if this rank saves the very first element: exactly one rank of the job does."""
+        """True if this rank saves the first element, which exactly one rank of the job does."""
         return any(part.write and not any(part.box.offsets) for part in self.parts)
 
 
@@ -163,9 +163,9 @@ def _can_be_slice(local_shape: tuple[int, ...], spec: ParamSpec) -> bool:
 
 
 def cover_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """Why boxes do not cover a tensor exactly once, ``None`` if they do.
+    """Reason why boxes do not cover a tensor exactly once; ``None`` if they do.
 
-    A sweep along the longest dimension: only boxes that overlap there are compared.
+    It sweeps along the longest dimension: only boxes that overlap there are compared.
     """
     boxes = list(boxes)
     for box in boxes:

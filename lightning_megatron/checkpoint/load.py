@@ -1,6 +1,6 @@
-"""Save and load a checkpoint directory: torch.distributed.checkpoint's files, ``meta.pt`` and a manifest.
+"""Loading a checkpoint: :func:`load` fills the state of any layout, :func:`open_checkpoint` gives tensors one by one.
 
-All ranks call :func:`save` and :func:`load`. Whatever fails on one rank raises on all.
+A failure on one rank raises on all of them.
 """
 
 from __future__ import annotations
@@ -8,43 +8,46 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
-from lightning_megatron.checkpoint.dcp_planner import load_faults
-from lightning_megatron.checkpoint.dcp_storage import read
+from lightning_megatron.checkpoint.dcp import load_faults, read_fragments
 from lightning_megatron.checkpoint.directory.leftovers import recover
-from lightning_megatron.checkpoint.directory.locate import locate
+from lightning_megatron.checkpoint.directory.newest import locate
 from lightning_megatron.checkpoint.formats.lightning_file import SingleFile
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_oversized
+from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.integrity.fault import listed
 from lightning_megatron.checkpoint.integrity.hashes import Check, faults_of
-from lightning_megatron.checkpoint.integrity.manifest import Progress
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
-from lightning_megatron.checkpoint.integrity.save_guard import SaveGuard
+from lightning_megatron.checkpoint.keys import Key
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.meta import read_meta, type_faults
-from lightning_megatron.checkpoint.save import Draft, complete, own_key
+from lightning_megatron.checkpoint.save import own_key
 from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import CheckpointError, nearest_names
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import is_calibration
+from lightning_megatron.params import Box, is_calibration
 
 _SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Directory:
-    """An opened checkpoint whose files are as they should be.
+    """An opened checkpoint directory whose files have been checked.
 
     Attributes:
-        path: where it is.
+        path: its path.
         metadata: names, shapes and places of its tensors.
-        meta: what was saved beside them.
-        layout: fields of the layout it was saved under.
+        meta: content of ``meta.pt``.
+        layout: fields of the layout at the save.
     """
 
     path: Path
@@ -54,11 +57,11 @@ class Directory:
 
     @classmethod
     def open(cls, path: Path, weights_only: bool) -> Directory:
-        """Read all but tensors of a checkpoint without faults.
+        """Read everything but tensors of a checkpoint without faults.
 
         Args:
             path: the checkpoint.
-            weights_only: refuse a ``meta.pt`` that holds objects.
+            weights_only: True to refuse a ``meta.pt`` that holds objects.
 
         Raises:
             CheckpointError: if it is no checkpoint.
@@ -69,19 +72,19 @@ class Directory:
 
     def read(self, state: State) -> None:
         """Fill a state in place."""
-        read(self.path, self.metadata, state)
+        read_fragments(self.path, self.metadata, state)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint gave beside the tensors that were filled in place.
+    """The content of a checkpoint beside the tensors that were filled in place.
 
     Attributes:
-        meta: what was saved beside the state.
-        layout: fields of the layout it was saved under.
-        per_rank: what this rank saved for itself; ``None`` if the layout is another one now, or nothing was saved.
+        meta: content of ``meta.pt``.
+        layout: fields of the layout at the save.
+        per_rank: values of this rank; ``None`` if the layout is another one now, or nothing was saved.
         missing: keys of the state that the checkpoint lacks, left as they were (``strict=False``).
-        unexpected: ``model.*`` keys of the checkpoint that no rank asked for (``strict=False``).
+        unexpected: ``model.*`` keys of the checkpoint that no rank requested (``strict=False``).
     """
 
     meta: dict[str, Any]
@@ -89,39 +92,6 @@ class Loaded:
     per_rank: Any
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-
-
-def save(
-    path: str | os.PathLike[str],
-    state: State,
-    meta: dict[str, Any],
-    mesh: ParallelMesh,
-    *,
-    per_rank: Any = None,
-    allow_objects: bool = False,
-    guard: SaveGuard | None = None,
-    progress: Progress | None = None,
-) -> None:
-    """Write a checkpoint and give it its name when it is complete and on the disk.
-
-    Until then a checkpoint that has the name stays as it is; it is replaced, not merged.
-
-    Args:
-        path: the directory to make, on a file system that all ranks share.
-        state: what this rank holds of the model and the optimizers; where there is one rank, also tensors that are made
-            while they are written (:class:`~lightning_megatron.checkpoint.lazy_tensor.LazyTensor`).
-        meta: anything small, the same on all ranks; rank 0's is saved.
-        mesh: who takes part.
-        per_rank: what only a rank at the same coordinate of the same layout can use, such as its random streams.
-        allow_objects: let ``meta`` hold objects that only ``load(..., weights_only=False)`` can read.
-        guard: looks at the state before it is written, and at the files before they get their name.
-        progress: how far the run has come, by which the newest checkpoint of a folder is found.
-
-    Raises:
-        CheckpointError: on every rank, if anything failed on any; the old checkpoint is then untouched.
-    """
-    options = {"per_rank": per_rank, "allow_objects": allow_objects, "guard": guard, "progress": progress}
-    complete(Draft.of(path, state, meta, mesh, **options), mesh)
 
 
 def load(
@@ -135,22 +105,22 @@ def load(
 ) -> Loaded:
     """Fill a state in place from a checkpoint of any layout, or from a single file of Lightning's.
 
-    Fragments are filled where they lie; under the other keys the saved value takes the place of the one given.
+    Fragments are filled in place; other values are replaced by the saved ones. Every rank must call this.
 
     Args:
-        path: the directory, or the file.
-        state: what this rank wants; ask for nothing with an empty one.
-        mesh: who takes part.
-        strict: whether keys that only one side has are errors. Another shape always is.
-        weights_only: refuse a ``meta.pt`` that holds objects.
-        check: compare the content of all files with the manifest, shared out over ranks, or their lengths and the
-            content of what every rank reads whole.
+        path: directory or file.
+        state: fragments and values that this rank requests; an empty one loads ``meta`` alone.
+        mesh: ranks that load together.
+        strict: True if keys that only one side has are errors. Another shape always is one.
+        weights_only: True to refuse a ``meta.pt`` that holds objects.
+        check: ``"hashes"`` to compare the content of all files with the manifest, divided over the ranks; ``"sizes"``
+            to compare lengths, and the content of the files that every rank reads.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint is not one, is damaged, or does not fit.
     """
     path = Path(path)
-    doing = f"loading {path}"
+    action = f"loading {path}"
 
     def open_it() -> Directory | SingleFile:
         opened: Directory | SingleFile
@@ -165,54 +135,81 @@ def load(
     def fit() -> list[str]:
         missing, faults = load_faults(state, metadata)
         if strict and (needed := [key for key in missing if not is_calibration(key)]):
-            faults = _told_missing(needed, list(metadata.state_dict_metadata)) + faults
+            faults = _missing_faults(needed, list(metadata.state_dict_metadata)) + faults
         if strict:
             faults += [f"{key}: in the checkpoint, but not in the model" for key in unexpected]
         if faults:
             raise CheckpointError("the checkpoint does not fit:\n" + listed(faults))
         return missing
 
-    on_all_ranks(mesh, doing, lambda: recover(path) if mesh.rank == 0 else None)
+    on_all_ranks(mesh, action, lambda: recover(path) if mesh.rank == 0 else None)
     if faults := faults_of(path, mesh, check):
-        raise CheckpointError(f"{doing}: the checkpoint is damaged:\n{listed(faults)}")
-    source = on_all_ranks(mesh, doing, open_it)
+        raise CheckpointError(f"{action}: the checkpoint is damaged:\n{listed(faults)}")
+    source = on_all_ranks(mesh, action, open_it)
     metadata = source.metadata
     unexpected = _unexpected(state, metadata, mesh)
-    missing = on_all_ranks(mesh, doing, fit)
+    missing = on_all_ranks(mesh, action, fit)
 
     wanted = {key: value for key, value in state.items() if key not in missing}
     own = own_key(mesh)
     is_own = dict(source.layout) == asdict(mesh.layout) and own in metadata.state_dict_metadata
     if is_own:
         wanted[own] = None
-    on_all_ranks(mesh, doing, lambda: source.read(wanted))
+    on_all_ranks(mesh, action, lambda: source.read(wanted))
     per_rank = wanted.pop(own) if is_own else None
     state.update(wanted)
     return Loaded(source.meta, source.layout, per_rank, tuple(missing), tuple(unexpected))
 
 
 def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[str]:
-    """``model.*`` keys of the checkpoint that no rank asked for, if any rank asks for a model at all."""
-    speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
-    asked = {key for keys in all_gather_object(mesh, sorted(state) if speaks else []) for key in keys}
-    if not any(key.startswith("model.") for key in asked):
+    """``model.*`` keys of the checkpoint that no rank requests, if any rank requests a model at all."""
+    is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
+    requested = {key for keys in all_gather_object(mesh, sorted(state) if is_source else []) for key in keys}
+    if not any(Key.parse(key).is_model for key in requested):
         return []
     return [
         key
         for key in metadata.state_dict_metadata
-        if key.startswith("model.") and key not in asked and not is_calibration(key)
+        if Key.parse(key).is_model and key not in requested and not is_calibration(key)
     ]
 
 
-def _told_missing(missing: list[str], known: list[str]) -> list[str]:
-    told = []
-    for family in dict.fromkeys(key.partition(".")[0] for key in missing):
-        ours = [key for key in missing if key.partition(".")[0] == family]
-        theirs = [key for key in known if key.partition(".")[0] == family]
+def _missing_faults(missing: list[str], known: list[str]) -> list[str]:
+    faults = []
+    for family in dict.fromkeys(Key.parse(key).family for key in missing):
+        ours = [key for key in missing if Key.parse(key).family == family]
+        theirs = [key for key in known if Key.parse(key).family == family]
         if theirs:
             nearest = {key: ", ".join(nearest_names(key, theirs)[:3]) for key in ours[:_SHOWN]}
-            told += [f"{key}: not in the checkpoint; nearest: {nearest.get(key)}" for key in ours]
+            faults += [f"{key}: not in the checkpoint; nearest: {nearest.get(key)}" for key in ours]
         else:
-            there = ", ".join(dict.fromkeys(key.partition(".")[0] for key in known)) or "nothing"
-            told.append(f"{family}: the checkpoint has none of it, only: {there} (saved with save_weights_only?)")
-    return told
+            there = ", ".join(dict.fromkeys(Key.parse(key).family for key in known)) or "nothing"
+            faults.append(f"{family}: the checkpoint has none of it, only: {there} (saved with save_weights_only?)")
+    return faults
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Loaded, dict[str, LazyTensor]]:
+    """Open a checkpoint of any layout in one process: its ``meta``, and lazy tensors by key.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+    """
+    path = Path(path)
+    loaded = load(path, {}, ParallelMesh.single())
+    metadata = read_metadata(path)
+
+    def tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        part = Part(Box.whole(shape), whole, write=False)
+        try:
+            read_fragments(path, metadata, {key: Fragment(shape, dtype, (part,))})
+        except Exception as error:  # a damaged archive raises what it likes
+            raise CheckpointError(f"{path}: {key} cannot be read: {error}") from None
+        return whole
+
+    found = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and not is_calibration(key):
+            shape, dtype = tuple(entry.size), entry.properties.dtype
+            found[key] = LazyTensor(shape, dtype, partial(tensor, key, shape, dtype))
+    return loaded, found

@@ -1,4 +1,4 @@
-"""``meta.pt``: loops, callbacks, hyper-parameters and whatever else of a checkpoint is no large tensor.
+"""``meta.pt``: loops, callbacks, hyper-parameters and everything else of a checkpoint that is no large tensor.
 
 It must load with ``weights_only=True``: a checkpoint from elsewhere may not run code.
 """
@@ -40,13 +40,13 @@ def is_plain(value: Any) -> bool:
         torch.save(value, buffer)
         buffer.seek(0)
         torch.load(buffer, map_location="cpu", weights_only=True)
-    except Exception:  # pickle, torch and the value's own __reduce__ raise what they like
+    except Exception:  # pickle, torch and the value's own __reduce__ may raise anything
         return False
     return True
 
 
 def objects_in(value: Any, path: str = "") -> Iterator[str]:
-    """Key paths, with the type found there, of what keeps a value from being plain."""
+    """Key paths and types of the objects that keep a value from being plain."""
     if is_plain(value):
         return
     children: Iterator[tuple[str, Any]] = iter(())

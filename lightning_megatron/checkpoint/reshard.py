@@ -1,7 +1,7 @@
-"""A state in memory, from ranks that hold it under one layout to the same ranks under another; no files.
+"""Resharding in memory: a state that ranks hold under one layout, sent to the same ranks under another, without files.
 
-Each tensor that some rank lacks goes from the one rank that would save it straight to those that want some of it, over
-the host group, one tensor at a time.
+Each tensor that a rank lacks goes from the rank that would save it directly to the ranks that need it, over the host
+group, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ def reshard(source: State, target: State, mesh: ParallelMesh) -> None:
     """Fill the fragments of one state from those of another; all ranks of the mesh call this.
 
     Args:
-        source: what this rank holds, under any layout; other values than fragments are passed over.
-        target: what it wants, under any other; filled in place, in the dtypes that it has.
-        mesh: who takes part.
+        source: state of this rank under any layout; only its fragments are used.
+        target: state under another layout; filled in place, in its own dtypes.
+        mesh: ranks that exchange the state.
 
     Raises:
-        CheckpointError: on every rank, naming tensors that nobody holds or that have another shape.
+        CheckpointError: on every rank, naming tensors that no rank holds or that have another shape.
     """
     own, wanted = _parts(source), _parts(target)
     _refuse_misfit(all_gather_object(mesh, (_shapes(source), _shapes(target))))
     lacking = {key: [part for part in parts if not _taken(part, own.get(key, ()))] for key, parts in wanted.items()}
     offers = [_Offer(key, p.box, p.data.dtype) for key, parts in own.items() for p in parts if p.write]
-    wishes = {key: [part.box for part in parts] for key, parts in lacking.items() if parts}
-    everybody = all_gather_object(mesh, (offers, wishes))
-    for sender, (offered, _) in enumerate(everybody):
+    needs = {key: [part.box for part in parts] for key, parts in lacking.items() if parts}
+    by_rank = all_gather_object(mesh, (offers, needs))
+    for sender, (offered, _) in enumerate(by_rank):
         for offer in offered:
-            for receiver, (_, wished) in enumerate(everybody):
-                if any(_common(offer.box, box) for box in wished.get(offer.key, ())):
+            for receiver, (_, needed) in enumerate(by_rank):
+                if any(_common(offer.box, box) for box in needed.get(offer.key, ())):
                     _carry(offer, sender, receiver, own, lacking, mesh)
 
 
@@ -60,7 +60,7 @@ def _parts(state: State) -> dict[str, tuple[Part, ...]]:
 
 
 def _taken(wanted: Part, own: Sequence[Part]) -> bool:
-    """Fill a part from what this rank has itself, if one part of its own holds it all."""
+    """Fill a part from this rank's own memory, if one of its parts contains it."""
     for part in own:
         if _common(part.box, wanted.box) == wanted.box:
             _copy(part.box, part.data, wanted)

@@ -1,8 +1,13 @@
-"""A checkpoint on its way to the disk: what is to be written, and the steps until it has its name."""
+"""Saving a checkpoint: :func:`save` builds a :class:`PendingSave` and writes it.
+
+It writes the files of torch.distributed.checkpoint, ``meta.pt`` and a manifest under a temporary name. The directory
+gets its final name when it is complete, checked and on the disk. ``README.md`` in this folder lists the steps.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +15,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
-from lightning_megatron.checkpoint.dcp_planner import PER_RANK
-from lightning_megatron.checkpoint.dcp_storage import write
+from lightning_megatron.checkpoint.dcp import write_fragments
 from lightning_megatron.checkpoint.directory.atomic_dir import (
     UNFINISHED,
     discard,
@@ -20,13 +24,14 @@ from lightning_megatron.checkpoint.directory.atomic_dir import (
     publish,
     sync_file,
 )
-from lightning_megatron.checkpoint.directory.leftovers import sweep
+from lightning_megatron.checkpoint.directory.leftovers import remove_stale
 from lightning_megatron.checkpoint.fragment import Fragment
-from lightning_megatron.checkpoint.integrity.fault import listed
+from lightning_megatron.checkpoint.integrity.fault import Fault, listed
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, FileRecord, Manifest, Progress, record
 from lightning_megatron.checkpoint.integrity.metadata_file import METADATA
 from lightning_megatron.checkpoint.integrity.save_guard import SaveGuard
 from lightning_megatron.checkpoint.integrity.verify import size_faults
+from lightning_megatron.checkpoint.keys import rank_key
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.meta import META, refuse_objects, render_meta, write_meta
 from lightning_megatron.checkpoint.plain import plain
@@ -36,17 +41,50 @@ from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 
 
+def save(
+    path: str | os.PathLike[str],
+    state: State,
+    meta: dict[str, Any],
+    mesh: ParallelMesh,
+    *,
+    per_rank: Any = None,
+    allow_objects: bool = False,
+    guard: SaveGuard | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a checkpoint and give it its name when it is complete and on the disk. Every rank must call this.
+
+    An older checkpoint of that name stays as it is until then, and is replaced as a whole.
+
+    Args:
+        path: the directory to make, on a file system that all ranks share.
+        state: this rank's fragments of the model and the optimizers; on a single rank also tensors that are read
+            while they are written (:class:`~lightning_megatron.checkpoint.lazy_tensor.LazyTensor`).
+        meta: small values, equal on all ranks; those of rank 0 are saved.
+        mesh: ranks that save together.
+        per_rank: values for the rank at the same coordinates of the same layout, such as its random streams.
+        allow_objects: permission for objects in ``meta`` that only ``load(..., weights_only=False)`` can read.
+        guard: checks of the state before it is written and of the files before they get their name.
+        progress: progress of the run, by which the newest checkpoint of a folder is found.
+
+    Raises:
+        CheckpointError: on every rank, if anything failed on any; an older checkpoint is then untouched.
+    """
+    options = {"per_rank": per_rank, "allow_objects": allow_objects, "guard": guard, "progress": progress}
+    PendingSave.of(path, state, meta, mesh, **options).write(mesh)
+
+
 @dataclass(frozen=True)
-class Draft:
-    """What one rank is about to save.
+class PendingSave:
+    """One rank's part of a checkpoint that is about to be written.
 
     Attributes:
-        path: the directory to make.
-        temporary: where it lies until it is whole: a name that no other save has, the same on all ranks.
-        state: what this rank holds; live memory, unless somebody has copied it.
-        meta: content of ``meta.pt``; nothing on ranks that do not write it.
-        progress: how far the run has come, where the checkpoint is of one.
-        guard: looks at the state before it is written, and at the files before they get their name.
+        path: final name of the directory.
+        temporary: directory to write into, equal on all ranks; no other save has this name.
+        state: fragments and values of this rank; live memory, or a copy of it.
+        meta: content of ``meta.pt``; empty on all ranks but the first.
+        progress: progress of the run; ``None`` for a checkpoint outside a run.
+        guard: checks of the state before it is written and of the files before they get their name.
     """
 
     path: Path
@@ -68,18 +106,18 @@ class Draft:
         allow_objects: bool = False,
         guard: SaveGuard | None = None,
         progress: Progress | None = None,
-    ) -> Draft:
-        """Put a checkpoint together; arguments as of :func:`save`. Every rank must call this.
+    ) -> PendingSave:
+        """Put a checkpoint together from the arguments of :func:`save`. Every rank must call this.
 
         Raises:
-            CheckpointError: on every rank, if any rank's values could not be read again.
+            CheckpointError: on every rank, if the values of any rank could not be loaded again.
         """
-        whole = dict(state)
+        state = dict(state)
         if per_rank is not None:
-            whole[own_key(mesh)] = per_rank
+            state[own_key(mesh)] = per_rank
 
         def render() -> bytes:
-            for key, value in whole.items():
+            for key, value in state.items():
                 if not isinstance(value, Fragment | LazyTensor):
                     refuse_objects(value, key, "Turn them into plain containers, numbers, strings or tensors.")
             if mesh.rank:
@@ -88,73 +126,74 @@ class Draft:
 
         content = on_all_ranks(mesh, f"saving {path}", render)
         name = all_gather_object(mesh, place_for(Path(path), "saving").name if mesh.rank == 0 else "")[0]
-        return cls(Path(path), Path(path).parent / UNFINISHED / name, whole, content, progress, guard)
+        return cls(Path(path), Path(path).parent / UNFINISHED / name, state, content, progress, guard)
 
     @property
-    def doing(self) -> str:
-        """For error texts."""
+    def action(self) -> str:
+        """Words for error texts."""
         return f"saving {self.path}"
 
+    def write(self, mesh: ParallelMesh) -> None:
+        """Write the files, check them and give the directory its final name. Every rank must call this.
 
-def complete(draft: Draft, mesh: ParallelMesh) -> None:
-    """Write a draft and give it its name when it is whole and on the disk. Every rank must call this.
+        Raises:
+            CheckpointError: on every rank, if anything failed on any; an older checkpoint of that name is then
+                untouched.
+        """
+        action, temporary = self.action, self.temporary
+        differing = [] if self.guard is None else self.guard.before_writing(self.state, mesh, action)
+        try:
+            on_all_ranks(mesh, action, lambda: self._begin(differing, mesh))
+            written = write_fragments(temporary, self.state, mesh, action)
+            records = all_gather_object(mesh, on_all_ranks(mesh, action, lambda: self._hash_own_files(written, mesh)))
+            on_all_ranks(mesh, action, lambda: self._write_manifest(records, mesh))
+            on_all_ranks(mesh, action, lambda: self._check_files(mesh))
+            on_all_ranks(mesh, action, lambda: publish(temporary, self.path) if mesh.rank == 0 else None)
+        except BaseException:
+            if mesh.rank == 0:
+                discard(temporary)
+            raise
 
-    Raises:
-        CheckpointError: on every rank, if anything failed on any; what had the name before is then untouched.
-    """
-    path, temporary, guard, doing = draft.path, draft.temporary, draft.guard, draft.doing
-
-    def begin() -> None:
-        if replica_faults:
-            raise CheckpointError("ranks do not hold the same:\n" + listed(replica_faults))
+    def _begin(self, differing: Sequence[Fault], mesh: ParallelMesh) -> None:
+        """Refuse replicas that differ; on rank 0, clear leftovers, make the directory and write ``meta.pt``."""
+        if differing:
+            raise CheckpointError("ranks do not hold the same:\n" + listed(differing))
         if mesh.rank == 0:
-            sweep(path.parent)
-            prepare(path, temporary)
-            write_meta(temporary, draft.meta)
+            remove_stale(self.path.parent)
+            prepare(self.path, self.temporary)
+            write_meta(self.temporary, self.meta)
 
-    def hash_own_files() -> dict[str, FileRecord]:
-        own = {file.name for file in temporary.glob(f"__{mesh.rank}_*.distcp")} | written.keys()
+    def _hash_own_files(self, written: Mapping[str, int], mesh: ParallelMesh) -> dict[str, FileRecord]:
+        """Lengths and hashes of this rank's files, read from the file system."""
+        own = {file.name for file in self.temporary.glob(f"__{mesh.rank}_*.distcp")} | written.keys()
         if mesh.rank == 0:
             own |= {META, METADATA}
-        found = {name: record(temporary / name) for name in sorted(own) if (temporary / name).is_file()}
+        found = {name: record(self.temporary / name) for name in sorted(own) if (self.temporary / name).is_file()}
         if lost := [name for name in sorted(own) if name not in found or found[name].bytes < written.get(name, 0)]:
             raise CheckpointError(f"{', '.join(lost)}: written, but now gone or shorter: the disk or somebody lost it")
         return found
 
-    def add_manifest() -> None:
-        if mesh.rank == 0:
-            files = {name: entry for found in records for name, entry in found.items()}
-            _write_manifest(temporary, Manifest(asdict(mesh.layout), files, torch.__version__, progress=draft.progress))
+    def _write_manifest(self, records: Sequence[Mapping[str, FileRecord]], mesh: ParallelMesh) -> None:
+        """On rank 0, write ``manifest.json`` from the records of all ranks, if their files are all visible."""
+        if mesh.rank:
+            return
+        files = {name: entry for found in records for name, entry in found.items()}
+        manifest = Manifest(asdict(mesh.layout), files, torch.__version__, progress=self.progress)
+        if faults := size_faults(self.temporary, manifest):
+            text = listed(faults)
+            if any(fault.what == "missing" for fault in faults):
+                text += "\nrank 0 does not see files that other ranks wrote: all must share one file system"
+            raise CheckpointError(text)
+        file = self.temporary / MANIFEST
+        file.write_text(manifest.render())
+        sync_file(file)
 
-    def look_again() -> None:
-        if guard is not None and (faults := guard.before_publishing(temporary, mesh)):
+    def _check_files(self, mesh: ParallelMesh) -> None:
+        """Read the written files again, each on another rank than the one that wrote it."""
+        if self.guard is not None and (faults := self.guard.before_publishing(self.temporary, mesh)):
             raise CheckpointError("what was written is damaged:\n" + listed(faults))
-
-    replica_faults = [] if guard is None else guard.before_writing(draft.state, mesh, doing)
-    try:
-        on_all_ranks(mesh, doing, begin)
-        written = write(temporary, draft.state, mesh, doing)
-        records = all_gather_object(mesh, on_all_ranks(mesh, doing, hash_own_files))
-        on_all_ranks(mesh, doing, add_manifest)
-        on_all_ranks(mesh, doing, look_again)
-        on_all_ranks(mesh, doing, lambda: publish(temporary, path) if mesh.rank == 0 else None)
-    except BaseException:
-        if mesh.rank == 0:
-            discard(temporary)
-        raise
 
 
 def own_key(mesh: ParallelMesh) -> str:
-    """Key of what only a rank at the same coordinate of the same layout can use."""
-    return f"{PER_RANK}.pp{mesh.pp.rank}-dp{mesh.dp.rank}-cp{mesh.cp.rank}-tp{mesh.tp.rank}"
-
-
-def _write_manifest(directory: Path, manifest: Manifest) -> None:
-    if faults := size_faults(directory, manifest):
-        text = listed(faults)
-        if any(fault.what == "missing" for fault in faults):
-            text += "\nrank 0 does not see files that other ranks wrote: all must share one file system"
-        raise CheckpointError(text)
-    file = directory / MANIFEST
-    file.write_text(manifest.render())
-    sync_file(file)
+    """Key of the values that only the rank at these coordinates of the same layout can use."""
+    return rank_key(mesh.pp.rank, mesh.dp.rank, mesh.cp.rank, mesh.tp.rank)

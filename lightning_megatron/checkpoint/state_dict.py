@@ -1,8 +1,8 @@
 """The state of a job as a flat dictionary of fragments under global names.
 
-Keys are ``model.<name>``, ``optimizer_<i>.state.<name>.<state>`` in the shape of the parameter, and
-``optimizer_<i>.param_groups``. No tensor is copied or sent: a fragment is a set of views. Where several ranks hold the
-same elements, each of them works out alone, from names and sizes that are the same for all, which one saves them.
+Its keys are those of :mod:`~lightning_megatron.checkpoint.keys`. No tensor is copied or sent: a fragment is a set of
+views. Where several ranks hold the same elements, each rank computes from names and sizes, which are the same for all,
+which of them saves these elements.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.fragment import Fragment
+from lightning_megatron.checkpoint.keys import MAIN, Key, groups_key, model_key, optimizer_family, state_key
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec
 
 State = dict[str, Any]
-"""Fragments, and under a few keys values that are no tensors, by the names that a checkpoint has."""
+"""Fragments, and under a few keys other values, by checkpoint key."""
 
 Piece = tuple[FlatPiece, Tensor, Mapping[str, Tensor], Mapping[str, Any]]
 """A range of a local parameter, its main values, its per-element state and the state that its elements share."""
 
-MAIN = "master"
-
 
 def local_tensors(model: nn.Module) -> dict[str, Any]:
-    """What ``model.state_dict()`` holds, each tied tensor once, under the first of its names."""
+    """The entries of ``model.state_dict()``, each tied tensor once, under the first of its names."""
     seen: set[int] = set()
     found = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -42,27 +41,27 @@ def model_state(tensors: Mapping[str, Any], specs: Mapping[str, ParamSpec], mesh
     """The model's part of a checkpoint.
 
     Args:
-        tensors: local parameters and buffers by global name (:func:`local_tensors`, or what a callback made of it);
-            values that are no tensors are saved once and replaced in the dictionary on load.
-        specs: specs by the same names; a tensor without one is held whole by every rank.
-        mesh: where this rank stands.
+        tensors: local parameters and buffers by global name (:func:`local_tensors`, or a callback's version of it);
+            other values are saved once and replaced in the dictionary on load.
+        specs: specs by the same names; a tensor without one is replicated on all ranks.
+        mesh: mesh of this rank.
 
     Raises:
-        ValueError: if a tensor cannot be the local part of what its spec says.
+        ValueError: if a tensor cannot be a local shard by its spec.
     """
     known = {name: specs.get(name) or ParamSpec(tuple(t.shape)) for name, t in tensors.items() if torch.is_tensor(t)}
     writes = _writers({name: tensors[name].nbytes for name in known}, known, mesh, dp_replicates=True)
     state: State = {}
     for name, value in tensors.items():
         if name not in known:
-            state[f"model.{name}"] = value
+            state[model_key(name)] = value
             continue
         spec = known[name]
         try:
             fragment = Fragment.of_local(value, spec, mesh.shard_ranks, writes[name])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        _add(state, f"model.{spec.tied_with or name}", fragment)
+        _add(state, model_key(spec.tied_with or name), fragment)
     return state
 
 
@@ -74,18 +73,18 @@ def optimizer_state(
     *,
     sharded: bool = True,
 ) -> State:
-    """One optimizer's part of a checkpoint. Every rank must call this: stages put their groups together.
+    """One optimizer's part of a checkpoint. Every rank must call this, because stages merge their groups.
 
-    State that elements share (``step``) becomes one scalar a parameter. What is a 0-dim tensor is loaded in place,
-    a number can be read after loading with :func:`shared_state`.
+    State that elements share (``step``) becomes one scalar per parameter. A 0-dim tensor is loaded in place; a number
+    can be read after loading with :func:`shared_state`.
 
     Args:
-        index: which of the module's optimizers.
+        index: number of the optimizer in the module.
         pieces: what this rank holds, parameter by parameter.
         mesh: where this rank stands.
         param_groups: scalars of each group, and under ``"params"`` the global names of all its parameters on this
             stage (not only of those in this rank's shard).
-        sharded: whether each rank of ``mesh.dp_cp`` holds another share, or all hold everything.
+        sharded: True if each rank of ``mesh.dp_cp`` holds a shard, False if each holds everything.
     """
     pieces = list(pieces)
     names = {piece.name: piece.spec for piece, *_ in pieces}
@@ -96,46 +95,47 @@ def optimizer_state(
     state: State = {}
     for piece, main, elements, shared in pieces:
         spec, write = piece.spec, writes[piece.name]
-        prefix = f"optimizer_{index}.state.{spec.tied_with or piece.name}"
+        saved_name = spec.tied_with or piece.name
         assert MAIN not in elements, f"{MAIN!r} is the name of the main values"
         origin = False
         for name, flat in {MAIN: main, **elements}.items():
+            key = state_key(index, saved_name, name)
             if flat.numel() != piece.end - piece.start:
-                raise ValueError(
-                    f"{prefix}.{name} has {flat.numel()} elements for a range of {piece.end - piece.start}"
-                )
+                raise ValueError(f"{key} has {flat.numel()} elements for a range of {piece.end - piece.start}")
             fragment = Fragment.of_flat(flat, spec, piece.local_shape, mesh.shard_ranks, piece.start, write)
             origin = fragment.writes_origin
-            _add(state, f"{prefix}.{name}", fragment)
+            _add(state, key, fragment)
         for name, value in shared.items():
             scalar = value if torch.is_tensor(value) else _scalar(value)
-            _add(state, f"{prefix}.{name}", Fragment.of_local(scalar, ParamSpec(()), mesh.shard_ranks, origin))
-    state[f"optimizer_{index}.param_groups"] = _merged(param_groups, mesh)
+            key = state_key(index, saved_name, name)
+            _add(state, key, Fragment.of_local(scalar, ParamSpec(()), mesh.shard_ranks, origin))
+    state[groups_key(index)] = _merged(param_groups, mesh)
     return state
 
 
-def shared_state(state: State, index: int, name: str) -> dict[str, Any]:
-    """Numbers that the elements of a parameter share (``step``), after loading: by name of the state."""
-    prefix = f"optimizer_{index}.state.{name}."
-    return {
-        key.removeprefix(prefix): value.parts[0].data.item()
-        for key, value in state.items()
-        if key.startswith(prefix) and isinstance(value, Fragment) and value.shape == () and value.parts
-    }
+def shared_state(state: State, index: int) -> dict[str, dict[str, Any]]:
+    """Numbers that all elements of a parameter share (``step``), after loading: by saved name, then by state."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        parsed = Key.parse(key)
+        is_number = isinstance(value, Fragment) and value.shape == () and bool(value.parts)
+        if parsed.family == optimizer_family(index) and parsed.state and is_number:
+            found.setdefault(parsed.name, {})[parsed.state] = value.parts[0].data.item()
+    return found
 
 
 def regrouped(
     saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Scalars of saved ``param_groups`` for groups that may be cut otherwise today.
+    """Scalars of saved ``param_groups`` for groups that may be divided differently today.
 
     Args:
         saved: ``optimizer_<i>.param_groups`` of a checkpoint.
         groups: names of the parameters in each group of today.
 
     Returns:
-        The scalars of each group of today, and what could not be carried over, in words: where parameters of one
-        group were in groups that disagree, the value of today stays.
+        The scalars of each group of today, and notes about values that could not be carried over: where parameters of
+        one group were in groups that disagree, the value of today stays.
     """
     home = {name: number for number, group in enumerate(saved) for name in group["params"]}
     found: list[dict[str, Any]] = []
@@ -165,9 +165,9 @@ def _merged(groups: Sequence[Mapping[str, Any]], mesh: ParallelMesh) -> list[dic
     own = [dict(group) for group in groups]
     if mesh.pp.size == 1:
         return own
-    speaks = mesh.tp.rank == mesh.dp_cp.rank == 0
+    is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
     merged: list[dict[str, Any]] = []
-    for stage in all_gather_object(mesh, own if speaks else []):
+    for stage in all_gather_object(mesh, own if is_source else []):
         for number, group in enumerate(stage):
             if number == len(merged):
                 merged.append({**group, "params": []})
@@ -186,11 +186,11 @@ def _add(state: State, key: str, fragment: Fragment) -> None:
 def _writers(
     sizes: Mapping[str, int], specs: Mapping[str, ParamSpec], mesh: ParallelMesh, dp_replicates: bool
 ) -> dict[str, bool]:
-    """Flags of the tensors that this rank saves: largest first, each by the replica that has least to write so far."""
+    """True for tensors that this rank saves: largest first, each goes to the replica with the least to write so far."""
     dp, dp_rank = (mesh.dp_cp.size, mesh.dp_cp.rank) if dp_replicates else (1, 0)
     edp, edp_rank = (mesh.edp.size, mesh.edp.rank) if dp_replicates else (1, 0)
-    # Replicas of a slice differ in dp alone, those of a whole tensor in tp too, those of experts in edp. The kinds are
-    # shared out apart, so that each list is the same on all ranks that hold its tensors.
+    # Replicas of a tensor-parallel shard differ in dp alone, those of a whole tensor in tp too, those of experts in
+    # edp. Each kind is divided by itself, so that its list is the same on all ranks that hold its tensors.
     sliced, whole, experts = [0] * dp, [0] * (dp * mesh.tp.size), [0] * edp
     mine: dict[str, bool] = {}
     for name in sorted(specs, key=lambda name: (-sizes[name], name)):

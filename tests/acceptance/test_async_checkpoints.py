@@ -6,6 +6,7 @@ That the files are those of a save at once is shown in ``tests/trainer/test_asyn
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_megatron.checkpoint import async_save as background
-from lightning_megatron.checkpoint import dcp_storage as transfer
-from lightning_megatron.checkpoint import save as draft
+from lightning_megatron.checkpoint import dcp as transfer
 from lightning_megatron.checkpoint import verify
 from lightning_megatron.checkpoint.directory import atomic_dir as publish
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.testing.trainer import Recorder
 from lightning_megatron.testing.workers import WorkerError
+
+saving = importlib.import_module("lightning_megatron.checkpoint.save")  # the package's `save` is the function
 
 
 class DiesWriting(FileSystemWriter):
@@ -47,7 +49,11 @@ def publishes_once(temporary: Path, path: Path) -> None:
 
 DEATHS: dict[str, tuple[Any, str, Any]] = {
     "while it is written": (transfer, "FileSystemWriter", DiesWriting),
-    "before it has its name": (draft, "publish", publishes_once),
+    "before it has its name": (
+        importlib.import_module("lightning_megatron.checkpoint.save"),
+        "publish",
+        publishes_once,
+    ),
     "before the older one goes": (background, "remove", dies),
 }
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import os
 import re
 
@@ -9,9 +10,10 @@ from checkpoint_toy import Toy, mesh_of
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_megatron.checkpoint import CheckpointError, Fragment, load, save, verify
-from lightning_megatron.checkpoint import dcp_storage as transfer
-from lightning_megatron.checkpoint import save as draft
+from lightning_megatron.checkpoint import dcp as transfer
 from lightning_megatron.testing.workers import WorkerError
+
+saving = importlib.import_module("lightning_megatron.checkpoint.save")  # the package's `save` is the function
 
 
 def save_toy(path, number, fault=None):
@@ -28,7 +30,9 @@ def save_toy(path, number, fault=None):
         if fault == "disk full":
             patch.setattr(transfer, "FileSystemWriter", _Full)
         if fault == "killed before publishing":
-            patch.setattr(draft, "publish", lambda *_: os._exit(9))
+            patch.setattr(
+                importlib.import_module("lightning_megatron.checkpoint.save"), "publish", lambda *_: os._exit(9)
+            )
         try:
             save(path, state, {"number": number}, toy.mesh)
         except CheckpointError as error:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_megatron import GPTModule, KillSwitch, MegatronStrategy, VerifyCheckpoint
 from lightning_megatron.checkpoint import CheckpointError, verify
-from lightning_megatron.checkpoint import dcp_storage as transfer
+from lightning_megatron.checkpoint import dcp as transfer
 from lightning_megatron.checkpoint.directory.atomic_dir import Unfinished
 from lightning_megatron.checkpoint.integrity.manifest import read_manifest
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer

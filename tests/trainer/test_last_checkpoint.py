@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import warnings
@@ -18,12 +19,13 @@ from test_checkpoint_callbacks import At, train
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import CheckpointError, verify
-from lightning_megatron.checkpoint import save as draft
 from lightning_megatron.checkpoint.directory.atomic_dir import place_for
 from lightning_megatron.checkpoint.directory.folder_lock import FolderInUseError, FolderLock
 from lightning_megatron.checkpoint.integrity.manifest import Progress, read_manifest
 from lightning_megatron.lightning.checkpointing.run_folders import patience
 from lightning_megatron.testing.trainer import quiet_trainer
+
+saving = importlib.import_module("lightning_megatron.checkpoint.save")  # the package's `save` is the function
 
 TP2 = {"tp": 2}
 
@@ -222,7 +224,7 @@ def test_no_folder_stays_of_a_run_that_saves_nothing(tmp_path):
 
 
 def loses_a_file(folder: Path) -> str:
-    write = draft.write
+    write = saving.write_fragments
 
     def and_lose(directory: Path, *args: Any) -> Any:
         written = write(directory, *args)
@@ -231,7 +233,7 @@ def loses_a_file(folder: Path) -> str:
         return written
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft, "write", and_lose)
+        patch.setattr(saving, "write_fragments", and_lose)
         with pytest.raises(CheckpointError) as error:
             train(folder, TP2)
     return str(error.value)

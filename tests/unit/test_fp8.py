@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron import MegatronStrategy, ParallelLayout
 from lightning_megatron.checkpoint import load, local_tensors, model_state, save
-from lightning_megatron.checkpoint.stream import open_checkpoint
+from lightning_megatron.checkpoint.load import open_checkpoint
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.fp8_linear import Fp8Gemms, Fp8Steps, multiply_in_fp8, use_fp8
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear

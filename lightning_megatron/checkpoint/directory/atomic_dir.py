@@ -1,8 +1,8 @@
-"""How a directory comes to have its final name, and loses it: at once or not at all.
+"""Directories that get and lose their final names atomically.
 
-Work in progress lies in a hidden folder beside the checkpoint, because Lightning takes what it finds in the folder
-itself for checkpoints by parts of the name (``last*.ckpt``, any ``hpc_ckpt_N``). Each piece of it has a name of its own
-that leads to the process it belongs to: nobody writes into, publishes or clears what is somebody else's.
+Unfinished work lies in a hidden folder beside the checkpoint, because Lightning recognizes checkpoints by parts of the
+names in the folder itself (``last*.ckpt``, any ``hpc_ckpt_N``). Each entry there has a unique name, which identifies
+the process that it belongs to: no other process writes into, publishes or clears it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _UNFINISHED = re.compile(r"(.+?)(?:\.([0-9a-f]+(?:-[0-9a-f]+){3}))?\.(saving|rep
 
 
 class Unfinished(NamedTuple):
-    """The name of a piece of unfinished work.
+    """The parsed name of an unfinished entry.
 
     Attributes:
-        path: what it is to be, or was.
-        owner: the process that it belongs to; ``None`` if an earlier version of this package made it.
-        kind: what is done with it.
+        path: final path, which the entry had or is to get.
+        owner: process that the entry belongs to; ``None`` if an earlier version of this package made it.
+        kind: operation in progress.
     """
 
     path: Path
@@ -44,7 +44,7 @@ class Unfinished(NamedTuple):
 
     @classmethod
     def parse(cls, entry: Path) -> Unfinished | None:
-        """Take a name apart; ``None`` for what is nobody's unfinished work."""
+        """Parse a name; ``None`` for another kind of entry."""
         match = _UNFINISHED.fullmatch(entry.name)
         if match is None:
             return None
@@ -53,12 +53,12 @@ class Unfinished(NamedTuple):
 
 
 def place_for(path: Path, kind: Kind) -> Path:
-    """A place for unfinished work that nobody else gets."""
+    """A unique path for unfinished work of this process."""
     return path.parent / UNFINISHED / f"{path.name}.{Owner.own().mark()}.{kind}"
 
 
 def unfinished_of(path: Path) -> list[tuple[Path, Unfinished]]:
-    """Unfinished entries that are to be ``path``, or were."""
+    """Unfinished entries whose final path is ``path``."""
     try:
         found = [(entry, Unfinished.parse(entry)) for entry in sorted((path.parent / UNFINISHED).iterdir())]
     except OSError:
@@ -67,14 +67,14 @@ def unfinished_of(path: Path) -> list[tuple[Path, Unfinished]]:
 
 
 def _clear_own(path: Path, kind: Kind, but: str = "") -> None:
-    """Delete what this process has begun for ``path`` and was interrupted in."""
+    """Delete entries for ``path`` that this process has left after an interruption."""
     for entry, name in unfinished_of(path):
         if name.owner == Owner.own() and name.kind == kind and entry.name != but:
             delete(entry)
 
 
 def prepare(path: Path, temporary: Path | None = None) -> Path:
-    """A directory to write ``path`` into: ``temporary``, or a new one; clears what this process has begun before."""
+    """Make the directory to write ``path`` into, ``temporary`` or a new one; clears older attempts of this process."""
     temporary = temporary or place_for(path, "saving")
     _clear_own(path, "saving", but=temporary.name)
     among_unfinished(temporary, partial(temporary.mkdir, exist_ok=True))
@@ -82,9 +82,9 @@ def prepare(path: Path, temporary: Path | None = None) -> Path:
 
 
 def among_unfinished(entry: Path, make: Callable[[], object]) -> None:
-    """Make an entry of the folder of unfinished work, which who finishes something tidies away whenever it is empty.
+    """Create an entry in ``.unfinished``, retrying if another writer has just removed the empty folder.
 
-    That may be another thread (saves in the background) or another run, and just between the two steps here.
+    Another thread (a save in the background) or another run may remove it between the two steps here.
     """
     for attempt in range(_ATTEMPTS):
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -98,23 +98,23 @@ def among_unfinished(entry: Path, make: Callable[[], object]) -> None:
 
 
 def discard(temporary: Path) -> None:
-    """Drop what :func:`prepare` made: the save failed."""
+    """Delete the directory of a save that failed."""
     with suppress(OSError):
         delete(temporary)
     tidy(temporary.parent)
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give what :func:`prepare` made its final name, in place of what has it now.
+    """Give the directory of :func:`prepare` its final name, and remove an older checkpoint of that name.
 
-    Where the system can exchange two names there is no moment without a complete checkpoint under ``path``. Elsewhere
-    the old one steps aside first, and comes back after a crash between the two renames (``leftovers.recover``).
+    Where the system can swap two names, ``path`` is a complete checkpoint at every moment. Elsewhere the older one is
+    renamed first, and gets its name back after a crash between the two renames (``leftovers.recover``).
     """
     replaced = place_for(path, "replaced")
     sync_directory(temporary)
     if not os.path.lexists(path):
         os.rename(temporary, path)
-    elif exchange(temporary, path):
+    elif swap_entries(temporary, path):
         os.rename(temporary, replaced)
     else:
         os.rename(path, replaced)
@@ -127,7 +127,7 @@ def publish(temporary: Path, path: Path) -> None:
 def remove(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint (a directory, a file or a link); nothing happens if there is none.
 
-    It loses its name first: a half-deleted directory never looks like a checkpoint. Call it on one rank.
+    It loses its name first, so that a half-deleted directory never looks like a checkpoint. Call it on one rank.
     """
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
@@ -141,19 +141,19 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 
 def links_in(folder: Path) -> dict[Path, str]:
-    """The symbolic links of a folder, and what is written in them."""
+    """The symbolic links of a folder, with their targets as they are stored."""
     if not folder.is_dir():
         return {}
     return {entry: os.readlink(entry) for entry in folder.iterdir() if entry.is_symlink()}
 
 
 def link_end(link: Path, target: str) -> Path:
-    """Where a link leads in which ``target`` is written."""
+    """Absolute path of a link's target."""
     return Path(os.path.abspath(link.parent / target))
 
 
 def remove_unlinked(paths: Iterable[Path]) -> list[Path]:
-    """Remove checkpoints to which no link beside them leads; the others, absolute paths all, are returned."""
+    """Remove checkpoints to which no link beside them leads, and return the others; all paths are absolute."""
     free, waiting = unlinked(paths)
     for path in free:
         remove(path)
@@ -161,9 +161,9 @@ def remove_unlinked(paths: Iterable[Path]) -> list[Path]:
 
 
 def unlinked(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """Those to which no link beside them leads, links first, and the others; absolute paths all.
+    """Split absolute paths into those without a link beside them that leads there, links first, and the others.
 
-    A link that is among them does not count.
+    A link that is itself among the paths does not count.
     """
     free: list[Path] = []
     waiting: list[Path] = []
@@ -174,8 +174,8 @@ def unlinked(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
     return free, waiting
 
 
-def lead(link: Path, target: str | None) -> None:
-    """Let a link lead elsewhere, in one step; ``None`` removes it."""
+def relink(link: Path, target: str | None) -> None:
+    """Point a link to another target atomically; ``None`` removes the link."""
     if target is None:
         link.unlink(missing_ok=True)
         return
@@ -186,8 +186,8 @@ def lead(link: Path, target: str | None) -> None:
     tidy(other.parent)
 
 
-def exchange(a: Path, b: Path) -> bool:
-    """Exchange two names in one step; ``False`` where the system or the file system cannot."""
+def swap_entries(a: Path, b: Path) -> bool:
+    """Swap two names atomically; ``False`` where the system or the file system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):
@@ -215,7 +215,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete whatever is there."""
+    """Delete a file, a link or a directory."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -223,6 +223,6 @@ def delete(path: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove a folder of unfinished work that is empty."""
+    """Remove an empty folder of unfinished work."""
     with suppress(OSError):  # something else is in progress there
         folder.rmdir()

@@ -1,9 +1,9 @@
 """A folder of checkpoints belongs to one run at a time.
 
-The lock is a directory in the folder of unfinished work, made elsewhere and renamed: that fails where one is already,
-on every file system. It names its process, which another one on the same machine looks up; for others a thread gives
-signs of life, by the clock of the file system. A lock of a process that has died is taken away under a name made of
-the lock's own, so that of two who find it only one succeeds, and a newer one never goes with it.
+The lock is a directory in the folder of unfinished work. It is made elsewhere and renamed, which fails on every file
+system if a lock is there already. It names its process, which other processes on the same machine look up; for those
+elsewhere a thread renews its time stamp, by the clock of the file system. The lock of a dead process is renamed to a
+name derived from the lock's own: of two processes that find it only one succeeds, and a newer lock is never removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED, Kind, among_unfinished, delete, tidy
-from lightning_megatron.checkpoint.directory.leftovers import sweep, time_of
+from lightning_megatron.checkpoint.directory.leftovers import remove_stale, time_of
 from lightning_megatron.checkpoint.directory.owner import Owner, own_job
 from lightning_megatron.errors import CheckpointError
 
@@ -28,7 +28,7 @@ BEAT = 10.0
 """Seconds between signs of life."""
 
 DEAD_AFTER = 120.0
-"""Seconds without one after which a process that cannot be seen is dead."""
+"""Seconds without a sign of life after which a process that cannot be looked up counts as dead."""
 
 _NAME, _NOTE = "lock", "owner.json"
 _LOOK = 0.2
@@ -44,7 +44,7 @@ class FolderLock:
     """Keeps other runs out of a folder of checkpoints, from :meth:`take` to :meth:`release`.
 
     Args:
-        folder: of checkpoints; made if it is not there.
+        folder: folder of checkpoints; made if it does not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,14 +56,14 @@ class FolderLock:
         self._made: list[Path] = []
 
     def take(self, patience: float = 0.0, say: Callable[[str], None] = _log.warning) -> None:
-        """Take it, from a process that has died too.
+        """Take the lock, if necessary from a process that has died.
 
         Args:
             patience: seconds to wait for another run to end.
-            say: told once of the run that is waited for.
+            say: function that gets one message about the run that is waited for.
 
         Raises:
-            FolderInUseError: if another run has it still; the text names that.
+            FolderInUseError: if another run still holds it; the text names that run.
             OSError: if the folder cannot be written.
         """
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
@@ -86,21 +86,21 @@ class FolderLock:
         self._beats.start()
 
     def is_taken(self) -> bool:
-        """True if a run has it, be it alive or dead."""
+        """True if any run holds the lock, alive or dead."""
         return self._lock.exists()
 
     def is_ours(self) -> bool:
-        """True unless somebody has taken it away, because this process gave no sign of life for too long."""
+        """True unless another run has taken it, because this process gave no sign of life for too long."""
         note, _ = self._look()
         return note is not None and note.get("mark") == self._mark
 
     def release(self) -> None:
-        """Let others have it, and leave no folder behind in which there was never anything."""
+        """Release the lock, and remove folders that were made for it and are still empty."""
         self._end.set()
         if self._beats is not None:
             self._beats.join()
         if self.is_ours():
-            sweep(self.folder)
+            remove_stale(self.folder)
             with suppress(OSError):
                 delete(self._take_away(self._mark))
         tidy(self.folder / UNFINISHED)
@@ -123,7 +123,7 @@ class FolderLock:
         return True
 
     def _look(self) -> tuple[dict[str, Any] | None, float]:
-        """Content of the lock, and the seconds since its last sign of life; ``None`` if there is none any more."""
+        """Content of the lock (``None`` without one), and the seconds since its last sign of life."""
         try:
             now = time_of(self._lock.parent)
             times = self._lock.stat()
@@ -141,7 +141,7 @@ class FolderLock:
     def _is_dead(self, note: dict[str, Any], age: float) -> bool:
         owner = Owner.of_mark(str(note.get("mark")))
         if owner == Owner.own():
-            return True  # of a fit in this process that was left without its end
+            return True  # left by an earlier fit of this process
         is_alive = None if owner is None else owner.is_alive
         return abs(age) > DEAD_AFTER if is_alive is None else not is_alive
 
@@ -149,7 +149,7 @@ class FolderLock:
         mark = str(note.get("mark"))
         try:
             self._take_away(mark if Owner.of_mark(mark) else self._mark)
-        except OSError:  # somebody else was faster
+        except OSError:  # another run was faster
             time.sleep(_LOOK)
 
     def _take_away(self, mark: str) -> Path:
@@ -158,7 +158,7 @@ class FolderLock:
         return away
 
     def _beside(self, mark: str, kind: Kind) -> Path:
-        """A place whose leftovers are swept once the process of that mark is dead."""
+        """A path whose leftovers are cleared once the process of that mark is dead."""
         return self._lock.with_name(f"{_NAME}.{mark}.{kind}")
 
     def _beat(self) -> None:

@@ -1,7 +1,7 @@
-"""Leftovers of dead runs in a folder of checkpoints: brought back where they are whole, and cleared otherwise.
+"""Leftovers of dead runs in a folder of checkpoints: restored where they are complete, and cleared otherwise.
 
-Only what is surely nobody's is touched. Work of a process that this one can see is, as soon as that has ended; of a
-process on another machine, or in another container, if nothing has been written to it for an hour.
+Only work without a living owner is touched. If this process can look up the owner, that is when the owner has ended;
+for an owner on another machine or in another container, when nothing has been written for an hour.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED, Unfin
 from lightning_megatron.checkpoint.directory.owner import Owner
 
 DEAD_AFTER = 3600.0
-"""Seconds without a sign of life after which unfinished work is nobody's: ranks wait for each other for minutes."""
+"""Seconds without a write after which unfinished work counts as abandoned: ranks wait for each other for minutes."""
 
 
 def recover(path: Path) -> None:
-    """Bring back a checkpoint that a crash left aside while it was being replaced."""
+    """Restore a checkpoint that a crash left renamed while it was being replaced."""
     for entry, name in unfinished_of(path):
         is_others = name.owner is not None and name.owner != Owner.own() and name.owner.is_alive
         if name.kind == "replaced" and not is_others and not os.path.lexists(path):
             os.rename(entry, path)
 
 
-def sweep(folder: Path, dead_after: float = DEAD_AFTER) -> list[str]:
-    """Clear what runs that died have left in a folder of checkpoints. Call it on one rank.
+def remove_stale(folder: Path, dead_after: float = DEAD_AFTER) -> list[str]:
+    """Clear the leftovers of dead runs in a folder of checkpoints. Call it on one rank.
 
-    A checkpoint that was left aside while it was being replaced gets its name back, if nothing else has it.
+    A checkpoint that a crash left renamed while it was being replaced gets its name back, if that is free.
 
     Args:
-        folder: of checkpoints.
-        dead_after: seconds without a sign of life, by the clock of the file system, after which work of a process that
-            cannot be seen, or of this one, is nobody's.
+        folder: folder of checkpoints.
+        dead_after: seconds without a write, by the clock of the file system, after which work counts as abandoned; for
+            work of this process, and of processes that cannot be looked up.
 
     Returns:
-        Names of what was cleared or brought back.
+        Names of the entries that were cleared or restored.
     """
     unfinished = folder / UNFINISHED
     if not unfinished.is_dir():
@@ -46,7 +46,7 @@ def sweep(folder: Path, dead_after: float = DEAD_AFTER) -> list[str]:
     try:
         now = time_of(unfinished)
         entries = sorted(unfinished.iterdir())
-    except FileNotFoundError:  # whoever has finished something has just tidied it away
+    except FileNotFoundError:  # another writer has just removed the empty folder
         return []
     cleared = []
     for entry in entries:
@@ -72,14 +72,14 @@ def time_of(folder: Path) -> float:
 def _is_nobodys(entry: Path, owner: Owner | None, now: float, dead_after: float) -> bool:
     if owner is not None and owner != Owner.own() and (is_alive := owner.is_alive) is not None:
         return not is_alive
-    # A time far in the future is no sign of life either: a clock was wrong.
+    # A time far in the future does not count either: a clock was wrong.
     return abs(now - _last_sign_of_life(entry)) > dead_after
 
 
 def _last_sign_of_life(entry: Path) -> float:
     def times() -> Iterator[float]:
         status = entry.lstat()
-        yield max(status.st_mtime, status.st_ctime)  # a rename leaves its mark in the latter
+        yield max(status.st_mtime, status.st_ctime)  # a rename changes the latter
         if entry.is_dir() and not entry.is_symlink():
             yield from (child.lstat().st_mtime for child in entry.iterdir())
 

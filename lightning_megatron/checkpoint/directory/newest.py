@@ -1,7 +1,7 @@
-"""The newest checkpoint of some folders that a run can go on from.
+"""Checkpoints at paths and in folders: the manifest of one, and the newest that a run can go on from.
 
-Newer is what has come further, by what the checkpoints say of themselves: times of files do not survive a copy, and a
-link may lead to an older one.
+The newer checkpoint is the one with more progress by its own manifest: times of files do not survive a copy, and a link
+may lead to an older checkpoint.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import torch
 
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED, Unfinished, link_end, unfinished_of
 from lightning_megatron.checkpoint.directory.leftovers import recover
-from lightning_megatron.checkpoint.directory.locate import locate
-from lightning_megatron.checkpoint.integrity.manifest import Progress
+from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, Progress, read_manifest
 from lightning_megatron.checkpoint.integrity.verify import size_faults
 from lightning_megatron.checkpoint.meta import read_meta
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.errors import CheckpointError, MissingCheckpointError, nearest_names
 
 State = Literal["good", "damaged", "weights", "interrupted"]
 
@@ -30,11 +29,11 @@ class Candidate:
     """An entry of a folder with the name of a checkpoint.
 
     Attributes:
-        path: where it is.
-        progress: of the run; ``None`` where nothing says it.
-        state: good as far as lengths of files show; damaged; weights alone, with which no run goes on; or a link to a
-            save that was interrupted, so that nothing is lost.
-        reason: why no run can go on from it; empty if one can.
+        path: its path.
+        progress: progress of the run; ``None`` if it is unknown.
+        state: ``"good"`` as far as lengths of files show, ``"damaged"``, ``"weights"`` without optimizer state, or
+            ``"interrupted"`` for a link to a save that never completed.
+        reason: reason why no run can go on from it; empty if one can.
     """
 
     path: Path
@@ -44,13 +43,13 @@ class Candidate:
 
 
 def candidates(places: Iterable[tuple[Path, str]], also: Iterable[Path] = ()) -> list[Candidate]:
-    """All that have the name of a checkpoint, the newest first, and those at the end that do not say how new they are.
+    """Entries with the name of a checkpoint, the newest first, and those of unknown progress at the end.
 
-    Of equally new ones a name that begins with ``last`` comes first: Lightning removes it by rules of its own. What a
-    crash has left aside while it was being replaced gets its name back. Call it on one rank.
+    Among equally new ones a name that begins with ``last`` comes first: Lightning removes it by rules of its own. A
+    checkpoint that a crash left renamed while it was being replaced gets its name back. Call it on one rank.
 
     Args:
-        places: folders, and how names in them end.
+        places: folders, and the suffix of names in them.
         also: further paths, which need not exist.
     """
     paths = [path for folder, suffix in places for path in _recovered(folder, suffix)]
@@ -59,7 +58,7 @@ def candidates(places: Iterable[tuple[Path, str]], also: Iterable[Path] = ()) ->
 
 
 def newest_good(found: Sequence[Candidate]) -> tuple[Candidate | None, list[Candidate]]:
-    """The first that a run can go on from, and the damaged ones that are newer, or may be."""
+    """The first checkpoint that a run can go on from, and the damaged ones that are, or may be, newer."""
     best = next((candidate for candidate in found if candidate.state == "good"), None)
     damaged = [candidate for candidate in found if candidate.state == "damaged"]
     if best is None or best.progress is None:
@@ -106,7 +105,7 @@ def _directory(path: Path) -> Candidate:
 
 
 def _file(path: Path) -> Candidate:
-    """A single file of Lightning's."""
+    """Look at a single file of Lightning's."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # it is a pickle: any error may come out of it
@@ -120,3 +119,49 @@ def _without_progress(path: Path, meta: Mapping[str, object]) -> Candidate:
         return Candidate(path, None, "weights", "it holds weights alone, and no run can go on from them")
     step = meta.get("global_step")
     return Candidate(path, Progress(0, step) if type(step) is int else None)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """True if a path looks like a checkpoint of this package, good or damaged."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def locate(path: Path) -> Manifest:
+    """The manifest of the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: if there is none, saying what is there and what to do.
+    """
+    if path.parent.name == UNFINISHED:
+        raise CheckpointError("it was never completed: a save was interrupted, or is under way. Use another one")
+    if path.is_file():
+        raise CheckpointError("it is a single file, which has no manifest")
+    if not path.is_dir():
+        raise MissingCheckpointError(_absent(path))
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"it is no checkpoint of this package: it has no {MANIFEST}{_looks_like(path)}")
+    try:
+        return read_manifest(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{MANIFEST}: {error}") from None
+
+
+def _absent(path: Path) -> str:
+    text = "it does not exist"
+    if not path.parent.is_dir():
+        return f"{text}, nor does {path.parent}"
+    if any(name.kind == "saving" for _, name in unfinished_of(path)):
+        text += "; a save under this name was interrupted before it was complete"
+    others = sorted(entry.name for entry in path.parent.iterdir() if (entry / MANIFEST).is_file())
+    if not others:
+        return f"{text}; {path.parent} holds no checkpoint"
+    return f"{text}; checkpoints there: {', '.join(nearest_names(path.name, others)[:5])}"
+
+
+def _looks_like(path: Path) -> str:
+    names = {entry.name for entry in path.iterdir()}
+    if ".metadata" in names:
+        return ", but files of torch.distributed.checkpoint: it was written by another program"
+    if "config.json" in names:
+        return ", but a config.json: it looks like a Hugging Face model"
+    return ""

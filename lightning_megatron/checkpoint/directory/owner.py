@@ -1,8 +1,8 @@
-"""The process that unfinished work belongs to, and if it is still alive: without asking it, and without a clock.
+"""The process that unfinished work belongs to, and a test whether it is alive, without clocks or messages.
 
-A process is known by its number and by when the kernel started it, which together are never given twice. Both count
-only in the process's own place: the same boot of a machine and the same space of process numbers, since containers
-have one each. Of a process elsewhere nothing is known but how long ago it left a trace.
+A process is identified by its number and its start time in the kernel, which together are never reused. Both are valid
+only in one place: the same boot of a machine and the same PID namespace, since each container has its own. Processes
+elsewhere cannot be looked up; only the times of their files tell something.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Owner:
     """A process.
 
     Attributes:
-        place: a short hash of the boot and of the space of process numbers; ``"0"`` where the system tells neither.
-        pid: its number.
-        started: the kernel's clock at its start.
+        place: short hash of the boot and the PID namespace; ``"0"`` where the system tells neither.
+        pid: process number.
+        started: start time by the kernel's clock.
     """
 
     place: str
@@ -41,17 +41,17 @@ class Owner:
 
     @classmethod
     def of_mark(cls, text: str) -> Owner | None:
-        """The process that has made a mark; ``None`` if it is none."""
+        """The process that has made a mark; ``None`` for another text."""
         match = _MARK.fullmatch(text)
         return None if match is None else cls(match[1], int(match[2]), int(match[3]))
 
     def mark(self) -> str:
-        """A part of a file name that nobody else gives, and that leads back to this process."""
+        """A unique part of a file name that identifies this process."""
         return f"{self.place}-{self.pid}-{self.started}-{secrets.token_hex(4)}"
 
     @property
     def is_alive(self) -> bool | None:
-        """True if it runs, False if it has surely ended, ``None`` where this process cannot see it."""
+        """True if it runs, False if it has ended, ``None`` if this process cannot look it up."""
         if self.place == _NOWHERE or self.place != _place():
             return None
         started = _started(self.pid)
@@ -59,7 +59,7 @@ class Owner:
 
 
 def own_job() -> str:
-    """This process in words, for those whom it keeps waiting: host, number, and the job where something started one."""
+    """Description of this process for runs that wait for it: host, number and the scheduler's job."""
     text = f"process {os.getpid()} on {socket.gethostname()}"
     known = {"SLURM_JOB_ID": "Slurm job", "PBS_JOBID": "PBS job", "TORCHELASTIC_RUN_ID": "torchrun's run"}
     for name, what in known.items():
@@ -79,7 +79,7 @@ def _place() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """The kernel's clock at a process's start; ``None`` if there is none, 0 if it is another user's and hidden."""
+    """Start time of a process by the kernel's clock; ``None`` without one, 0 if another user's process is hidden."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -89,6 +89,6 @@ def _started(pid: int) -> int | None:
             return None
         except OSError:
             return 0
-        return None  # it came just now, or there is no such file system, and then no place either
+        return None  # it started just now, or there is no /proc, and then no place either
     state, *fields = text.rpartition(")")[2].split()  # the name before may hold anything
     return None if state in "ZX" else int(fields[18])  # one that has ended may wait for its parent

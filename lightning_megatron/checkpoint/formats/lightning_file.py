@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd, refuse_packed
 from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.integrity.fault import Fault
-from lightning_megatron.checkpoint.state_dict import MAIN, State
+from lightning_megatron.checkpoint.keys import MAIN, Key, groups_key, model_key, optimizer_family, state_key
+from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.errors import CheckpointError
 
 _BLOCK = 1 << 20
@@ -63,10 +64,10 @@ class SingleFile:
             raise CheckpointError("it is a file, but not one of Lightning's: it has no state_dict")
         tensors = content.pop("state_dict")
         refuse_odd(path, {name: value for name, value in tensors.items() if torch.is_tensor(value)})
-        values: dict[str, Any] = {f"model.{name}": value for name, value in _without_repeats(tensors).items()}
+        values: dict[str, Any] = {model_key(name): value for name, value in _without_repeats(tensors).items()}
         if "optimizer_states" in content:
             for index, saved in enumerate(content["optimizer_states"]):
-                if (groups := state.get(f"optimizer_{index}.param_groups")) is not None:
+                if (groups := state.get(groups_key(index))) is not None:
                     values |= _optimizer_values(index, saved, groups, values)
             content["optimizer_states"] = []
         true = {key: value.shape for key, value in state.items() if isinstance(value, Fragment)}
@@ -151,8 +152,8 @@ def _optimizer_values(
     index: int, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any]
 ) -> dict[str, Any]:
     """One optimizer's state by names: the file numbers parameters, in order of definition inside each group."""
-    prefix = f"optimizer_{index}"
-    place = {key.removeprefix("model."): number for number, key in enumerate(model)}
+    prefix = optimizer_family(index)
+    place = {Key.parse(key).name: number for number, key in enumerate(model)}
     if len(groups) != len(saved["param_groups"]):
         raise CheckpointError(f"{prefix} has {len(saved['param_groups'])} groups in the file, {len(groups)} today")
     values: dict[str, Any] = {}
@@ -163,12 +164,12 @@ def _optimizer_values(
             count = len(group["params"])
             raise CheckpointError(f"{prefix}: group {number} has {count} parameters in the file, {len(names)} today")
         for name, which in zip(names, group["params"], strict=True):
-            whole: Tensor = model[f"model.{name}"]
-            values[f"{prefix}.state.{name}.{MAIN}"] = whole
+            whole: Tensor = model[model_key(name)]
+            values[state_key(index, name, MAIN)] = whole
             for kind, value in saved["state"].get(which, {}).items():
                 if torch.is_tensor(value) and value.dim() and value.shape != whole.shape:
                     shapes = f"{kind} is {list(value.shape)}, the parameter {list(whole.shape)}"
                     raise CheckpointError(f"{prefix}: groups do not list parameters in their order: {name}: {shapes}")
-                values[f"{prefix}.state.{name}.{kind}"] = value if torch.is_tensor(value) else torch.tensor(value)
+                values[state_key(index, name, kind)] = value if torch.is_tensor(value) else torch.tensor(value)
         named.append({**group, "params": names})
-    return values | {f"{prefix}.param_groups": named}
+    return values | {groups_key(index): named}

@@ -1,4 +1,4 @@
-"""One thing that is wrong with a checkpoint: in which file, with which tensors."""
+"""A fault of a checkpoint, with its file and its tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Fault:
 
     Attributes:
         file: name of the file inside the checkpoint.
-        what: what is wrong with it.
-        tensors: keys that it concerns; empty where that is not known, or where it is no tensor.
+        what: description of the fault.
+        tensors: keys of the tensors concerned; empty if they are not known, or for other values.
     """
 
     file: str
@@ -31,7 +31,7 @@ class Fault:
 
 
 def listed(faults: Sequence[object]) -> str:
-    """The first of them, a line each."""
+    """The first faults, one a line."""
     shown = [f"  - {fault}" for fault in faults[:_LISTED]]
     if len(faults) > _LISTED:
         shown.append(f"  - ... and {len(faults) - _LISTED} more")

@@ -6,19 +6,17 @@ from collections.abc import Collection
 
 from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.integrity.fault import listed
+from lightning_megatron.checkpoint.keys import Key, model_name
 from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.finite import amount, not_finite
 
-_MODEL = "model."
-_OPTIMIZERS = "optimizer_"
-
 
 def refuse_nonfinite(state: State, params: Collection[str]) -> None:
-    """Look at what this rank holds of parameters and of optimizers; buffers may hold what they like.
+    """Check this rank's parameters and optimizer state; buffers may hold any values.
 
     Args:
-        state: of a checkpoint.
+        state: state of a checkpoint.
         params: names of the parameters in it.
 
     Raises:
@@ -27,8 +25,7 @@ def refuse_nonfinite(state: State, params: Collection[str]) -> None:
     held = {
         key: value
         for key, value in state.items()
-        if isinstance(value, Fragment)
-        and (key.startswith(_OPTIMIZERS) or (key.startswith(_MODEL) and key.removeprefix(_MODEL) in params))
+        if isinstance(value, Fragment) and (Key.parse(key).is_optimizer or model_name(key) in params)
     }
     parts = {(key, number): part.data for key, value in held.items() for number, part in enumerate(value.parts)}
     bad = not_finite(parts.items())

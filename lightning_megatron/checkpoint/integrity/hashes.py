@@ -1,7 +1,7 @@
-"""The files of a checkpoint held against what was written, by all ranks, before any tensor is taken from them.
+"""Check of a checkpoint's files against its manifest, by all ranks together, before any tensor is loaded.
 
-The bytes are shared out: each rank hashes one stretch of all files, laid end to end in the order of the ranks that
-wrote them. So every byte is read once in the job, and under an unchanged layout mostly by the rank that needs it next.
+The ranks divide the bytes: each hashes one contiguous range of all files, laid end to end in the order of the ranks
+that wrote them. So every byte is read once in the job, and under an unchanged layout mostly by the rank that needs it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
-from lightning_megatron.checkpoint.directory.locate import locate
+from lightning_megatron.checkpoint.directory.newest import locate
 from lightning_megatron.checkpoint.formats.lightning_file import record_faults
 from lightning_megatron.checkpoint.integrity.fault import Fault
 from lightning_megatron.checkpoint.integrity.manifest import BLOCK, Manifest, Stretch, check_sums, hash_of
@@ -23,24 +23,24 @@ from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.mesh import ParallelMesh
 
 Check = Literal["sizes", "hashes"]
-"""Lengths of all files and the content of those that every rank reads whole, or the content of all files."""
+"""``"sizes"``: lengths of all files, and content of those that every rank reads; ``"hashes"``: content of all files."""
 
 
 _Sums = Mapping[tuple[str, int], bytes]
-"""Check sums of stretches, by name of the file and first byte."""
+"""Check sums of file ranges, by name of the file and first byte."""
 
 
 class _Found(NamedTuple):
-    """Of one rank: faults that it has seen, and the check sums of its stretches."""
+    """Findings of one rank: faults, and the check sums of its file ranges."""
 
     faults: list[Fault]
     sums: _Sums
 
 
 def faults_of(path: Path, mesh: ParallelMesh, check: Check = "hashes") -> list[Fault]:
-    """Files that are not what was written; the same list on all ranks, all of which call this.
+    """Files that differ from what was written; the same list on all ranks. Every rank must call this.
 
-    Of a single file of Lightning's, the records whose check sums are wrong.
+    For a single file of Lightning's: the records whose check sums are wrong.
 
     Args:
         path: the checkpoint.
@@ -72,7 +72,7 @@ def faults_of(path: Path, mesh: ParallelMesh, check: Check = "hashes") -> list[F
 
 
 def shares(lengths: Mapping[str, int], ranks: int) -> list[list[tuple[str, int, int]]]:
-    """Stretches of files for each rank: name, first byte and end. They are equally long but for one block.
+    """File ranges for each rank: name, first byte and end. Their lengths differ by one block at most.
 
     Args:
         lengths: bytes of each file, by name.
@@ -109,6 +109,6 @@ def _altered(manifest: Manifest, by_rank: Sequence[_Sums]) -> list[Fault]:
     for name, entry in sorted(manifest.files.items()):
         stretches = sorted(readers[name])
         if hash_of(b"".join(by_rank[rank][name, start] for start, rank in stretches)) != entry.hash:
-            who = f" (read by rank {', '.join(str(rank) for _, rank in stretches)})" if len(by_rank) > 1 else ""
-            faults.append(Fault(name, f"altered: its hash is not the one that was written{who}"))
+            by = f" (read by rank {', '.join(str(rank) for _, rank in stretches)})" if len(by_rank) > 1 else ""
+            faults.append(Fault(name, f"altered: its hash is not the one that was written{by}"))
     return faults

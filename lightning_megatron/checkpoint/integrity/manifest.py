@@ -1,6 +1,6 @@
-"""``manifest.json``: what files a checkpoint has, and how each must look.
+"""``manifest.json``: the files of a checkpoint with their lengths and hashes.
 
-It is written last, so a directory that has one is complete. It carries a digest of itself.
+It is written last, so a directory that has one is complete. It contains a digest of itself.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ VERSION = 3
 _KNOWN = (2, 3)
 
 BLOCK = 1 << 20
-"""Bytes of a file that one check sum is of."""
+"""Bytes of a file per check sum."""
 
 _PIECE = 1 << 23  # what a thread reads at a time
 _THREADS = 4
 
 
 def is_plain_name(name: str) -> bool:
-    """True if a name that a file gives is that of a file beside it, and leads nowhere else."""
+    """True if a name in a file is that of a file beside it, and no path elsewhere."""
     return name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0") and Path(name).name == name
 
 
@@ -55,7 +55,7 @@ class Progress:
     Attributes:
         generation: how many times a run was begun in the folder, or begun again from an older checkpoint: what follows
             is newer than all that was there, also where it has taken fewer steps.
-        step: optimizer steps, as Lightning counts them.
+        step: number of optimizer steps, by Lightning's count.
     """
 
     generation: int
@@ -68,14 +68,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in ``manifest.json``.
+    """Content of ``manifest.json``.
 
     Attributes:
         layout: fields of the resolved ``ParallelLayout`` that the checkpoint was saved under.
         files: every other file of the directory, by name.
-        torch: version that wrote it.
+        torch: torch's version at the save.
         version: version of the format.
-        progress: of the run; ``None`` if the save was not told, or no run can go on from it.
+        progress: progress of the run; ``None`` if it is unknown, or no run can go on from the checkpoint.
     """
 
     layout: Mapping[str, Any]

@@ -1,6 +1,6 @@
-"""What ``.metadata`` says that a checkpoint holds, and whether that is all there should be.
+"""The items that ``.metadata`` lists, and checks that they are complete.
 
-Where an item lies is told by ``Metadata.storage_data``, whose values are :class:`~.metadata_file.Place`.
+``Metadata.storage_data`` maps each item to its place in a file, a :class:`~.metadata_file.Place`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from lightning_megatron.checkpoint.fragment import cover_fault
 from lightning_megatron.checkpoint.integrity.fault import Fault
 from lightning_megatron.checkpoint.integrity.metadata_file import METADATA
+from lightning_megatron.checkpoint.keys import Key, groups_of, model_key
 from lightning_megatron.params import Box
 
 
 @dataclass(frozen=True)
 class Item:
-    """A box of a tensor, or another value, and where it lies.
+    """A box of a tensor, or another value, and its place in a file.
 
     Attributes:
-        key: name in the checkpoint.
-        offsets: of the box; ``None`` for a value that is no tensor.
+        key: key in the checkpoint.
+        offsets: offsets of the box; ``None`` for a value that is no tensor.
         file: name of the file.
-        start: its first byte.
-        end: one past its last.
+        start: first byte.
+        end: one past the last byte.
     """
 
     key: str
@@ -41,7 +42,7 @@ class Item:
 
 
 def items_of(metadata: Metadata) -> list[Item]:
-    """Everything that is stored, by file and place."""
+    """All stored items, sorted by file and place."""
     found = []
     for index, place in (metadata.storage_data or {}).items():
         offsets = None if index.offset is None else tuple(index.offset)
@@ -50,7 +51,7 @@ def items_of(metadata: Metadata) -> list[Item]:
 
 
 def damaged(path: Path, item: Item) -> bool:
-    """True if the bytes of an item are not what ``torch.save`` wrote: its archive has a check sum for each part."""
+    """True if the bytes of an item differ from what ``torch.save`` wrote, by the check sums of its archive."""
     if not (path / item.file).is_file():  # a pipe would wait to be opened
         return True
     try:
@@ -64,18 +65,18 @@ def damaged(path: Path, item: Item) -> bool:
 
 
 def content_faults(path: Path, metadata: Metadata, lengths: Mapping[str, int]) -> list[Fault]:
-    """What is missing or too much in a checkpoint whose files are as they were written.
+    """Missing and surplus items of a checkpoint whose files are as they were written.
 
     Args:
         path: the checkpoint.
-        metadata: what it says of itself.
+        metadata: its table of contents.
         lengths: bytes of each of its files.
     """
     return _cover_faults(metadata) + _place_faults(metadata, lengths) + _optimizer_faults(path, metadata)
 
 
 def _cover_faults(metadata: Metadata) -> list[Fault]:
-    """Every tensor must be covered by its boxes exactly once."""
+    """Tensors that their boxes do not cover exactly once."""
     faults = []
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -86,7 +87,7 @@ def _cover_faults(metadata: Metadata) -> list[Fault]:
 
 
 def _place_faults(metadata: Metadata, lengths: Mapping[str, int]) -> list[Fault]:
-    """Every box must lie in a file, inside it, and in a place of its own."""
+    """Boxes without a file, beyond the end of their file, or over another one."""
     items = items_of(metadata)
     stored = {(item.key, item.offsets) for item in items}
     faults = []
@@ -108,15 +109,15 @@ def _place_faults(metadata: Metadata, lengths: Mapping[str, int]) -> list[Fault]
 
 
 def _optimizer_faults(path: Path, metadata: Metadata) -> list[Fault]:
-    """Every parameter in an optimizer's groups must have all that the optimizer keeps, in the parameter's shape."""
+    """Parameters in an optimizer's groups without all of its state, or with state of another shape."""
     entries = metadata.state_dict_metadata
     shapes = {key: tuple(e.size) for key, e in entries.items() if isinstance(e, TensorStorageMetadata)}
-    families = sorted({key.partition(".")[0] for key in entries if key.startswith("optimizer_")})
+    families = sorted({key.family for key in map(Key.parse, entries) if key.is_optimizer})
     faults = []
     for family in families:
-        item = next((item for item in items_of(metadata) if item.key == f"{family}.param_groups"), None)
+        item = next((item for item in items_of(metadata) if item.key == groups_of(family)), None)
         if item is None:
-            faults.append(Fault(METADATA, f"{family} has no param_groups", (f"{family}.param_groups",)))
+            faults.append(Fault(METADATA, f"{family} has no param_groups", (groups_of(family),)))
             continue
         try:
             names = {name for group in _value(path, item) for name in group["params"]}
@@ -128,29 +129,29 @@ def _optimizer_faults(path: Path, metadata: Metadata) -> list[Fault]:
 
 
 def _state_faults(family: str, names: set[str], shapes: Mapping[str, tuple[int, ...]]) -> list[Fault]:
-    prefix = f"{family}.state."
     states: dict[str, dict[str, tuple[int, ...]]] = {}
     for key, shape in shapes.items():
-        if key.startswith(prefix):
-            name, _, state = key.removeprefix(prefix).rpartition(".")
-            states.setdefault(name, {})[state] = shape
+        parsed = Key.parse(key)
+        if parsed.family == family and parsed.state:
+            states.setdefault(parsed.name, {})[parsed.state] = shape
     kinds = {state for kept in states.values() for state in kept}
     # A name of a group that the model does not have is another name of a tied parameter.
-    expected = {name for name in names if f"model.{name}" in shapes}
+    expected = {name for name in names if model_key(name) in shapes}
     faults = []
     for name in sorted(expected | states.keys()):
         kept = states.get(name, {})
-        absent = tuple(f"{prefix}{name}.{state}" for state in sorted(kinds - kept.keys())) or (
-            () if kept else (f"{prefix}{name}",)
+        key = model_key(name)
+        absent = tuple(str(Key(family, name, state)) for state in sorted(kinds - kept.keys())) or (
+            () if kept else (f"{family}.state.{name}",)
         )
-        if f"model.{name}" not in shapes:
-            faults.append(Fault(METADATA, "optimizer state of a parameter that is not there", (f"model.{name}",)))
+        if key not in shapes:
+            faults.append(Fault(METADATA, "optimizer state of a parameter that is not there", (key,)))
         elif name not in names:
-            faults.append(Fault(METADATA, f"is in no group of {family}", (f"model.{name}",)))
+            faults.append(Fault(METADATA, f"is in no group of {family}", (key,)))
         elif absent:
             faults.append(Fault(METADATA, "optimizer state is missing", absent))
-        whole = shapes.get(f"model.{name}")
-        other = tuple(f"{prefix}{name}.{state}" for state, size in kept.items() if size not in ((), whole))
+        whole = shapes.get(key)
+        other = tuple(str(Key(family, name, state)) for state, size in kept.items() if size not in ((), whole))
         if whole is not None and other:
             faults.append(Fault(METADATA, f"not of the parameter's shape {whole}", other))
     return faults

@@ -1,4 +1,4 @@
-"""A checkpoint is looked at before it gets its name: what is found stops the save, and the last good one stays."""
+"""Checks of a checkpoint before it gets its name: a fault stops the save, and the last good checkpoint stays."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from lightning_megatron.comm.objects import gather_object
 from lightning_megatron.mesh import ParallelMesh
 
 Digests = Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], bytes]
-"""Of every box that a rank holds, by key, offsets and sizes."""
+"""Hashes of all boxes that a rank holds, by key, offsets and sizes."""
 
 
 @dataclass(frozen=True)
 class SaveGuard:
-    """What is looked at while a checkpoint is saved.
+    """The checks of a save.
 
     Attributes:
-        replicas: whether tensors that several ranks hold are compared between them, before anything is written.
-        files: whether what was written is read again, before it gets its name.
+        replicas: True to compare tensors that several ranks hold, before anything is written.
+        files: True to read the written files again, before the checkpoint gets its name.
     """
 
     replicas: bool = True
     files: bool = True
 
-    def before_writing(self, state: State, mesh: ParallelMesh, doing: str) -> list[Fault]:
-        """Tensors that ranks should hold alike and do not; all ranks call this, rank 0 is told."""
+    def before_writing(self, state: State, mesh: ParallelMesh, action: str) -> list[Fault]:
+        """Tensors that differ between ranks that should hold the same; all ranks call this, rank 0 gets the faults."""
         if not self.replicas or not mesh.is_distributed:
             return []
-        told = gather_object(mesh, on_all_ranks(mesh, doing, lambda: digests(state)))
-        return [] if told is None else replica_faults(told)
+        by_rank = gather_object(mesh, on_all_ranks(mesh, action, lambda: digests(state)))
+        return [] if by_rank is None else replica_faults(by_rank)
 
     def before_publishing(self, directory: Path, mesh: ParallelMesh) -> list[Fault]:
-        """Faults of the complete directory under its temporary name. Ranks share the files out, without collectives.
+        """Faults of the complete directory under its temporary name. Ranks divide the files, without collectives.
 
-        Each rank reads what its neighbour wrote, so that a file system that does not show one rank's files to another
-        is found out. A file's hash was made of the file; that it holds what was in memory, its check sums say.
+        Each rank reads the files of its neighbour, which finds file systems that hide one rank's files from another.
+        A file's hash was made from the file; the check sums inside show that it holds what was in memory.
         """
         if not self.files:
             return []
@@ -61,7 +61,7 @@ class SaveGuard:
 
 
 def digests(state: State) -> Digests:
-    """A hash of every box of the model and its optimizers that this rank holds, also where another rank saves it."""
+    """Hashes of all boxes of the model and its optimizers that this rank holds, saved by it or by another rank."""
     return {
         (key, part.box.offsets, part.box.sizes): _digest(part.data)
         for key, fragment in state.items()
@@ -71,7 +71,7 @@ def digests(state: State) -> Digests:
 
 
 def replica_faults(by_rank: list[Digests]) -> list[Fault]:
-    """Boxes of which ranks hold different values, each with the ranks that differ from the first that has it."""
+    """Boxes with different values on different ranks, each with the ranks that differ from the first one."""
     first: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
     differing: dict[tuple[str, int], list[int]] = {}
     for rank, own in enumerate(by_rank):

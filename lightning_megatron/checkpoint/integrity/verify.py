@@ -1,4 +1,4 @@
-"""Is a checkpoint what was written, and is it whole? Reads the files; needs no processes and no model."""
+"""Verification of a checkpoint directory from its files alone, without processes and without a model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lightning_megatron.errors import CheckpointError
 def verify(path: str | os.PathLike[str]) -> list[Fault]:
     """Faults of a checkpoint directory; none if every byte is as it was written and nothing is missing.
 
-    Lengths and hashes are looked at first. Where they are right, so is what the files say: every tensor is covered
-    once, every parameter has its optimizer state, ``meta.pt`` loads without running code.
+    Lengths and hashes come first. If they are right, the content is checked: every tensor is covered once, every
+    parameter has its optimizer state, ``meta.pt`` loads without running code.
     """
     path = Path(path)
     if not path.is_dir():
@@ -57,7 +57,7 @@ def size_faults(path: Path, manifest: Manifest) -> list[Fault]:
 
 
 def hash_faults(path: Path, manifest: Manifest, names: Sequence[str]) -> list[Fault]:
-    """Files among ``names`` whose content is not what was written."""
+    """Files among ``names`` whose content differs from what was written."""
     return [
         Fault(name, "altered: its hash is not the one that was written")
         for name in names
@@ -66,7 +66,7 @@ def hash_faults(path: Path, manifest: Manifest, names: Sequence[str]) -> list[Fa
 
 
 def metadata_faults(path: Path, manifest: Manifest) -> list[Fault]:
-    """What the files say of themselves: nothing may be missing."""
+    """Faults of ``meta.pt`` and of the table of contents: nothing may be missing."""
     lengths = {name: entry.bytes for name, entry in manifest.files.items()}
     faults = [Fault(name, "missing in the manifest") for name in (METADATA, META) if name not in lengths]
     if faults:
@@ -85,7 +85,7 @@ def metadata_faults(path: Path, manifest: Manifest) -> list[Fault]:
 
 
 def item_faults(path: Path, metadata: Metadata, names: Collection[str]) -> list[Fault]:
-    """Tensors in files among ``names`` that are not on the disk as they were in memory: by their check sums."""
+    """Tensors in files among ``names`` whose check sums, made from memory, do not match the disk."""
     bad: dict[str, list[str]] = {}
     for item in items_of(metadata):
         if item.file in names and damaged(path, item):
@@ -94,7 +94,7 @@ def item_faults(path: Path, metadata: Metadata, names: Collection[str]) -> list[
 
 
 def _with_tensors(path: Path, faults: list[Fault]) -> list[Fault]:
-    """The same faults with the tensors they concern, as far as the rest of the checkpoint still tells."""
+    """The faults with the tensors that they concern, as far as the rest of the checkpoint still tells."""
     if any(fault.file == METADATA for fault in faults):
         return faults
     try:
@@ -104,10 +104,10 @@ def _with_tensors(path: Path, faults: list[Fault]) -> list[Fault]:
     by_file: dict[str, list[Item]] = {}
     for item in items:
         by_file.setdefault(item.file, []).append(item)
-    told = []
+    found = []
     for fault in faults:
         held = by_file.get(fault.file, [])
-        # Where every tensor is sound by itself, it is another checkpoint's file: none of them is what was written.
+        # If every tensor is sound by itself, the file belongs to another checkpoint, and all of its tensors are wrong.
         concerned = [item for item in held if damaged(path, item)] or held
-        told.append(Fault(fault.file, fault.what, tuple(dict.fromkeys(item.key for item in concerned))))
-    return told
+        found.append(Fault(fault.file, fault.what, tuple(dict.fromkeys(item.key for item in concerned))))
+    return found

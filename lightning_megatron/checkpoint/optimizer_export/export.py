@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.directory.atomic_dir import sync_file
-from lightning_megatron.checkpoint.formats import safetensors_file as one_file
+from lightning_megatron.checkpoint.formats import safetensors_file
 from lightning_megatron.checkpoint.formats.safetensors_file import Entry
 from lightning_megatron.checkpoint.fragment import Fragment, Part
 from lightning_megatron.checkpoint.meta import refuse_objects
@@ -33,16 +33,16 @@ T = TypeVar("T")
 _Kind = tuple[torch.dtype, tuple[int, ...]]
 _Place = tuple[str, Box]
 _Offer = tuple[str, Box, bool]
-"""Key, box, and whether it is of experts: what ranks must know of each other's parts."""
+"""Key, box, and True for an expert's: the description of a part that other ranks need."""
 
 
 @dataclass
 class HostMemory:
-    """What collecting holds on this rank beside the state itself.
+    """Host memory of this rank that an export or import takes beside the state itself.
 
     Attributes:
-        now: bytes.
-        peak: the most it has been.
+        now: bytes in use.
+        peak: maximum of bytes in use.
     """
 
     now: int = 0
@@ -55,18 +55,18 @@ class HostMemory:
         return tensor
 
     def release(self) -> None:
-        """Nothing is held any more."""
+        """Count everything as freed."""
         self.now = 0
 
 
 @dataclass(frozen=True)
 class Collectors:
-    """How the parts of a state come together.
+    """The plan by which ranks collect the parts of a state.
 
     Attributes:
-        mesh: who takes part; this rank's.
-        level: a name in ``MEMORY_LEVELS``.
-        ranks_per_node: processes on a node.
+        mesh: mesh of this rank.
+        level: name in ``MEMORY_LEVELS``.
+        ranks_per_node: number of processes on a node.
     """
 
     mesh: ParallelMesh
@@ -75,7 +75,7 @@ class Collectors:
 
     @property
     def steps(self) -> list[list[Group]]:
-        """What is collected at once, step by step.
+        """Groups that are collected at the same time, step by step.
 
         Raises:
             ConfigError: for an unknown level.
@@ -89,42 +89,42 @@ def export_state(
     experts: Collection[str],
     through: Collectors,
 ) -> HostMemory:
-    """Write a state to one file, whose bytes are the same at every level and in every layout; all ranks call this.
+    """Write a state to one file, with equal bytes at every level and in every layout. Every rank must call this.
 
     Args:
-        path: a safetensors file to make, or to replace at once, on a file system that the collecting nodes share.
-        state: fragments of this rank, and values that are no tensors, the same on all ranks.
-        experts: keys of the state of experts.
-        through: who takes part, and how.
+        path: safetensors file to make or to replace atomically, on a file system that the collecting nodes share.
+        state: fragments of this rank, and other values, which are equal on all ranks.
+        experts: keys of experts' state.
+        through: mesh and plan of collection.
 
     Returns:
-        What it took of this rank's host memory.
+        Host memory of this rank that it took.
 
     Raises:
         ConfigError: for an unknown level.
         CheckpointError: on every rank, if anything failed on any; a file of that name is then untouched.
     """
-    path, doing = Path(path), f"exporting {path}"
+    path, action = Path(path), f"exporting {path}"
     mesh, steps = through.mesh, through.steps
-    packed = on_all_ranks(mesh, doing, lambda: _packed(state))
+    packed = on_all_ranks(mesh, action, lambda: _packed(state))
     own = _parts(state, only_written=True)
     offered = all_gather_object(mesh, [(*place, place[0] in experts) for place in own])
     known = _known(mesh, state, packed)
-    leads, memory = mesh.rank == 0, HostMemory()
+    is_rank_zero, memory = mesh.rank == 0, HostMemory()
     try:
-        entries = _from_first(mesh, doing, lambda: one_file.begin(path, known))
+        entries = _from_first(mesh, action, lambda: safetensors_file.begin(path, known))
         for step in steps:
             held = {place: x for group in step for place, x in _gather(group, offered, own, known, mesh, memory)}
-            on_all_ranks(mesh, doing, partial(_write, path, entries, held))
+            on_all_ranks(mesh, action, partial(_write, path, entries, held))
             held.clear()
             memory.release()
         plain = {(key, Box.whole(tuple(value.shape))): value for key, value in packed.items()}
-        on_all_ranks(mesh, doing, partial(_write, path, entries, plain if leads else {}))
-        on_all_ranks(mesh, doing, lambda: one_file.finish(path) if leads else None)
+        on_all_ranks(mesh, action, partial(_write, path, entries, plain if is_rank_zero else {}))
+        on_all_ranks(mesh, action, lambda: safetensors_file.finish(path) if is_rank_zero else None)
     except CheckpointError:
-        if leads:
+        if is_rank_zero:
             with suppress(OSError):
-                one_file.unfinished(path).unlink()
+                safetensors_file.unfinished(path).unlink()
         raise
     return memory
 
@@ -135,34 +135,34 @@ def import_state(
     experts: Collection[str],
     through: Collectors,
 ) -> HostMemory:
-    """Fill a state in place from one file, written in any layout; all ranks call this, with arguments as above.
+    """Fill a state in place from such a file of any layout; arguments as above. Every rank must call this.
 
     Raises:
         ConfigError: for an unknown level.
         CheckpointError: on every rank, if the file cannot be read or does not fit.
     """
-    path, doing = Path(path), f"loading {path}"
+    path, action = Path(path), f"loading {path}"
     mesh, steps = through.mesh, through.steps
-    entries = _from_first(mesh, doing, lambda: one_file.read_entries(path))
-    on_all_ranks(mesh, doing, lambda: _refuse_misfit(state, entries))
+    entries = _from_first(mesh, action, lambda: safetensors_file.read_entries(path))
+    on_all_ranks(mesh, action, lambda: _refuse_misfit(state, entries))
     own = _parts(state, only_written=False)
     wanted = all_gather_object(mesh, [(*place, place[0] in experts) for place in own])
     memory = HostMemory()
     for step in steps:
         mine = [group for group in step if group.collector == mesh.rank]
-        held = on_all_ranks(mesh, doing, partial(_read, path, entries, mine, wanted, memory))
+        held = on_all_ranks(mesh, action, partial(_read, path, entries, mine, wanted, memory))
         for group in step:
             _scatter(group, wanted, own, held, entries, mesh)
         held.clear()
         memory.release()
     plain = [key for key, value in state.items() if not isinstance(value, Fragment)]
-    state.update(_from_first(mesh, doing, lambda: {key: _unpacked(path, entries[key]) for key in plain}))
+    state.update(_from_first(mesh, action, lambda: {key: _unpacked(path, entries[key]) for key in plain}))
     return memory
 
 
-def _from_first(mesh: ParallelMesh, doing: str, make: Callable[[], dict[str, T]]) -> dict[str, T]:
-    """What rank 0 makes, on all ranks."""
-    return all_gather_object(mesh, on_all_ranks(mesh, doing, lambda: make() if mesh.rank == 0 else {}))[0]
+def _from_first(mesh: ParallelMesh, action: str, make: Callable[[], dict[str, T]]) -> dict[str, T]:
+    """Result of ``make`` on rank 0, sent to all ranks."""
+    return all_gather_object(mesh, on_all_ranks(mesh, action, lambda: make() if mesh.rank == 0 else {}))[0]
 
 
 def _parts(state: State, *, only_written: bool) -> dict[_Place, list[Part]]:
@@ -214,7 +214,7 @@ def _scatter(
     entries: Mapping[str, Entry],
     mesh: ParallelMesh,
 ) -> None:
-    """The way back."""
+    """Send the parts of a group from its collector to its members, or receive this rank's."""
     for member in group.ranks:
         for key, box, of_experts in wanted[member]:
             if of_experts != group.of_experts:
@@ -244,20 +244,20 @@ def _read(
     wanted: Sequence[Sequence[_Offer]],
     memory: HostMemory,
 ) -> dict[_Place, Tensor]:
-    """What the members of groups want, each part once."""
+    """Read the parts that the members of groups want, each once."""
     held: dict[_Place, Tensor] = {}
     for group in groups:
         for key, box, of_experts in (offer for member in group.ranks for offer in wanted[member]):
             if of_experts == group.of_experts and (key, box) not in held:
-                held[key, box] = memory.take(one_file.read_part(path, entries[key], box))
+                held[key, box] = memory.take(safetensors_file.read_part(path, entries[key], box))
     return held
 
 
 def _write(path: Path, entries: Mapping[str, Entry], held: Mapping[_Place, Tensor]) -> None:
     for (key, box), value in held.items():
-        one_file.write_part(path, entries[key], box, value)
+        safetensors_file.write_part(path, entries[key], box, value)
     if held:  # each collector waits for its own pages: rank 0 cannot for those of another node
-        sync_file(one_file.unfinished(path))
+        sync_file(safetensors_file.unfinished(path))
 
 
 def _refuse_misfit(state: State, entries: Mapping[str, Entry]) -> None:
@@ -285,5 +285,5 @@ def _packed(state: State) -> dict[str, Tensor]:
 
 
 def _unpacked(path: Path, entry: Entry) -> Any:
-    content = one_file.read_part(path, entry, Box.whole(entry.shape))
+    content = safetensors_file.read_part(path, entry, Box.whole(entry.shape))
     return torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True)

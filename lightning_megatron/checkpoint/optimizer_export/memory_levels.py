@@ -1,8 +1,8 @@
-"""Who collects the optimizer state of which ranks, and when: what one file of it may cost in host memory.
+"""Memory levels: the plan by which ranks collect optimizer state for one file, and so its peak of host memory.
 
-Ranks that share out the state of the same slice of the model (over ``dp`` and ``cp``, of experts over ``edp``) are one
-group. The first rank of a node collects groups for the node; the names of the levels are those of Intel's Megatron for
-Gaudi. Pure functions, without processes.
+Ranks that hold shards of the same slice of the model (over ``dp`` and ``cp``, of experts over ``edp``) are one group.
+The first rank of a node collects groups for the node. The names of the levels are those of Intel's Megatron for Gaudi.
+Pure functions, without processes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Group:
     """Ranks that together hold the state of one slice, each part of it once or more often.
 
     Attributes:
-        of_experts: whether it is the state of experts, or of all else.
-        ranks: its members.
-        collector: the rank whose host memory takes all of it.
+        of_experts: True for the state of experts, False for all other state.
+        ranks: members of the group.
+        collector: rank whose host memory takes all of it.
     """
 
     of_experts: bool
@@ -39,12 +39,12 @@ class Group:
 
 
 def collecting_steps(layout: ParallelLayout, ranks_per_node: int, level: str) -> list[list[Group]]:
-    """The groups of a job, in steps: those of one step are in host memory at the same time.
+    """The groups of a job in steps; groups of one step are in host memory at the same time.
 
     Args:
-        layout: resolved.
-        ranks_per_node: processes on a node.
-        level: a name in ``MEMORY_LEVELS``.
+        layout: resolved layout.
+        ranks_per_node: number of processes on a node.
+        level: name in ``MEMORY_LEVELS``.
 
     Raises:
         ConfigError: for another name.

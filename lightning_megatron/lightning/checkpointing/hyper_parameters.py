@@ -74,11 +74,11 @@ def build_module(
     """Build a module as ``load_from_checkpoint`` of Lightning does, without its weights.
 
     Args:
-        module_class: its class.
-        meta: of the checkpoint.
-        path: of the checkpoint, for the text of errors.
+        module_class: class of the module.
+        meta: content of the checkpoint's ``meta.pt``.
+        path: path of the checkpoint, for error texts.
         given: arguments that win over those of the checkpoint.
-        hparams_file: arguments in their place, from ``hparams.yaml`` or a ``.csv`` of a logger.
+        hparams_file: file with arguments in their place, from ``hparams.yaml`` or a ``.csv`` of a logger.
 
     Raises:
         CheckpointError: if the class needs arguments that neither side has.

@@ -1,4 +1,4 @@
-"""A run that is to go on from the last checkpoint, and looks for it where none can be."""
+"""A warning for ``ckpt_path="last"`` in a folder that cannot hold a checkpoint yet."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 
 def warn_of_new_folder(objects: Sequence[object], trainer: Trainer | None) -> None:
-    """Say it where ``ckpt_path="last"`` looks in a folder that this run is about to make: each run would begin anew.
+    """Warn if ``ckpt_path="last"`` looks in a folder that this run is about to make: each run would begin anew.
 
     Without a ``dirpath``, ``ModelCheckpoint`` saves, and Lightning looks, in the logger's folder, and most loggers make
     a new one for each run.
 
     Args:
-        objects: what was handed to ``fit``, the path of a checkpoint among it.
-        trainer: whose callbacks and logger decide on the folder.
+        objects: arguments of ``fit``, with the path of a checkpoint among them.
+        trainer: Trainer whose callbacks and logger decide on the folder.
     """
     if trainer is None or not any(isinstance(item, str) and item == "last" for item in objects):
         return

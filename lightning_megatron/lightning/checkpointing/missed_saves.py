@@ -1,4 +1,4 @@
-"""A warning where ``ModelCheckpoint`` cannot save when it was told to, which Lightning leaves unsaid."""
+"""A warning when ``ModelCheckpoint`` skips a save because its metric is not logged, which Lightning does silently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_megatron.lightning._private import steps_between_saves
 
 
 def warn_of_missed_saves(trainer: Trainer) -> None:
-    """Look, before a batch, whether the step before it should have been saved and its metric was not there.
+    """Warn, before a batch, if the step before it should have been saved but its metric was missing.
 
     Args:
         trainer: one that is training; all ranks look at the same step.

@@ -1,4 +1,4 @@
-"""The state of a run's optimizers in one file, whatever the layout: for other programs, or to begin another run."""
+"""The state of a run's optimizers in one file of no layout, for other programs or to begin another run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_megatron.checkpoint import State, refuse_nonfinite
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
+from lightning_megatron.checkpoint.keys import Key, is_groups
 from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory, export_state, import_state
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning.checkpointing.trainer_state import continue_optimizer, optimizer_part
@@ -27,13 +28,13 @@ def export_optimizers(
     Args:
         path: the file.
         optimizers: the distributed optimizers.
-        through: which ranks' host memory it passes.
-        sharded: whether data-parallel ranks hold different shares.
+        through: mesh and plan of collection.
+        sharded: True if data-parallel ranks hold different shards.
     """
     _refuse_whole(optimizers)
     state, experts = _state(optimizers, through.mesh, sharded)
     for key, value in state.items():
-        if key.endswith(".param_groups"):  # stages tell their names in the order of the pipeline
+        if is_groups(key):  # names of stages come in the order of the pipeline
             state[key] = [{**group, "params": sorted(group["params"])} for group in value]
     memory = export_state(path, state, experts, through)
     for optimizer in optimizers:
@@ -69,14 +70,13 @@ def _refuse_whole(optimizers: Sequence[ShardedOptimizer]) -> None:
 
 
 def _state(optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh, sharded: bool) -> tuple[State, set[str]]:
-    """The state by key, and which keys are of experts."""
+    """The state by key, and the keys of experts."""
     state: State = {}
     experts: set[str] = set()
     for index, optimizer in enumerate(optimizers):
         optimizer.init_state()
         part: dict[str, Any] = optimizer_part(index, optimizer, mesh, sharded)
         names = {piece.name for piece, *_ in optimizer.pieces() if piece.spec.is_expert}
-        prefix = f"optimizer_{index}.state."
-        experts |= {key for key in part if key.removeprefix(prefix).rpartition(".")[0] in names}
+        experts |= {key for key in part if (parsed := Key.parse(key)).state and parsed.name in names}
         state |= part
     return state, experts

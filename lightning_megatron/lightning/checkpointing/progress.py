@@ -1,4 +1,4 @@
-"""How far a run has come, where a batch is not what it was: Lightning counts batches, and data counts samples."""
+"""Progress of a run whose batch size has changed: Lightning counts batches, data modules count samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def follow_batch_size(checkpoint: dict[str, Any], datamodule: Any) -> None:
-    """Let Lightning count on in batches of today's size, so that the epoch ends where its samples do.
+    """Convert Lightning's count of batches to today's size, so that the epoch ends with its samples.
 
     With more replicas and less accumulation one batch of all replicas is longer than those that were counted.
 

@@ -1,4 +1,4 @@
-"""The folders that a run saves its checkpoints in: whose they are, and what it goes on from there."""
+"""The folders that a run saves its checkpoints in: their locks, and the checkpoint to go on from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunFolders:
     """The folders of a Trainer's checkpoint callbacks, while it fits. Rank 0 alone uses it.
 
     Args:
-        trainer: whose callbacks save.
+        trainer: Trainer whose callbacks save.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -32,7 +32,7 @@ class RunFolders:
         self._locks: dict[Path, FolderLock] = {}
 
     def _places(self) -> list[tuple[Path, str]]:
-        """Folders that ``ModelCheckpoint`` saves in, and how names end there."""
+        """Folders that ``ModelCheckpoint`` saves in, with the suffix of names there."""
         savers = [saver for saver in self._trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
         found = [(checkpoint_folder(saver, self._trainer), saver.FILE_EXTENSION) for saver in savers]
         return list(dict.fromkeys((Path(os.path.abspath(folder)), suffix) for folder, suffix in found))
@@ -43,7 +43,7 @@ class RunFolders:
         return list(dict.fromkeys(folder for folder, _ in self._places()))
 
     def hold(self, patience: float = 0.0) -> None:
-        """Keep other runs out until :meth:`release`; where nothing can be written, the first save will say so.
+        """Keep other runs out until :meth:`release`. In a folder that cannot be written, the first save will fail.
 
         Args:
             patience: seconds to wait for another run to end.
@@ -62,22 +62,22 @@ class RunFolders:
                     self._locks[folder] = lock
 
     def are_held(self) -> bool:
-        """True if some run has one of them, be it alive or dead."""
+        """True if any run, alive or dead, holds one of them."""
         return any(FolderLock(folder).is_taken() for folder in self.folders)
 
     def release(self) -> None:
-        """Let others have them."""
+        """Release the locks."""
         locks, self._locks = self._locks, {}
         for lock in locks.values():
             lock.release()
 
     def lost(self) -> str:
-        """Words for a folder that another run has taken, because this process was stopped for long; empty for none."""
+        """Text about folders that another run has taken because this process was stopped for long; empty for none."""
         taken = [str(folder) for folder, lock in self._locks.items() if not lock.is_ours()]
         return f"another run has taken {', '.join(taken)}, since this one gave no sign of life" if taken else ""
 
     def found(self) -> list[Candidate]:
-        """All that have the name of a checkpoint, the newest first."""
+        """Entries with the name of a checkpoint, the newest first."""
         on_exception = [c.ckpt_path for c in self._trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
         return candidates(self._places(), [Path(os.path.abspath(path)) for path in on_exception])
 
@@ -99,11 +99,11 @@ class RunFolders:
         return None
 
     def next_progress(self, before: Progress | None, step: int) -> Progress:
-        """Place of the next save.
+        """Progress of the next save.
 
         Args:
-            before: what the run has gone on from, if from anything.
-            step: its steps now.
+            before: progress of the checkpoint that the run has gone on from; ``None`` for a new run.
+            step: number of steps now.
         """
         known = [one.progress for one in self.found() if one.progress is not None]
         if before is not None and all(before >= other for other in known):
@@ -112,7 +112,7 @@ class RunFolders:
 
 
 def nothing_good(found: Sequence[Candidate]) -> str:
-    """Words for folders with checkpoints from which no run can go on."""
+    """Error text for folders with checkpoints from which no run can go on."""
     where = ", ".join(dict.fromkeys(str(one.path.parent) for one in found))
     listed = "".join(f"\n  - {one.path}: {one.reason}" for one in found)
     return (
@@ -126,9 +126,9 @@ def patience(timeout: timedelta, goes_on: bool, variables: Mapping[str, str] = o
     """Seconds to wait for another run to end.
 
     Args:
-        timeout: that of the other ranks, which wait for rank 0.
-        goes_on: True for a run that goes on from the last checkpoint; of others those wait that were started again.
-        variables: of the process.
+        timeout: timeout of the other ranks, which wait for rank 0.
+        goes_on: True for a run that goes on from the last checkpoint; other runs wait only if they were restarted.
+        variables: environment of the process.
     """
     starts = (variables.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
     if goes_on or any(start.isdigit() and int(start) > 0 for start in starts):
@@ -137,6 +137,6 @@ def patience(timeout: timedelta, goes_on: bool, variables: Mapping[str, str] = o
 
 
 def asks_for_last(trainer: Trainer, ckpt_path: object) -> bool:
-    """True if a fit is to go on from the last checkpoint, if there is one."""
+    """True if a fit goes on from the last checkpoint, should there be one."""
     on_exception = any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.checkpoint_callbacks)
     return ckpt_path == "last" or (ckpt_path is None and trainer.ckpt_path is None and on_exception)

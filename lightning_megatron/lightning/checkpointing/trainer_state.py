@@ -1,8 +1,9 @@
-"""Between Lightning's checkpoint dictionary and sharded files: what goes where, and in which order it comes back."""
+"""Lightning's checkpoint dictionary to and from sharded checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -12,11 +13,10 @@ from lightning_megatron.checkpoint import (
     BackgroundWriter,
     Check,
     CheckpointError,
-    Draft,
+    PendingSave,
     Progress,
     SaveGuard,
     State,
-    complete,
     load,
     local_tensors,
     model_state,
@@ -27,6 +27,7 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
+from lightning_megatron.checkpoint.keys import groups_key, whole_state_key
 from lightning_megatron.checkpoint.meta import refuse_other_writers
 from lightning_megatron.lightning.checkpointing.random_state import random_state, restore_random_state
 from lightning_megatron.lightning.checkpointing.weight_versions import (
@@ -62,20 +63,20 @@ def save_trainer_checkpoint(
     writer: BackgroundWriter | None,
     progress: Progress | None,
 ) -> None:
-    """Write what Lightning put together, every rank its part; all ranks call this.
+    """Write Lightning's checkpoint, every rank its part; all ranks call this.
 
     Args:
         path: the directory to make.
-        checkpoint: Lightning's dictionary. Its ``state_dict`` is what is saved of the model, also where a callback has
-            replaced it; optimizer state comes from where it lies.
-        module: the user's.
+        checkpoint: Lightning's dictionary. Its ``state_dict`` is saved as the model, also if a callback has replaced
+            it; optimizer state is read from the optimizers.
+        module: the user's module.
         optimizers: the distributed optimizers.
-        mesh: this rank's.
-        sharded: whether data-parallel ranks hold different shares of optimizer state.
-        guard: what looks at the checkpoint before it gets its name.
-        finite: refuse parameters and optimizer state that are NaN or infinite.
-        writer: who writes it, from a copy, while training goes on; ``None`` to write it now.
-        progress: of the run, by which the newest checkpoint of a folder is found; rank 0's counts.
+        mesh: mesh of this rank.
+        sharded: True if data-parallel ranks hold different shards of optimizer state.
+        guard: checks of the checkpoint before it gets its name.
+        finite: True to refuse parameters and optimizer state that are NaN or infinite.
+        writer: background writer, which writes a copy while training goes on; ``None`` to write now.
+        progress: progress of the run, by which the newest checkpoint of a folder is found; rank 0's counts.
     """
     rest = dict(checkpoint)
     tensors = rest.pop("state_dict")
@@ -93,11 +94,11 @@ def save_trainer_checkpoint(
             state |= optimizer_part(index, optimizer, mesh, sharded)
     if finite:
         on_all_ranks(mesh, f"saving {path}", lambda: refuse_nonfinite(state, trained_names(module)))
-    draft = Draft.of(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard, progress=progress)
+    pending = PendingSave.of(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard, progress=progress)
     if writer is None:
-        complete(draft, mesh)
+        pending.write(mesh)
     else:
-        writer.begin(draft)
+        writer.begin(pending)
     for optimizer in optimizers:
         optimizer.forget_untrue_state()
 
@@ -115,18 +116,18 @@ def load_trainer_checkpoint(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Fill the model and the optimizers in place from a checkpoint of any layout; all ranks call this.
 
-    A single file of Lightning's one-device strategies does as well. What another program wrote, and a checkpoint
-    converted from that, give weights alone: the run begins with them.
+    A single file of Lightning's one-device strategies can be loaded too. Checkpoints of other programs, and those
+    converted from them, hold weights alone: the run begins with these.
 
     Args:
         path: the directory, or the file.
-        module: the user's.
+        module: the user's module.
         optimizers: the distributed optimizers; none outside ``fit``.
-        mesh: this rank's.
-        sharded: whether data-parallel ranks hold different shares of optimizer state.
-        weights_only: as in ``torch.load``; ``None`` means yes.
-        check: the extent to which files are held against what was written.
-        finite: refuse parameters and optimizer state that are NaN or infinite.
+        mesh: mesh of this rank.
+        sharded: True if data-parallel ranks hold different shards of optimizer state.
+        weights_only: the argument of ``torch.load``; ``None`` means yes.
+        check: extent of the comparison of files with the manifest.
+        finite: True to refuse parameters and optimizer state that are NaN or infinite.
 
     Returns:
         Lightning's dictionary, and the random state to continue with (``None`` where the layout is another one).
@@ -134,47 +135,99 @@ def load_trainer_checkpoint(
     for optimizer in optimizers:
         optimizer.finish_param_gather()
     if is_foreign(path):
-        load_weights(module, path, mesh)
-        for optimizer in optimizers:
-            optimizer.refresh_main()
-        return fresh_run() | {SETTINGS: read_settings(path), "state_dict": module.state_dict()}, None
+        return _load_foreign(path, module, optimizers, mesh), None
     weights_only = weights_only is None or weights_only
-    known = load(path, {}, mesh, weights_only=weights_only, check=check).meta
-    refuse_other_writers(path, known)
-    compare(path, known, getattr(module, "model_shape", None))
-    if IMPORTED_FROM in known:
+    meta = load(path, {}, mesh, weights_only=weights_only, check=check).meta
+    refuse_other_writers(path, meta)
+    compare(path, meta, getattr(module, "model_shape", None))
+    if IMPORTED_FROM in meta:
         return _load_imported(path, module, optimizers, mesh), None
-    if optimizers and "optimizer_states" not in known:
+    if optimizers and "optimizer_states" not in meta:
         raise CheckpointError(_weights_alone(path, module))
-    rejoin_groups(known, module, optimizers)
-    note = known.get(NOTE, {})
-    # Main values may be the parameters themselves, so a model that is not theirs must not be loaded in its place.
-    beside = copies(module) if optimizers and note.get("edited") else None
-    state = model_state(local_tensors(module) if beside is None else beside, spec_registry(module), mesh)
+    rejoin_groups(meta, module, optimizers)
+    target = _target(meta, module, optimizers, mesh, sharded)
+    loaded = load(path, target.state, mesh, strict=module.strict_loading, weights_only=weights_only, check="sizes")
+    if finite:
+        on_all_ranks(mesh, f"loading {path}", lambda: refuse_nonfinite(target.state, trained_names(module)))
+    for name in (*loaded.missing, *loaded.unexpected):
+        rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
+    if loaded.per_rank is None:
+        rank_zero_info(f"{path} was saved under another layout: random generators start anew from the seed")
+    for index, optimizer in enumerate(optimizers):
+        continue_optimizer(index, optimizer, target.state)
+        if not meta.get("global_step"):
+            optimizer.forget_untrue_state()
+    return _lightning_dictionary(loaded.meta, target, module, optimizers), loaded.per_rank
+
+
+def _load_foreign(
+    path: str, module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh
+) -> dict[str, Any]:
+    """Load the weights of another program's checkpoint, with which a new run begins."""
+    load_weights(module, path, mesh)
+    for optimizer in optimizers:
+        optimizer.refresh_main()
+    return fresh_run() | {SETTINGS: read_settings(path), "state_dict": module.state_dict()}
+
+
+def _load_imported(
+    path: str, module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh
+) -> dict[str, Any]:
+    """Load a converted checkpoint, which holds parameters alone: no optimizer state, and no buffers of modules."""
+    loaded = load_weights(module, path, mesh, strict=module.strict_loading, check="sizes")
+    assert loaded is not None
+    for optimizer in optimizers:
+        optimizer.refresh_main()
+    return {**loaded.meta, "state_dict": module.state_dict()}
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Memory that the tensors of a run's checkpoint are loaded into.
+
+    Attributes:
+        state: fragments of the model, of its versions and of the optimizers.
+        edited: memory for a ``state_dict`` that a callback had replaced; ``None`` to load into the module itself.
+        versions: memory for other versions of the weights, by key.
+    """
+
+    state: State
+    edited: dict[str, Any] | None
+    versions: dict[str, dict[str, Any]]
+
+
+def _target(
+    meta: Mapping[str, Any],
+    module: LightningModule,
+    optimizers: Sequence[ShardedOptimizer],
+    mesh: ParallelMesh,
+    sharded: bool,
+) -> _Target:
+    note = meta.get(NOTE, {})
+    # Main values may be the parameters themselves, so that an edited state_dict must not be loaded in their place.
+    edited = copies(module) if optimizers and note.get("edited") else None
+    state = model_state(local_tensors(module) if edited is None else edited, spec_registry(module), mesh)
     versions = {key: copies(module) for key in note.get("versions", ())}
     for key, version in versions.items():
         state |= version_state(key, version, module, mesh)
     for index, optimizer in enumerate(optimizers):
         optimizer.init_state(apart=True)
         state |= optimizer_part(index, optimizer, mesh, sharded)
-    loaded = load(path, state, mesh, strict=module.strict_loading, weights_only=weights_only, check="sizes")
-    if finite:
-        on_all_ranks(mesh, f"loading {path}", lambda: refuse_nonfinite(state, trained_names(module)))
-    for name in (*loaded.missing, *loaded.unexpected):
-        rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
-    for index, optimizer in enumerate(optimizers):
-        continue_optimizer(index, optimizer, state)
-        if not known.get("global_step"):
-            optimizer.forget_untrue_state()
-    if loaded.per_rank is None:
-        rank_zero_info(f"{path} was saved under another layout: random generators start anew from the seed")
-    if beside is not None:
-        fill_untrained(module, beside, {name for o in optimizers for names in o.group_names() for name in names})
-    checkpoint = {key: value for key, value in loaded.meta.items() if key != NOTE}
-    for key, version in versions.items():
+    return _Target(state, edited, versions)
+
+
+def _lightning_dictionary(
+    meta: Mapping[str, Any], target: _Target, module: LightningModule, optimizers: Sequence[ShardedOptimizer]
+) -> dict[str, Any]:
+    """The dictionary that Lightning's hooks get after a load, with the weights that were saved."""
+    if target.edited is not None:
+        fill_untrained(module, target.edited, {name for o in optimizers for names in o.group_names() for name in names})
+    checkpoint = {key: value for key, value in meta.items() if key != NOTE}
+    for key, version in target.versions.items():
         checkpoint[key] = with_repeats(version, module)
-    checkpoint["state_dict"] = module.state_dict() if beside is None else with_repeats(beside, module)
-    return checkpoint, loaded.per_rank
+    edited = target.edited
+    checkpoint["state_dict"] = module.state_dict() if edited is None else with_repeats(edited, module)
+    return checkpoint
 
 
 def _weights_alone(path: str, module: LightningModule) -> str:
@@ -187,47 +240,33 @@ def _weights_alone(path: str, module: LightningModule) -> str:
     )
 
 
-def _load_imported(
-    path: str, module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh
-) -> dict[str, Any]:
-    """Parameters alone: the checkpoint knows nothing of optimizers, nor of what modules keep beside parameters."""
-    loaded = load_weights(module, path, mesh, strict=module.strict_loading, check="sizes")
-    assert loaded is not None
-    for optimizer in optimizers:
-        optimizer.refresh_main()
-    return {**loaded.meta, "state_dict": module.state_dict()}
-
-
 def continue_randomness(state: dict[str, Any], mesh: ParallelMesh) -> None:
     """Set every generator of this process to a saved state."""
     restore_random_state(state, mesh.rng)
 
 
 def optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh, sharded: bool) -> State:
-    """What a rank holds of one optimizer, as a checkpoint has it; all ranks call this."""
+    """This rank's part of one optimizer, by checkpoint key; all ranks call this."""
     groups: list[Mapping[str, Any]] = [
         {**settings, "params": names}
         for settings, names in zip(optimizer.group_settings(), optimizer.group_names(), strict=True)
     ]
     state = optimizer_state(index, optimizer.pieces(), mesh, groups, sharded=sharded)
-    return state | {_whole_key(index, name): kept for name, kept in optimizer.whole_state().items()}
-
-
-def _whole_key(index: int, name: str) -> str:
-    return f"optimizer_{index}.state.{name}.whole"
+    return state | {whole_state_key(index, name): kept for name, kept in optimizer.whole_state().items()}
 
 
 def continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State) -> None:
-    """Scalars of groups (the learning rate the next step is to use), shared state, and parameters from main values."""
-    saved = state[f"optimizer_{index}.param_groups"]
+    """Load the scalars of groups (the next step's learning rate) and shared state, and refresh the parameters."""
+    saved = state[groups_key(index)]
     scalars, notes = regrouped(saved, optimizer.group_names())
     optimizer.load_group_settings(scalars)
-    optimizer.load_whole_state({name: state[_whole_key(index, name)] for name in optimizer.whole_state()})
+    optimizer.load_whole_state({name: state[whole_state_key(index, name)] for name in optimizer.whole_state()})
     for note in notes:
         rank_zero_warn(note)
+    known = shared_state(state, index)
     for piece, *_, shared in optimizer.pieces():
         numbers = {name: value for name, value in shared.items() if isinstance(value, int | float)}
         if numbers:
-            known = shared_state(state, index, piece.name)
-            optimizer.load_piece_state(piece, scalars={name: known[name] for name in numbers if name in known})
+            own = known.get(piece.spec.tied_with or piece.name, {})
+            optimizer.load_piece_state(piece, scalars={name: own[name] for name in numbers if name in own})
     optimizer.refresh_params()

@@ -23,8 +23,9 @@ from lightning_megatron.checkpoint.formats.hf.settings import (
 from lightning_megatron.checkpoint.formats.hf.write import write_hf
 from lightning_megatron.checkpoint.formats.megatron import open_megatron
 from lightning_megatron.checkpoint.formats.translate import to_theirs
+from lightning_megatron.checkpoint.keys import model_key
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
-from lightning_megatron.checkpoint.stream import open_checkpoint
+from lightning_megatron.checkpoint.load import open_checkpoint
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of
 from lightning_megatron.lightning.module import GPTModule
@@ -37,7 +38,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 
 Path = str | os.PathLike[str]
-_PREFIX = "model.model."  # the checkpoint's model, and the attribute of GPTModule that holds it
+_PREFIX = model_key("model.")  # the checkpoint's model, and the attribute of GPTModule that holds it
 
 
 def hf_to_checkpoint(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> None:

@@ -9,8 +9,9 @@ from typing import Any, TypeVar, overload
 from lightning.pytorch import LightningModule
 
 from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint.keys import model_name
+from lightning_megatron.checkpoint.load import open_checkpoint
 from lightning_megatron.checkpoint.meta import refuse_other_writers
-from lightning_megatron.checkpoint.stream import open_checkpoint
 from lightning_megatron.lightning.base_module import MegatronModule
 from lightning_megatron.lightning.checkpointing.hyper_parameters import build_module, module_arguments, target_device
 from lightning_megatron.lightning.checkpointing.weight_versions import with_repeats
@@ -19,8 +20,6 @@ from lightning_megatron.lightning.module import GPTModule
 __all__ = ["load_module", "module_arguments", "read_checkpoint"]
 
 ModuleT = TypeVar("ModuleT", bound=LightningModule)
-
-_PREFIX = "model."
 
 
 @overload
@@ -97,5 +96,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     loaded, tensors = open_checkpoint(path)
     refuse_other_writers(path, loaded.meta)
-    weights = {key: tensor.materialize() for key, tensor in tensors.items() if key.startswith(_PREFIX)}
-    return {**loaded.meta, "state_dict": {key.removeprefix(_PREFIX): value for key, value in weights.items()}}
+    names = {key: model_name(key) for key in tensors}
+    weights = {name: tensors[key].materialize() for key, name in names.items() if name is not None}
+    return {**loaded.meta, "state_dict": weights}

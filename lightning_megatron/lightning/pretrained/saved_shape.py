@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
+from lightning_megatron.checkpoint.keys import Key
 from lightning_megatron.checkpoint.meta import META
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
@@ -67,7 +68,7 @@ def refuse_unfilled_model(path: Path, meta: Mapping[str, Any]) -> None:
     entries = read_metadata(pathlib.Path(path)).state_dict_metadata
     shapes = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     if any(key.endswith(_OF_A_WHOLE_MODEL) for key in shapes):
-        weights = [shape for key, shape in shapes.items() if key.startswith("model.")]
+        weights = [shape for key, shape in shapes.items() if Key.parse(key).is_model]
         refuse_unfilled(f"{os.fspath(path)}/{META}", saved, weights)
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron.checkpoint import Candidate, Check, CheckpointError, Progress, faults_of, newest_good
-from lightning_megatron.checkpoint.directory.locate import is_checkpoint
+from lightning_megatron.checkpoint.directory.newest import is_checkpoint
 from lightning_megatron.checkpoint.integrity.manifest import read_manifest
 from lightning_megatron.lightning.checkpointing.run_folders import RunFolders, asks_for_last, nothing_good, patience
 from lightning_megatron.lightning.strategy.mesh import MeshStrategy

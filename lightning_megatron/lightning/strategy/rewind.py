@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.checkpoint.directory.locate import locate
+from lightning_megatron.checkpoint.directory.newest import locate
 from lightning_megatron.checkpoint.integrity.verify import size_faults
 from lightning_megatron.lightning.checkpointing.trainer_state import load_trainer_checkpoint
 from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy

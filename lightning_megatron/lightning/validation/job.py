@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import Check, Rules, above, at_least
-from lightning_megatron.checkpoint.directory.locate import is_checkpoint
+from lightning_megatron.checkpoint.directory.newest import is_checkpoint
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.config.layout import BATCH_RULES, BatchShape, HasBatchShape, HasModelShape, ParallelLayout
 from lightning_megatron.config.moe import MoEConfig

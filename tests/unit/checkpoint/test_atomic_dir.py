@@ -9,14 +9,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron.checkpoint import remove
 from lightning_megatron.checkpoint.directory import atomic_dir as publishing
-from lightning_megatron.checkpoint.directory.leftovers import recover, sweep
+from lightning_megatron.checkpoint.directory.leftovers import recover, remove_stale
 
 
 @pytest.fixture(params=["exchange", "two renames"])
 def file_system(request, monkeypatch):
     """Both a system that can exchange two names in one step, and one that cannot."""
     if request.param == "two renames":
-        monkeypatch.setattr(publishing, "exchange", lambda a, b: False)
+        monkeypatch.setattr(publishing, "swap_entries", lambda a, b: False)
     return request.param
 
 
@@ -63,7 +63,7 @@ def test_a_file_and_a_link_of_that_name_are_replaced_too(tmp_path, file_system):
 
 
 def test_a_crash_between_the_two_renames_is_mended(tmp_path, monkeypatch):
-    monkeypatch.setattr(publishing, "exchange", lambda a, b: False)
+    monkeypatch.setattr(publishing, "swap_entries", lambda a, b: False)
     path = tmp_path / "last.ckpt"
     put(path, "old")
     temporary = write(path, "new")
@@ -150,10 +150,10 @@ def test_the_folder_of_unfinished_work_may_be_tidied_away_at_any_moment(tmp_path
             temporary = publishing.prepare(path)
             (temporary / "file").write_text("content")
             publishing.publish(temporary, path)
-            publishing.lead(tmp_path / "last.ckpt", path.name)
+            publishing.relink(tmp_path / "last.ckpt", path.name)
             if number:
                 publishing.remove(tmp_path / f"{number - 1}.ckpt")
-            sweep(tmp_path)
+            remove_stale(tmp_path)
     finally:
         done.set()
         other.join()
@@ -168,7 +168,7 @@ def test_what_a_link_leads_to_is_not_removed(tmp_path):
     (tmp_path / "last.ckpt").symlink_to("old.ckpt")
     assert publishing.remove_unlinked([old]) == [old]
     assert old.is_dir()
-    publishing.lead(tmp_path / "last.ckpt", "new.ckpt")
+    publishing.relink(tmp_path / "last.ckpt", "new.ckpt")
     assert publishing.remove_unlinked([old]) == []
     assert not old.exists()
     assert new.is_dir()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.checkpoint import Progress, candidates, model_state, newest_good, save, sweep, verify
+from lightning_megatron.checkpoint import Progress, candidates, model_state, newest_good, remove_stale, save, verify
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED, place_for
 from lightning_megatron.checkpoint.directory.leftovers import recover
 from lightning_megatron.checkpoint.directory.owner import Owner
@@ -156,14 +156,14 @@ def test_only_what_is_surely_dead_is_swept(tmp_path: Path) -> None:
     far, old = made(unfinished / f"b.ckpt.{elsewhere()}.saving"), made(unfinished / "c.ckpt.saving")
     own = made(place_for(tmp_path / "d.ckpt", "saving"))
     (unfinished / "notes.txt").write_text("somebody's")
-    assert sweep(tmp_path) == [dead.name], "by name, although it is fresh; the others have just been touched"
+    assert remove_stale(tmp_path) == [dead.name], "by name, although it is fresh; the others have just been touched"
     os.utime(far / "half", (4e9, 4e9))  # in the year 2096
-    assert sweep(tmp_path) == [far.name], "a clock was wrong: no sign of life"
+    assert remove_stale(tmp_path) == [far.name], "a clock was wrong: no sign of life"
     # A change of the inode counts as a sign of life and cannot be set back: no age can be feigned.
-    assert sweep(tmp_path, dead_after=-1.0) == [old.name, own.name]
+    assert remove_stale(tmp_path, dead_after=-1.0) == [old.name, own.name]
     assert [entry.name for entry in unfinished.iterdir()] == ["notes.txt"]
     (unfinished / "notes.txt").unlink()
-    assert sweep(tmp_path) == []
+    assert remove_stale(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -171,7 +171,7 @@ def test_what_a_dead_run_left_aside_comes_back_and_of_a_live_one_it_does_not(tmp
     path = saved(tmp_path / "last.ckpt", 3)
     aside = made(tmp_path / UNFINISHED / f"last.ckpt.{mark_of_a_dead_process()}.replaced", folder=False)
     os.rename(path, aside)
-    assert sweep(tmp_path) == [aside.name]
+    assert remove_stale(tmp_path) == [aside.name]
     assert verify(path) == []
     alive = Owner(Owner.own().place, os.getppid(), 0)
     process = mp.get_context("fork").Process(target=lambda: place_for(path, "replaced").mkdir(parents=True))

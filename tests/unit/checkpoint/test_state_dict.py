@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from lightning_megatron.checkpoint import Fragment, local_tensors, model_state, optimizer_state, regrouped
-from lightning_megatron.checkpoint.dcp_planner import tree_path
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import FlatPiece, ParamSpec
@@ -109,10 +108,3 @@ def test_groups_joined_keep_what_agrees_and_tell_what_does_not():
         "group 0 joins groups whose weight_decay was 0.1, 0.0: the value of today stays",
         "group 1 (new, ...) is new: its settings stay",
     ]
-
-
-def test_keys_become_the_tree_that_lightning_consolidates():
-    assert tree_path("model.layers.0.w") == ("model", "layers.0.w")
-    assert tree_path("optimizer_1.state.layers.0.w.exp_avg") == ("optimizer_1", "state", "layers.0.w", "exp_avg")
-    assert tree_path("optimizer_0.param_groups") == ("optimizer_0", "param_groups")
-    assert tree_path("per_rank.pp0-dp1-cp0-tp0") == ("per_rank", "pp0-dp1-cp0-tp0")

@@ -93,10 +93,10 @@ class Job:
         state = self.state()
         load(path, state, self.mesh)
         self.zero.load_group_settings(regrouped(state["optimizer_0.param_groups"], self.zero.group_names())[0])
+        known = shared_state(state, 0)
         for piece, *_, shared in self.zero.pieces():
             numbers = {name for name, value in shared.items() if isinstance(value, int | float)}
-            known = shared_state(state, 0, piece.name)
-            self.zero.load_piece_state(piece, scalars={name: known[name] for name in numbers})
+            self.zero.load_piece_state(piece, scalars={name: known[piece.name][name] for name in numbers})
         self.zero.refresh_params()
 
     def mains(self) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_either_has_the_same_words(tmp_path):
         job.train(range(2))
         state = job.state()
         words.append(set(state))
-        assert {shared_state(state, 0, name)["step"] for name, _ in job.model.named_parameters()} == {2.0}
+        assert {shared_state(state, 0)[name]["step"] for name, _ in job.model.named_parameters()} == {2.0}
         assert all("step" not in group for group in state["optimizer_0.param_groups"])
     assert words[0] == words[1]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.directory.atomic_dir import discard, prepare, publish, sync_file
-from lightning_megatron.checkpoint.directory.leftovers import sweep
+from lightning_megatron.checkpoint.directory.leftovers import remove_stale
 from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, SAFETENSORS, SAFETENSORS_DTYPES, index_name
 from lightning_megatron.checkpoint.formats.translate import Split
 from lightning_megatron.errors import CheckpointError
@@ -60,7 +60,7 @@ def write_hf(
     }
     shards = plan_shards(known, max_shard_size)
     names = shard_names(len(shards))
-    sweep(path.parent)
+    remove_stale(path.parent)
     directory = prepare(path)
     try:
         values = (value for split in splits for value in split.make())

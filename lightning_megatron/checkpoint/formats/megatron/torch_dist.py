@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_megatron.checkpoint.dcp_storage import read
+from lightning_megatron.checkpoint.dcp import read_fragments
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS, is_of_model, plain_name
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_oversized
 from lightning_megatron.checkpoint.fragment import Fragment, Part
@@ -87,5 +87,5 @@ def _slab(
     whole = torch.empty(shape[len(place) :], dtype=dtype)
     box = Box((*place, *[0] * whole.ndim), (*[1] * len(place), *whole.shape))
     part = Part(box, whole.view(box.sizes), write=False)
-    read(directory, metadata, {key: Fragment(shape, dtype, (part,))})
+    read_fragments(directory, metadata, {key: Fragment(shape, dtype, (part,))})
     return whole

@@ -3,9 +3,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_megatron.checkpoint import BackgroundWriter, Draft, Fragment, local_tensors, model_state
-from lightning_megatron.checkpoint import async_save as background
-from lightning_megatron.checkpoint.host_copy import HostCopy
+from lightning_megatron.checkpoint import BackgroundWriter, Fragment, PendingSave, local_tensors, model_state
+from lightning_megatron.checkpoint.async_save import HostCopy
 from lightning_megatron.mesh import ParallelMesh
 
 
@@ -46,9 +45,9 @@ def test_what_another_rank_saves_is_copied_only_if_wished():
 
 
 def test_the_folder_is_there_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "complete", lambda draft, mesh: None)
+    monkeypatch.setattr(PendingSave, "write", lambda pending, mesh: None)
     mesh = ParallelMesh.single()
     writer = BackgroundWriter(mesh)
-    writer.begin(Draft.of(tmp_path / "new" / "a.ckpt", {}, {}, mesh))
+    writer.begin(PendingSave.of(tmp_path / "new" / "a.ckpt", {}, {}, mesh))
     writer.close()
     assert (tmp_path / "new").is_dir()

@@ -1,8 +1,13 @@
-"""What torch.distributed.checkpoint asks of fragments: who writes which box, who reads which.
+"""Fragments to and from the files of torch.distributed.checkpoint (DCP).
 
-Planners are DCP's public way in: every name imported here is exported and the same from torch 2.6 to 2.13. A tensor
-subclass that answers DCP's ``__create_write_items__`` would do too, but rests on a private protocol and must survive
-whatever DCP does to tensors on the way (``detach``, ``clone``, staging).
+:func:`write_fragments` and :func:`read_fragments` make the calls that DCP's ``StorageWriter`` and ``StorageReader``
+document, in their order. ``dcp.save`` and ``dcp.load`` make the same calls, but their arguments changed from torch 2.6
+on, they refuse to serve one process of a larger job, and they raise errors that ``except Exception`` does not catch.
+
+The planners below them tell DCP which rank writes or reads which box. Planners are DCP's public interface: every name
+imported here is exported and the same from torch 2.6 to 2.13. A tensor subclass with DCP's ``__create_write_items__``
+would do too, but rests on a private protocol and would have to survive all that DCP does to tensors on the way
+(``detach``, ``clone``, staging).
 """
 
 from __future__ import annotations
@@ -11,11 +16,13 @@ import io
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -37,21 +44,75 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
+from lightning_megatron.checkpoint.formats.unpacked_size import refuse_packed_items
 from lightning_megatron.checkpoint.fragment import Fragment, cover_fault
+from lightning_megatron.checkpoint.keys import Key
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.comm.objects import gather_object, scatter_object
+from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
 
-PER_RANK = "per_rank"
+
+def write_fragments(directory: Path, state: State, mesh: ParallelMesh, action: str) -> Mapping[str, int]:
+    """Write a state as ``.metadata`` and one ``__R_0.distcp`` per rank. Every rank must call this.
+
+    Lazy tensors get a file each, because DCP keeps what it writes in memory until it closes the file.
+
+    Returns:
+        Names of the files that this rank has written, with a lower bound of their bytes.
+
+    Raises:
+        CheckpointError: on every rank, if any step failed on any.
+    """
+    streams = any(isinstance(value, LazyTensor) for value in state.values())
+    planner = FragmentSavePlanner()
+    writer = FileSystemWriter(directory, single_file_per_rank=not streams, sync_files=True)
+    is_rank_zero = mesh.rank == 0
+
+    def plan_own() -> SavePlan:
+        planner.set_up_planner(state, writer.storage_meta(), is_rank_zero)
+        writer.set_up_storage_writer(is_rank_zero)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all() -> tuple[list[SavePlan], Metadata] | None:
+        if plans is None:
+            return None
+        adjusted, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(adjusted), metadata
+
+    plans = gather_object(mesh, on_all_ranks(mesh, action, plan_own))
+    agreed = on_all_ranks(mesh, action, plan_all)
+    own = scatter_object(mesh, agreed and agreed[0])
+    written = on_all_ranks(mesh, action, lambda: writer.write_data(planner.finish_plan(own), planner).wait())
+    results = gather_object(mesh, written)
+
+    def finish() -> None:
+        if agreed and results:
+            writer.finish(agreed[1], results)
+
+    on_all_ranks(mesh, action, finish)
+    return _files_of(written)
 
 
-def tree_path(key: str) -> tuple[str, ...]:
-    """Where a key stands in the nested dictionary that tools like Lightning's ``consolidate_checkpoint`` rebuild."""
-    family, _, rest = key.partition(".")
-    if family.startswith("optimizer_") and rest.startswith("state."):
-        name, _, state = rest.removeprefix("state.").rpartition(".")
-        return family, "state", name, state
-    return (family, rest) if rest else (family,)
+def _files_of(written: list[WriteResult]) -> dict[str, int]:
+    files: dict[str, int] = {}
+    for place in (result.storage_data for result in written):
+        files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
+    return files
+
+
+def read_fragments(directory: Path, metadata: Metadata, state: State) -> None:
+    """Fill a state in place. Each rank reads on its own, without collectives."""
+    planner, reader = FragmentLoadPlanner(), FileSystemReader(directory)
+    planner.set_up_planner(state, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    refuse_packed_items(directory, (metadata.storage_data[item.storage_index] for item in plan.items))
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
@@ -83,7 +144,7 @@ class FragmentSavePlanner(SavePlanner):
         }
 
     def create_local_plan(self) -> SavePlan:
-        """One item a part, one a value that is no tensor."""
+        """One item per part, and one per value that is no tensor."""
         items = []
         for key, value in self._state.items():
             if isinstance(value, LazyTensor):
@@ -95,7 +156,7 @@ class FragmentSavePlanner(SavePlanner):
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Drop what two ranks offer alike, and refuse a checkpoint with holes or overlaps."""
+        """Drop items that two ranks offer, and refuse a checkpoint with holes or overlaps."""
         plans = _without_repeats(all_plans)
         _refuse_disagreement(item for plan in plans for item in plan.items)
         plans, metadata = create_default_global_save_plan(plans)
@@ -104,7 +165,7 @@ class FragmentSavePlanner(SavePlanner):
                 fault = cover_fault(entry.size, [Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks])
                 if fault:
                     raise ValueError(f"{key} of shape {tuple(entry.size)}: {fault}")
-        paths = {key: tree_path(key) for key in metadata.state_dict_metadata}
+        paths = {key: Key.parse(key).path for key in metadata.state_dict_metadata}
         return plans, replace(metadata, planner_data=paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -126,8 +187,8 @@ class FragmentSavePlanner(SavePlanner):
 
 
 def _without_repeats(plans: list[SavePlan]) -> list[SavePlan]:
-    # The state builders give each box one writer. This is for what they cannot know: a module of the user's that
-    # stands under one name on several pipeline stages, and values that are no tensors and which every rank offers.
+    # The state builders give each box one writer. They cannot know modules of the user's that have one name on several
+    # pipeline stages, nor values that are no tensors, which every rank offers.
     seen: set[object] = set()
 
     def is_new(item: WriteItem) -> bool:
@@ -149,7 +210,7 @@ def _refuse_disagreement(items: Iterable[WriteItem]) -> None:
 
 
 class FragmentLoadPlanner(LoadPlanner):
-    """Reads what the parts of fragments need, in place, and any other value whole."""
+    """Reads the boxes of fragments in place, and other values whole."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -206,7 +267,7 @@ def _refuse_holes(key: str, fragment: Fragment, reads: list[ReadItem]) -> None:
 
 
 def load_faults(state: Mapping[str, Any], metadata: Metadata) -> tuple[list[str], list[str]]:
-    """Keys of a state that a checkpoint lacks, and what else cannot be loaded, in words."""
+    """Keys of a state that a checkpoint lacks, and descriptions of everything else that cannot be loaded."""
     missing, faults = [], []
     for key, value in state.items():
         entry = metadata.state_dict_metadata.get(key)
