@@ -32,7 +32,7 @@ from lightning_megatron.pipeline.runtime import PipelineRuntime, training_plan
 from lightning_megatron.pipeline.schedule import build_schedule
 from lightning_megatron.pipeline.simulate import Costs, Simulation, simulate
 from lightning_megatron.testing.workers import WorkerPool
-from lightning_megatron.weight_grad_store import DeferredGradients
+from lightning_megatron.weight_grad_store import WeightGradStore
 
 CPU = torch.device("cpu")
 
@@ -63,8 +63,8 @@ class Case:
 class SleepingWork:
     """Stages that sleep, and keep book of how long they really slept."""
 
-    def __init__(self, case: Case, deferred: DeferredGradients) -> None:
-        self.case, self.deferred = case, deferred
+    def __init__(self, case: Case, weight_grads: WeightGradStore) -> None:
+        self.case, self.weight_grads = case, weight_grads
         self.weight = torch.zeros((), requires_grad=True)
         self.slept: dict[Action, float] = {}
 
@@ -102,7 +102,7 @@ class _Sleep(torch.autograd.Function):
             return (torch.zeros(()),)
 
         work.sleep(stage, "I", microbatch)
-        work.deferred.hand_in(weight_gradient, work.weight)
+        work.weight_grads.put(weight_gradient, work.weight)
         return grad, None, None, None
 
 
@@ -127,11 +127,11 @@ def replay(case: Case, slept: Mapping[Action, float]) -> float:
 def measure(case: Case, steps: int) -> list[tuple[float, dict[Action, float]]]:
     """Seconds of each step on this rank, and how long its actions slept; the first step is not counted."""
     mesh = ParallelMesh.create(ParallelLayout(pp=case.pp, vpp=case.vpp), CPU)
-    runtime = PipelineRuntime(mesh.pp, case.pp * case.vpp, CPU, torch.float32, mesh.deferred)
+    runtime = PipelineRuntime(mesh.pp, case.pp * case.vpp, CPU, torch.float32, mesh.weight_grads)
     plan = training_plan(case.name, case.pp, case.vpp, case.micro_batches, mesh.pp.rank)
     found = []
     for _ in range(steps + 1):
-        work = SleepingWork(case, mesh.deferred)
+        work = SleepingWork(case, mesh.weight_grads)
         dist.barrier()
         begin = time.perf_counter()
         runtime.run(plan, work)

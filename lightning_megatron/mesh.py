@@ -26,7 +26,7 @@ from lightning_megatron.recorder.call import Call
 from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.recorder.recorder import ActionLog, Recorder
 from lightning_megatron.rng import RNGStreams
-from lightning_megatron.weight_grad_store import DeferredGradients
+from lightning_megatron.weight_grad_store import WeightGradStore
 
 
 def dense_grid(layout: ParallelLayout) -> dict[str, int]:
@@ -147,7 +147,7 @@ class ParallelMesh:
             alone.
         world: all ranks.
         rng: the random streams of this rank.
-        deferred: where its layers put off weight gradients.
+        weight_grads: store of the weight gradients that layers defer (zero-bubble schedules).
         host: all ranks, over the group that moves objects and tensors of the host.
         recorder: where this rank writes down what it does.
 
@@ -172,7 +172,7 @@ class ParallelMesh:
         self.layout = layout
         self.rank = rank
         self.rng = RNGStreams(device)
-        self.deferred = DeferredGradients()
+        self.weight_grads = WeightGradStore()
 
         def recorded(axis: Axis) -> Axis:
             return replace(axis, action_log=self.recorder.main, number=self.recorder.group(axis.name, axis.ranks))

@@ -1,9 +1,9 @@
-"""Weight gradients put off until somebody has time for them.
+"""Store of deferred weight gradients.
 
-Zero-bubble schedules (https://arxiv.org/abs/2401.10241) split a backward in two: the gradient of the input, for which
-the stage before is waiting, and the gradients of the weights, for which nobody is. While a collection is open, linear
-layers hand in how to compute their weights' gradients instead of computing them; playing it back runs them through
-autograd, so that whatever watches a parameter's gradient sees nothing unusual.
+Zero-bubble schedules (https://arxiv.org/abs/2401.10241) split a backward in two: the gradient of the input, which the
+previous stage waits for, and the gradients of the weights, which nothing waits for. While the store defers, linear
+layers put functions that compute their weights' gradients into it. A flush runs these functions through autograd, so
+that the hooks of a parameter see an ordinary gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Compute = Callable[[], tuple[Tensor | None, ...]]
 
 
 class _Deposit(torch.autograd.Function):
-    """A scalar whose backward computes gradients for some leaves."""
+    """A scalar whose backward computes gradients of some leaves."""
 
     @staticmethod
     def forward(ctx: Any, compute: Compute, *leaves: Tensor | None) -> Tensor:
@@ -31,18 +31,18 @@ class _Deposit(torch.autograd.Function):
         return None, *ctx.compute()
 
 
-class Collection:
-    """Put-off gradients of one backward."""
+class PendingWeightGrads:
+    """Deferred weight gradients of one backward."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[Compute, tuple[Tensor | None, ...]]] = []
 
-    def add(self, compute: Compute, *leaves: Tensor | None) -> None:
-        """Put off ``compute``, which returns one gradient a leaf."""
+    def put(self, compute: Compute, *leaves: Tensor | None) -> None:
+        """Defer ``compute``, which returns one gradient per leaf."""
         self._pending.append((compute, leaves))
 
-    def play(self) -> None:
-        """Compute them all, in the order they came, and accumulate."""
+    def flush(self) -> None:
+        """Compute and accumulate all gradients, in the order in which they were put."""
         pending, self._pending = self._pending, []
         with torch.enable_grad():
             for compute, leaves in pending:
@@ -51,28 +51,28 @@ class Collection:
                     deposit.backward()
 
 
-class DeferredGradients:
-    """Where the layers of one rank hand in weight gradients, while a collection is open.
+class WeightGradStore:
+    """Weight gradients that the layers of one rank defer.
 
     Attributes:
-        enabled: whether a schedule of this job defers at all; layers choose their forward by it.
+        enabled: True if this job's schedule splits backwards; layers choose their forward by it.
     """
 
     def __init__(self) -> None:
         self.enabled = False
-        self._open: Collection | None = None
+        self._open: PendingWeightGrads | None = None
 
-    def hand_in(self, compute: Compute, *leaves: Tensor | None) -> None:
-        """Put off ``compute``, which returns one gradient a leaf; do it at once if no collection is open."""
-        collection = self._open or Collection()
-        collection.add(compute, *leaves)
+    def put(self, compute: Compute, *leaves: Tensor | None) -> None:
+        """Defer ``compute``, which returns one gradient per leaf; outside of :meth:`deferring`, run it at once."""
+        pending = self._open or PendingWeightGrads()
+        pending.put(compute, *leaves)
         if self._open is None:
-            collection.play()
+            pending.flush()
 
     @contextmanager
-    def collecting(self) -> Iterator[Collection]:
-        """Put off the weight gradients of the backward inside."""
-        before, self._open = self._open, Collection()
+    def deferring(self) -> Iterator[PendingWeightGrads]:
+        """Defer the weight gradients of the backward inside; the caller flushes the result."""
+        before, self._open = self._open, PendingWeightGrads()
         try:
             yield self._open
         finally:

@@ -1,6 +1,6 @@
-"""Linear layers whose products are made in fp8, and who keeps their scales.
+"""Matrix products of linear layers in fp8, and their scales.
 
-Collectives, sequence parallelism and the order of gradients stay with the layer: what is exchanged is three products.
+Collectives, sequence parallelism and the order of gradients stay with the layer: only its three products are replaced.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Cast(NamedTuple):
 
 
 class Fp8Gemms(nn.Module):
-    """The products of one linear layer in fp8, with delayed scales.
+    """Matrix products of one linear layer in fp8, with delayed scaling.
 
-    Where nothing was seen yet, a tensor is scaled by its own largest element.
+    A tensor without a history is scaled by its own largest element.
 
     Args:
-        kernels: of the device.
-        recipe: how scales are found.
-        selection: filled with calls whose number of tokens does not fit.
-        device: of the buffers.
+        kernels: fp8 kernels of the device.
+        recipe: rule for the scales.
+        selection: selection of this layer; notes calls whose number of tokens does not fit.
+        device: device of the buffers.
 
     Attributes:
         amax_history: ``[steps, 3]``, the newest first: largest magnitude of input, weight and gradient, over all ranks.
-        scale: ``[3]``, from the history; 0 where nothing was seen.
+        scale: ``[3]``, computed from the history; 0 without one.
         seen_forward: ``[2]``, largest magnitudes of input and weight on this rank since the last step.
-        seen_backward: ``[1]``, that of the gradient. It has its own memory because ``torch.compile`` knows buffers that
-            its forward writes, and buffers that its backward writes, but none that both do.
+        seen_backward: ``[1]``, largest magnitude of the gradient. A buffer of its own, because ``torch.compile`` allows
+            buffers that the forward writes, and buffers that the backward writes, but none that both write.
     """
 
     amax_history: Tensor
@@ -69,7 +69,7 @@ class Fp8Gemms(nn.Module):
         self.register_buffer("seen_backward", torch.zeros(1, device=device), persistent=False)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``x W^T + b``, ``[..., in] -> [..., out]``, and the scales of ``x`` and ``W``."""
+        """``x W^T + b``, ``[..., in] -> [..., out]``, and the scales of ``x`` and ``W`` for the backward."""
         if not self._fits(x):
             return PLAIN_GEMMS.forward(x, weight, bias)
         scales = self._scale(x, _INPUT), self._scale(weight, _WEIGHT)
@@ -79,7 +79,7 @@ class Fp8Gemms(nn.Module):
         return out.view(*x.shape[:-1], -1), scales
 
     def gradient(self, dy: Tensor) -> Cast | Tensor:
-        """What both gradients need of the output's."""
+        """Output gradient in the form that both products of the backward take."""
         return self._cast(dy, self._scale(dy, _GRADIENT), _GRADIENT) if self._fits(dy) else PLAIN_GEMMS.gradient(dy)
 
     def input_gradient(self, dy: Cast | Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
@@ -107,7 +107,7 @@ class Fp8Gemms(nn.Module):
         return Cast(self.kernels.cast(x.flatten(0, -2), scale, _FORMATS[which]), scale, x.shape, x.dtype)
 
     def _scale(self, x: Tensor, which: int) -> Tensor:
-        """What to multiply a tensor by, whose largest magnitude is noted on the way."""
+        """Factor for a tensor; in training its largest magnitude is noted."""
         largest = torch.linalg.vector_norm(x, float("inf")).float()
         if self.training:
             seen = self.seen_backward[0] if which == _GRADIENT else self.seen_forward[which]
@@ -116,17 +116,17 @@ class Fp8Gemms(nn.Module):
         return torch.where(delayed > 0, delayed, own)
 
     def take_seen(self) -> Tensor:
-        """``[3]``: the largest magnitudes since this was last asked."""
+        """``[3]``: largest magnitudes since the last call."""
         seen = torch.cat((self.seen_forward, self.seen_backward)).float()
         self.seen_forward.zero_()
         self.seen_backward.zero_()
         return seen
 
     def begin_step(self, seen: Tensor) -> None:
-        """Scales for the next step.
+        """Set the scales for the next step.
 
         Args:
-            seen: ``[3]`` largest magnitudes of the last one, over all ranks.
+            seen: ``[3]`` largest magnitudes of the last step, over all ranks.
         """
         usable = torch.where(seen.isfinite(), seen, torch.zeros_like(seen))
         self.amax_history.copy_(torch.cat((usable[None].to(self.amax_history.dtype), self.amax_history[:-1])))
@@ -136,47 +136,47 @@ class Fp8Gemms(nn.Module):
         self.scale.copy_(torch.where(amax > 0, scale_for(amax, largest, self.recipe.margin), torch.zeros_like(amax)))
 
     def extra_repr(self) -> str:
-        """The recipe."""
+        """Recipe of the scales."""
         return repr(self.recipe)
 
 
 class Fp8Steps(nn.Module):
-    """Carries what a rank has seen to all ranks that hold the same layers, once a step, for all of them together.
+    """Exchange of the largest magnitudes between ranks that hold the same layers, once a step for all layers.
 
-    So scales are equal on all ranks, whatever the layout, and a checkpoint needs them once.
+    So scales are equal on all ranks in every layout, and a checkpoint holds them once.
 
     Args:
-        products: of the layers of this rank.
-        mesh: the ranks.
+        gemms: fp8 products of the layers on this rank.
+        mesh: mesh of the ranks.
     """
 
-    def __init__(self, products: Sequence[Fp8Gemms], mesh: ParallelMesh) -> None:
+    def __init__(self, gemms: Sequence[Fp8Gemms], mesh: ParallelMesh) -> None:
         super().__init__()
-        self._products, self._axes = tuple(products), (mesh.tp, mesh.dp_cp)
+        self._gemms, self._axes = tuple(gemms), (mesh.tp, mesh.dp_cp)
 
     @torch.no_grad()
     def after_optimizer_step(self) -> None:
-        """The next step gets new scales."""
-        seen = torch.stack([products.take_seen() for products in self._products])
+        """Compute the scales of the next step."""
+        seen = torch.stack([gemms.take_seen() for gemms in self._gemms])  # [layers, 3]
         for axis in self._axes:
             seen = all_reduce_max(seen, axis)
-        for products, own in zip(self._products, seen, strict=True):
-            products.begin_step(own)
+        for gemms, own in zip(self._gemms, seen, strict=True):
+            gemms.begin_step(own)
 
     def forget_step(self) -> None:
-        """Scales stay what they are after a step that was not taken."""
-        for products in self._products:
-            products.take_seen()
+        """Keep the scales after a step that was not taken."""
+        for gemms in self._gemms:
+            gemms.take_seen()
 
 
 def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: ParallelMesh) -> Fp8Steps | None:
-    """Let the linear layers of some blocks multiply in fp8, as ``ops`` says; ``None`` if none of them does.
+    """Switch linear layers to fp8 as ``ops`` says; ``None`` if no layer is switched.
 
     Args:
-        blocks: of this rank, by global number.
-        num_layers: of the whole model.
-        ops: a mode for ``linear_fp8``, and a recipe.
-        mesh: the ranks.
+        blocks: blocks of this rank, by global number.
+        num_layers: number of layers of the whole model.
+        ops: ops with the mode of ``linear_fp8`` and the recipe.
+        mesh: mesh of the ranks.
 
     Raises:
         ConfigError: where fp8 is required and the device has none.
@@ -189,7 +189,7 @@ def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: Pa
         for name, linear in _linears(block):
             excuse = selection.why if kernels is None else ops.fp8.excuse(name, number, num_layers) or _odd(linear)
             if kernels is None or excuse is not None:
-                linear.product_choice = Selection("linear_fp8", REFERENCE, str(excuse))
+                linear.use_gemms(PLAIN_GEMMS, Selection("linear_fp8", REFERENCE, str(excuse)))
             else:
                 found.append(multiply_in_fp8(linear, kernels, ops.fp8, selection))
     return Fp8Steps(found, mesh) if found else None
@@ -198,10 +198,11 @@ def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: Pa
 def multiply_in_fp8(
     linear: ColumnParallelLinear | RowParallelLinear, kernels: Fp8Kernels, recipe: Fp8Recipe, selection: Selection
 ) -> Fp8Gemms:
-    """Let one layer multiply in fp8; whoever calls this sees to its steps (:class:`Fp8Steps`)."""
-    linear.product_choice = Selection(selection.op, selection.implementation, selection.why)
-    linear.products = Fp8Gemms(kernels, recipe, linear.product_choice, linear.weight.device)
-    return linear.products
+    """Switch one layer to fp8; the caller passes the result to :class:`Fp8Steps`."""
+    own = Selection(selection.op, selection.implementation, selection.why)
+    gemms = Fp8Gemms(kernels, recipe, own, linear.weight.device)
+    linear.use_gemms(gemms, own)
+    return gemms
 
 
 def _linears(block: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:

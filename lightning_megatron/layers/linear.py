@@ -1,6 +1,6 @@
-"""Linear layers whose weight is shared by the ranks of the tensor-parallel axis (https://arxiv.org/abs/1909.08053).
+"""Linear layers whose weight is sharded over the tensor-parallel ranks (https://arxiv.org/abs/1909.08053).
 
-Shapes, with ``R`` the size of the axis, weight ``[out, in]`` and ``SP`` short for sequence parallelism:
+Shapes, with ``R`` the number of ranks, weight ``[out, in]`` and ``SP`` short for sequence parallelism:
 
 =======================  ==========================  ===========================
 layer                    input                       output
@@ -37,19 +37,18 @@ from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.implementation import Selection
 from lightning_megatron.ops.matmul import PLAIN_GEMMS, LinearGemms, linear
 from lightning_megatron.params import ParamSpec
-from lightning_megatron.weight_grad_store import DeferredGradients
+from lightning_megatron.weight_grad_store import WeightGradStore
 
 
 class _Linear(torch.autograd.Function):
-    """``x W^T`` with the collectives of the backward pass hidden behind its matrix products.
+    """``x W^T + b`` with the collectives of the backward pass overlapped with its matrix products.
 
-    Before: dx = dy W, all-reduce dx, dW = dy^T x. Now: dx = dy W, begin all-reduce, dW = dy^T x, wait. Under sequence
-    parallelism only the shard of ``x`` is kept; it is gathered again while ``dx`` is computed
+    Backward starts the reduction of ``dx = dy W`` over ``axis``, computes ``dW = dy^T x`` meanwhile, and waits. Under
+    sequence parallelism only the shard of ``x`` is saved; it is gathered again while ``dx`` is computed
     (https://arxiv.org/abs/2205.05198, section 4.2.2).
 
-    ``axis`` is who the gradient of ``x`` is summed over; one rank where ``x`` is a shard of features (row). With
-    ``deferred`` the parameters come in ``leaves``, out of autograd's sight, and their gradients go through the open
-    collection: autograd takes a ``None`` for a gradient that has arrived. ``products`` multiply.
+    Without an ``axis`` nothing is communicated. With a ``store`` the parameters are passed detached and again in
+    ``leaves``, and their gradients go through the store: autograd takes a ``None`` for a gradient that has arrived.
     """
 
     @staticmethod
@@ -58,16 +57,21 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        axis: Axis,
+        axis: Axis | None,
         sequence_parallel: bool,
-        deferred: DeferredGradients | None,
+        gemms: LinearGemms,
+        store: WeightGradStore | None,
         leaves: tuple[Tensor | None, ...],
-        products: LinearGemms,
     ) -> Tensor:
-        ctx.products = products
-        ctx.axis, ctx.sequence_parallel, ctx.deferred, ctx.leaves = axis, sequence_parallel, deferred, leaves
-        whole = all_gather(x, axis) if sequence_parallel else x
-        out, kept = products.forward(whole, weight, bias)
+        ctx.axis, ctx.sequence_parallel, ctx.gemms, ctx.store, ctx.leaves = (
+            axis,
+            sequence_parallel,
+            gemms,
+            store,
+            leaves,
+        )
+        whole = all_gather(x, axis) if sequence_parallel else x  # [S, B, in]
+        out, kept = gemms.forward(whole, weight, bias)
         ctx.save_for_backward(x, weight, bias, *kept)
         return out
 
@@ -75,47 +79,80 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *kept = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        if ctx.deferred is not None:
+        if ctx.store is not None:
             needs_dw, needs_db = (leaf is not None and leaf.requires_grad for leaf in ctx.leaves)
         whole_x = start_all_gather(x, ctx.axis) if ctx.sequence_parallel and needs_dw else Pending(x)
-        start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
-        products = ctx.products
-        factor = products.gradient(dy)
-        pending_dx = start(products.input_gradient(factor, weight, kept), ctx.axis) if needs_dx else None
+        gemms: LinearGemms = ctx.gemms
+        factor = gemms.gradient(dy)
+        pending_dx = None
+        if needs_dx:
+            pending_dx = _start_sum(gemms.input_gradient(factor, weight, kept), ctx.axis, ctx.sequence_parallel)
 
         def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
-            dw = products.weight_gradient(factor, whole_x.wait(), kept).view_as(weight) if needs_dw else None
+            dw = gemms.weight_gradient(factor, whole_x.wait(), kept).view_as(weight) if needs_dw else None
             db = dy.flatten(0, -2).sum(0).view_as(bias) if bias is not None and needs_db else None
             return dw, db
 
         dw = db = None
-        if ctx.deferred is None:
+        if ctx.store is None:
             dw, db = weight_gradients()
         else:
-            ctx.deferred.hand_in(weight_gradients, *ctx.leaves)
+            ctx.store.put(weight_gradients, *ctx.leaves)
         return pending_dx.wait() if pending_dx is not None else None, dw, db, *(None,) * 5
 
 
-def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    axis: Axis,
-    sequence_parallel: bool,
-    deferred: DeferredGradients,
-    products: LinearGemms,
-) -> Tensor:
-    """The function above, with its parameters seen by autograd or not."""
-    if not (deferred.enabled and x.requires_grad):
-        out: Tensor = _Linear.apply(x, weight, bias, axis, sequence_parallel, None, (), products)
-    else:
-        hidden_bias = None if bias is None else bias.detach()
-        leaves = weight, bias
-        out = _Linear.apply(x, weight.detach(), hidden_bias, axis, sequence_parallel, deferred, leaves, products)
-    return out
+def _start_sum(dx: Tensor, axis: Axis | None, sequence_parallel: bool) -> Pending:
+    """Start the sum of an input's gradient over the ranks; a sequence shard gets its shard of the sum."""
+    if axis is None:
+        return Pending(dx)
+    return (start_reduce_scatter if sequence_parallel else start_all_reduce)(dx, axis)
 
 
-_ALONE = Axis("alone")
+class _TensorParallelLinear(nn.Module):
+    """Common part of the two layers below: the matrix products and their gradients.
+
+    Attributes:
+        products: matrix products of forward and backward. Its name is in the checkpoint keys of fp8's scales.
+        product_choice: reason for these products, for the op report; ``None`` where there was no choice.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.axis, self.weight_grads = mesh.tp, mesh.weight_grads
+        self.in_features, self.out_features = in_features, out_features
+        self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        self.products: LinearGemms = PLAIN_GEMMS
+        self.product_choice: Selection | None = None
+
+    def use_gemms(self, gemms: LinearGemms, selection: Selection) -> None:
+        """Compute the products of this layer with ``gemms``, for the reason in ``selection``."""
+        self.products, self.product_choice = gemms, selection
+
+    def _linear(self, x: Tensor, bias: Tensor | None, axis: Axis | None = None) -> Tensor:
+        """``x W^T + b``.
+
+        Args:
+            x: ``[S, B, in]`` of this rank; with ``axis``, under sequence parallelism, a sequence shard.
+            bias: bias to add, or ``None``.
+            axis: ranks over which the gradient of ``x`` is summed; ``None`` for none.
+        """
+        gemms, store = self.products, self.weight_grads
+        if axis is None and gemms is PLAIN_GEMMS and not store.enabled:
+            return linear(x, self.weight, bias)  # autograd's own backward: nothing to overlap, replace or defer
+        how = axis, self.sequence_parallel and axis is not None, gemms
+        out: Tensor
+        if store.enabled and x.requires_grad:
+            hidden_bias = None if bias is None else bias.detach()
+            out = _Linear.apply(x, self.weight.detach(), hidden_bias, *how, store, (self.weight, bias))
+        else:
+            out = _Linear.apply(x, self.weight, bias, *how, None, ())
+        return out
+
+    def extra_repr(self) -> str:
+        """Global sizes."""
+        return f"in={self.in_features}, out={self.out_features}, tp={self.axis.size}"
 
 
 def _split(argument: str, features: int, axis: Axis, blocks: int = 1) -> int:
@@ -130,25 +167,21 @@ def _split(argument: str, features: int, axis: Axis, blocks: int = 1) -> int:
     return features // blocks // axis.size
 
 
-class ColumnParallelLinear(nn.Module):
-    """A linear layer whose output features are shared by the tensor-parallel ranks.
+class ColumnParallelLinear(_TensorParallelLinear):
+    """Linear layer whose output features are sharded over the tensor-parallel ranks.
 
     Args:
         in_features: features of the input.
         out_features: features of the output over all ranks.
-        mesh: the ranks; ``None`` for one process.
-        bias: whether to add a bias (sharded like the output).
-        blocks: the output is this many matrices side by side (gate and up of a gated layer): each rank holds its
-            slice of every one, stored ``[blocks, out/blocks, in]`` so that a shard is a plain slice.
-        gather_output: return ``[..., out]`` on every rank instead of this rank's slice.
-        sequence_parallel: the input is a sequence shard ``[S/tp, B, in]``.
+        mesh: mesh of the ranks; ``None`` for one process.
+        bias: True to add a bias (sharded like the output).
+        blocks: number of matrices side by side in the output (gate and up of a gated layer). Each rank holds its slice
+            of every one, stored as ``[blocks, out/blocks, in]`` so that a shard is a plain slice.
+        gather_output: True to return ``[..., out]`` on every rank instead of this rank's slice.
+        sequence_parallel: True if the input is a sequence shard ``[S/tp, B, in]``.
         init_std: standard deviation of the initial weight.
-        dtype: of the parameters.
-        device: of the parameters.
-
-    Attributes:
-        products: how it multiplies.
-        product_choice: why so, for the report, where somebody has looked.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
 
     Raises:
         ConfigError: if the features do not split over the ranks.
@@ -168,14 +201,9 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
         mesh = mesh or ParallelMesh.single()
-        self.axis, self.deferred = mesh.tp, mesh.deferred
-        self.products: LinearGemms = PLAIN_GEMMS
-        self.product_choice: Selection | None = None
-        self.in_features, self.out_features, self.blocks = in_features, out_features, blocks
-        self.gather_output = gather_output
-        self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        super().__init__(in_features, out_features, mesh, sequence_parallel)
+        self.blocks, self.gather_output = blocks, gather_output
         local = _split("out_features", out_features, self.axis, blocks)
         lead = () if blocks == 1 else (blocks,)
         self.weight = nn.Parameter(torch.empty(*lead, local, in_features, dtype=dtype, device=device))
@@ -195,36 +223,28 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[S, B, in]`` (``[S/tp, B, in]`` under sequence parallelism) to ``[S, B, out/tp]``; blocks side by side."""
-        if self.axis.size == 1 and not self.deferred.enabled and self.products is PLAIN_GEMMS:
-            return linear(x, self.weight, self.bias)
-        out = _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.deferred, self.products)
+        if self.axis.size == 1:
+            return self._linear(x, self.bias)
+        out = self._linear(x, self.bias, self.axis)  # [S, B, out/tp]
         if not self.gather_output:
             return out
         # Block by block, so that the result is the blocks side by side and not the ranks.
         return gather_features(out.unflatten(-1, (self.blocks, -1)), self.axis).flatten(-2)
 
-    def extra_repr(self) -> str:
-        """The sizes, global."""
-        return f"in={self.in_features}, out={self.out_features}, tp={self.axis.size}"
 
-
-class RowParallelLinear(nn.Module):
-    """A linear layer whose input features are shared by the tensor-parallel ranks; the partial products are summed.
+class RowParallelLinear(_TensorParallelLinear):
+    """Linear layer whose input features are sharded over the tensor-parallel ranks; the partial products are summed.
 
     Args:
         in_features: features of the input over all ranks.
         out_features: features of the output.
-        mesh: the ranks; ``None`` for one process.
-        bias: whether to add a bias; held whole by every rank and added once, after the sum.
-        split_input: the input is whole on every rank and this layer takes its slice.
-        sequence_parallel: return a sequence shard ``[S/tp, B, out]``.
+        mesh: mesh of the ranks; ``None`` for one process.
+        bias: True to add a bias, which every rank holds whole and which is added once, after the sum.
+        split_input: True if the input is whole on every rank and this layer takes its slice.
+        sequence_parallel: True to return a sequence shard ``[S/tp, B, out]``.
         init_std: standard deviation of the initial weight.
-        dtype: of the parameters.
-        device: of the parameters.
-
-    Attributes:
-        products: how it multiplies.
-        product_choice: why so, for the report, where somebody has looked.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
 
     Raises:
         ConfigError: if the features do not split over the ranks.
@@ -243,21 +263,16 @@ class RowParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
         mesh = mesh or ParallelMesh.single()
-        self.axis, self.deferred = mesh.tp, mesh.deferred
-        self.products: LinearGemms = PLAIN_GEMMS
-        self.product_choice: Selection | None = None
-        self.in_features, self.out_features = in_features, out_features
+        super().__init__(in_features, out_features, mesh, sequence_parallel)
         self.split_input = split_input
-        self.sequence_parallel = sequence_parallel and self.axis.size > 1
         local = _split("in_features", in_features, self.axis)
         self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, init_std)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """The weight is cut along the input features; the bias is whole, and meets only a shard of the sequence."""
+        """The weight is cut along the input features; the bias is whole, and under SP its gradient is a partial sum."""
         shape = (self.out_features, self.in_features)
         return {
             "weight": ParamSpec(shape, tp_dim=1),
@@ -268,16 +283,8 @@ class RowParallelLinear(nn.Module):
         """``[S, B, in/tp]`` to ``[S, B, out]`` (``[S/tp, B, out]`` under sequence parallelism)."""
         if self.split_input:
             x = split_features(x, self.axis)
-        added = self.bias if self.axis.size == 1 else None  # elsewhere once, after the sum
-        if self.deferred.enabled or self.products is not PLAIN_GEMMS:
-            partial = _linear(x, self.weight, added, _ALONE, False, self.deferred, self.products)
-        else:
-            partial = linear(x, self.weight, added)
         if self.axis.size == 1:
-            return partial
+            return self._linear(x, self.bias)
+        partial = self._linear(x, None)  # [S, B, out], summed below; the bias is added once, after the sum
         out = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_region)(partial, self.axis)
         return out if self.bias is None else out + self.bias
-
-    def extra_repr(self) -> str:
-        """The sizes, global."""
-        return f"in={self.in_features}, out={self.out_features}, tp={self.axis.size}"

@@ -26,7 +26,7 @@ from lightning_megatron.pipeline.send_recv import Step, Transfer, add_transfers
 from lightning_megatron.recorder.call import PeerLostError
 from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.recorder.recorder import ActionLog
-from lightning_megatron.weight_grad_store import Collection, DeferredGradients
+from lightning_megatron.weight_grad_store import PendingWeightGrads, WeightGradStore
 
 __all__ = ["PeerLostError", "PipelineRuntime", "StageWork", "evaluation_plan", "training_plan"]
 
@@ -77,15 +77,15 @@ class PipelineRuntime:
         num_stages: stages of the whole pipeline.
         device: device of the activations.
         dtype: dtype of activations that are sent.
-        deferred: store of the weight gradients that layers defer, for schedules that split a backward.
+        weight_grads: store of the weight gradients that layers defer, for schedules that split a backward.
     """
 
     def __init__(
-        self, axis: Axis, num_stages: int, device: torch.device, dtype: torch.dtype, deferred: DeferredGradients
+        self, axis: Axis, num_stages: int, device: torch.device, dtype: torch.dtype, weight_grads: WeightGradStore
     ) -> None:
         self._axis, self._num_stages = axis, num_stages
         self._device, self._dtype = device, dtype
-        self._deferred = deferred
+        self._weight_grads = weight_grads
 
     def run(self, plan: Sequence[Step], work: StageWork) -> None:
         """Execute a plan; returns when everything has been computed and sent.
@@ -96,7 +96,7 @@ class PipelineRuntime:
         trains = any(action.kind != "F" for action in actions)
         # Last action of each kind on each stage: weight gradients come from B, or partly from I and partly from W.
         final = {(action.stage, action.kind): action for action in actions}
-        run = _Run(self._axis, self._num_stages, self._device, self._dtype, self._deferred, work)
+        run = _Run(self._axis, self._num_stages, self._device, self._dtype, self._weight_grads, work)
         execute = {"B": run.backward, "I": run.input_backward, "W": run.weight_backward}
         for step in plan:
             try:
@@ -166,16 +166,16 @@ class _Run:
         num_stages: int,
         device: torch.device,
         dtype: torch.dtype,
-        deferred: DeferredGradients,
+        weight_grads: WeightGradStore,
         work: StageWork,
     ) -> None:
         self._axis, self._num_stages, self._device, self._dtype = axis, num_stages, device, dtype
-        self._deferred, self._work = deferred, work
+        self._weight_grads, self._work = weight_grads, work
         self._arriving: dict[Message, Pending] = {}
         self._ready: dict[Message, Tensor] = {}
         self._sending: list[tuple[Transfer, Pending]] = []
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._weights: dict[tuple[int, int], Collection] = {}
+        self._weights: dict[tuple[int, int], PendingWeightGrads] = {}
 
     def post(self, transfer: Transfer) -> None:
         """Start a transfer."""
@@ -232,13 +232,13 @@ class _Run:
 
     def input_backward(self, action: Action) -> None:
         """Compute the gradient of the input, and defer those of the weights."""
-        with self._deferred.collecting() as weights:
+        with self._weight_grads.deferring() as weights:
             self.backward(action)
         self._weights[action.stage, action.microbatch] = weights
 
     def weight_backward(self, action: Action) -> None:
         """Compute the weight gradients that :meth:`input_backward` deferred."""
-        self._weights.pop((action.stage, action.microbatch)).play()
+        self._weights.pop((action.stage, action.microbatch)).flush()
 
     def finish(self) -> None:
         """Wait until everything is sent."""

@@ -56,7 +56,7 @@ def check(layer: nn.Module, mesh: ParallelMesh, x: Tensor, cut_input: bool, cut_
 
 def check_layers(tp: int, deferred: bool) -> dict[str, dict[str, str]]:
     mesh = ParallelMesh.create(ParallelLayout(tp=tp), torch.device("cpu"))
-    mesh.deferred.enabled = deferred
+    mesh.weight_grads.enabled = deferred
     generator = torch.Generator().manual_seed(4)
     x, inner = (torch.randn(S, B, n, generator=generator).bfloat16() for n in (H, FFN))
     column = ColumnParallelLinear(H, FFN, mesh, blocks=2, dtype=torch.bfloat16)

@@ -50,15 +50,15 @@ def mesh_of(tp: int, sp: bool, experts: bool = False) -> ParallelMesh:
 def gradients(config: TransformerConfig, plan: RecomputePlan, tp: int, sp: bool, deferred: bool) -> dict[str, Tensor]:
     """This rank's gradients of two micro-batches, and what both of its streams draw afterwards."""
     mesh = mesh_of(tp, sp, experts=config.num_experts > 0)
-    mesh.deferred.enabled = deferred
+    mesh.weight_grads.enabled = deferred
     torch.manual_seed(1)
     model = GPTModel(config, mesh, recompute=plan)
     length = 8 if config.num_experts else 7  # 7 does not split over the ranks, and experts refuse it
     tokens = torch.randint(37, (3, length), generator=torch.Generator().manual_seed(1))
     loss = model(tokens, tokens) + model(tokens.flip(1), tokens)
-    with mesh.deferred.collecting() as weights:
+    with mesh.weight_grads.deferring() as weights:
         loss.backward()
-    weights.play()
+    weights.flush()
     following = {"default stream": torch.rand(4)}
     with mesh.rng.tensor_parallel():
         following["tensor stream"] = torch.rand(4)

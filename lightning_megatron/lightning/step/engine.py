@@ -48,8 +48,8 @@ class StepEngine:
         self._boundary = boundary or StageBoundary(1)  # a model in one piece asks it for its scale alone
         self._logs = LogSharing(mesh.pp, device)
         self._metrics = MetricSharing(mesh, device)
-        self._runtime = PipelineRuntime(mesh.pp, self._boundary.num_stages, device, dtype, mesh.deferred)
-        mesh.deferred.enabled = self._is_pipeline and schedule == "zero-bubble"
+        self._runtime = PipelineRuntime(mesh.pp, self._boundary.num_stages, device, dtype, mesh.weight_grads)
+        mesh.weight_grads.enabled = self._is_pipeline and schedule == "zero-bubble"
 
     @property
     def backward_scale(self) -> BackwardScale:

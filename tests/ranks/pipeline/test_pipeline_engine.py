@@ -13,7 +13,7 @@ from toy_pipeline import CPU, Case, Outcome, ToyWork, engine, evaluate, plain, t
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline.runtime import _MOST_SENDING, PipelineRuntime, _starts_at_edges, training_plan
 from lightning_megatron.pipeline.validate import check_schedule
-from lightning_megatron.weight_grad_store import DeferredGradients
+from lightning_megatron.weight_grad_store import WeightGradStore
 
 Ranks = Callable[..., list[Any]]
 
@@ -134,7 +134,7 @@ def test_a_micro_batch_without_a_loss_adds_nothing(ranks: Ranks, name: str) -> N
 
 
 def test_the_engine_needs_no_process_group() -> None:
-    runtime = PipelineRuntime(Axis("pp"), 1, CPU, torch.float32, DeferredGradients())
+    runtime = PipelineRuntime(Axis("pp"), 1, CPU, torch.float32, WeightGradStore())
     runtime.run((), engine(Case("1f1b", 1, 1, 1))[2])
 
 

@@ -144,9 +144,9 @@ def engine(case: Case) -> tuple[ParallelMesh, PipelineRuntime, ToyWork]:
         mesh = ParallelMesh.create(ParallelLayout(pp=case.pp, vpp=case.vpp), CPU)
     else:
         mesh = ParallelMesh.single()
-    mesh.deferred.enabled = case.name == "zero-bubble"
+    mesh.weight_grads.enabled = case.name == "zero-bubble"
     layers: dict[int, nn.Module] = {n: layer(n, mesh) for n in range(mesh.pp.rank, case.num_stages, case.pp)}
-    runtime = PipelineRuntime(mesh.pp, case.num_stages, CPU, torch.float32, mesh.deferred)
+    runtime = PipelineRuntime(mesh.pp, case.num_stages, CPU, torch.float32, mesh.weight_grads)
     return mesh, runtime, ToyWork(case, layers)
 
 
