@@ -1,4 +1,4 @@
-"""Where a model call begins and ends on one stage of a pipeline.
+"""Begin and end of a model call on one stage of a pipeline.
 
 A user's step calls the model as if it were whole. On a stage that is not the first the model begins with the activation
 that has arrived; on one that is not the last it ends the step then and there, by raising :class:`StageReached` with the
@@ -17,15 +17,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StageLayers:
-    """What one stage builds.
+    """Layers of one pipeline stage.
 
     Attributes:
         stage: global stage number.
-        rank: the pipeline rank that holds it.
-        chunk: which of the rank's chunks it is.
+        rank: pipeline rank that holds the stage.
+        chunk: number of the stage among the rank's model chunks.
         layers: global numbers of its layers; may be empty.
-        has_embedding: it turns tokens into activations.
-        has_loss: it holds the final norm and the head, and computes the loss.
+        has_embedding: True if the stage turns tokens into activations.
+        has_loss: True if the stage holds the final norm and the head, and computes the loss.
     """
 
     stage: int
@@ -35,23 +35,28 @@ class StageLayers:
     has_embedding: bool
     has_loss: bool
 
+    @classmethod
+    def whole(cls, num_layers: int) -> StageLayers:
+        """A model in one piece: a single stage."""
+        return cls(0, 0, 0, range(num_layers), has_embedding=True, has_loss=True)
+
 
 @dataclass
 class BackwardScale:
     """Factor of a micro-batch's loss in the backward pass: its share of the batch, and the loss scale of fp16.
 
-    What is minimized besides the loss, but hangs on another tensor than the loss, is multiplied with it. A step that
-    returns a sum over tokens changes it after its forward, when their number is known.
+    Auxiliary losses that are attached to another tensor than the loss are multiplied by it. A step that returns a sum
+    over tokens changes it after its forward, when the number of tokens is known.
 
     Attributes:
-        value: the factor; read when backward is there.
+        value: factor; read during backward.
     """
 
     value: float | Tensor = 1.0
 
 
 class StageReached(BaseException):
-    """The part of the model on this stage is done. No error: a ``BaseException``, so that no user's handler stops it.
+    """End of the model's part on this stage. A ``BaseException``, since it is no error and no handler shall stop it.
 
     Attributes:
         hidden: activation for the next stage.
@@ -63,16 +68,16 @@ class StageReached(BaseException):
 
 
 class StageBoundary:
-    """What a model cut into stages asks: which stage runs now, and on what.
+    """Stage that a model's call runs now, its input and its end.
 
     Attributes:
-        num_stages: stages of the whole pipeline.
-        stage: the stage that runs now; ``None`` outside a schedule.
-        hidden: its input activation; ``None`` on the first stage.
-        loss_scale: what the loss of this micro-batch is multiplied with before backward.
+        num_stages: number of stages of the whole pipeline.
+        stage: stage that runs now; ``None`` outside a schedule.
+        hidden: input activation of the stage; ``None`` on the first one.
+        loss_scale: factor of this micro-batch's loss in the backward pass.
 
     Args:
-        num_stages: stages of the whole pipeline.
+        num_stages: number of stages of the whole pipeline.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -83,7 +88,7 @@ class StageBoundary:
 
     @contextmanager
     def at(self, stage: int, hidden: Tensor | None, loss_scale: float = 1.0) -> Iterator[BackwardScale]:
-        """Let the model's next call be that of ``stage``; gives the scale, which may change until backward."""
+        """Run ``stage`` in the model's next call; yields the scale, which may change until backward."""
         before = self.stage, self.hidden, self.loss_scale
         self.stage, self.hidden, self.loss_scale = stage, hidden, BackwardScale(loss_scale)
         try:
@@ -92,5 +97,5 @@ class StageBoundary:
             self.stage, self.hidden, self.loss_scale = before
 
     def leave(self, hidden: Tensor) -> NoReturn:
-        """End the step here, with the activation for the next stage."""
+        """End the step on this stage, with the activation for the next one."""
         raise StageReached(hidden)

@@ -63,14 +63,9 @@ class _Linear(torch.autograd.Function):
         store: WeightGradStore | None,
         leaves: tuple[Tensor | None, ...],
     ) -> Tensor:
-        ctx.axis, ctx.sequence_parallel, ctx.gemms, ctx.store, ctx.leaves = (
-            axis,
-            sequence_parallel,
-            gemms,
-            store,
-            leaves,
-        )
-        whole = all_gather(x, axis) if sequence_parallel else x  # [S, B, in]
+        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
+        ctx.gemms, ctx.store, ctx.leaves = gemms, store, leaves
+        whole = all_gather(x, axis) if axis is not None and sequence_parallel else x  # [S, B, in]
         out, kept = gemms.forward(whole, weight, bias)
         ctx.save_for_backward(x, weight, bias, *kept)
         return out

@@ -1,8 +1,7 @@
-"""The feed-forward layer."""
+"""Feed-forward layer."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from lightning_megatron.config.transformer import GATED
@@ -17,14 +16,12 @@ class MLP(nn.Module):
     Args:
         hidden_size: features ``H``.
         ffn_hidden_size: features ``F`` between the two layers.
-        mesh: the ranks.
-        activation: a name in ``ACTIVATIONS``.
-        bias: whether the two layers have biases.
-        sequence_parallel: input and output are sequence shards.
+        mesh: mesh of the ranks.
+        activation: name in ``ACTIVATIONS``.
+        bias: True if the two layers have biases.
+        sequence_parallel: True if input and output are sequence shards.
         init_std: standard deviation of ``fc1``'s initial weight.
-        output_init_std: the same for ``fc2``.
-        dtype: of the parameters.
-        device: of the parameters.
+        output_init_std: standard deviation of ``fc2``'s initial weight.
     """
 
     def __init__(
@@ -38,8 +35,6 @@ class MLP(nn.Module):
         sequence_parallel: bool,
         init_std: float,
         output_init_std: float,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         blocks = 2 if activation in GATED else 1
@@ -51,8 +46,6 @@ class MLP(nn.Module):
             blocks=blocks,
             sequence_parallel=sequence_parallel,
             init_std=init_std,
-            dtype=dtype,
-            device=device,
         )
         self.activation = ACTIVATIONS[activation]
         self.fc2 = RowParallelLinear(
@@ -62,8 +55,6 @@ class MLP(nn.Module):
             bias=bias,
             sequence_parallel=sequence_parallel,
             init_std=output_init_std,
-            dtype=dtype,
-            device=device,
         )
 
     def forward(self, x: Tensor) -> Tensor:

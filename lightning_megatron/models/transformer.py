@@ -1,10 +1,9 @@
-"""The parts every family shares: embedding, block, head."""
+"""Parts of every model family: embedding, block, head."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +36,12 @@ class Block(nn.Module):
     """One pre-norm transformer block.
 
     Args:
-        config: the model's shape.
-        mesh: the ranks.
-        sequence_parallel: the residual stream is a sequence shard.
-        has_experts: experts take the place of the feed-forward layer.
-        recompute: which parts are computed again for their gradients.
-        ops: what its arithmetic is chosen from.
+        config: shape of the model.
+        mesh: mesh of the ranks.
+        sequence_parallel: True if the residual stream is a sequence shard.
+        has_experts: True if experts replace the feed-forward layer.
+        recompute: plan of activation recomputation.
+        ops: implementations of the ops.
     """
 
     def __init__(
@@ -60,33 +59,23 @@ class Block(nn.Module):
         self.recompute = recompute
         norm = partial(NORMS[config.norm], config.hidden_size, mesh, eps=config.norm_epsilon, ops=ops)
         self.attention_norm = norm(sequence_parallel=sequence_parallel)
-        self.attention = SelfAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_query_groups,
-            config.head_dim,
-            mesh,
-            bias=config.add_bias_linear,
-            sequence_parallel=sequence_parallel,
-            dropout=config.attention_dropout,
-            recompute=recompute,
-            ops=ops,
-            init_std=config.init_std,
-            output_init_std=config.output_init_std,
-        )
+        self.attention = SelfAttention(config, mesh, sequence_parallel=sequence_parallel, recompute=recompute, ops=ops)
         self.mlp_norm = norm(sequence_parallel=sequence_parallel)
         self.mlp: MLP | MoELayer
-        common: dict[str, Any] = {
-            "activation": config.activation,
-            "sequence_parallel": sequence_parallel,
-            "init_std": config.init_std,
-            "output_init_std": config.output_init_std,
-        }
         if has_experts:
-            features, again = config.expert_ffn_hidden_size, recompute.wraps("moe")
-            self.mlp = MoELayer(config, config.hidden_size, features, mesh, recompute=again, ops=ops, **common)
+            again = recompute.wraps("moe")
+            self.mlp = MoELayer(config, mesh, sequence_parallel=sequence_parallel, recompute=again, ops=ops)
         else:
-            self.mlp = MLP(config.hidden_size, config.ffn_hidden_size, mesh, bias=config.add_bias_linear, **common)
+            self.mlp = MLP(
+                config.hidden_size,
+                config.ffn_hidden_size,
+                mesh,
+                activation=config.activation,
+                bias=config.add_bias_linear,
+                sequence_parallel=sequence_parallel,
+                init_std=config.init_std,
+                output_init_std=config.output_init_std,
+            )
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
 
     def forward(
@@ -95,9 +84,9 @@ class Block(nn.Module):
         """``[S, B, H] -> [S, B, H]`` (``[S/tp, B, H]`` under sequence parallelism).
 
         Returns:
-            The residual stream, and a scalar that its experts want minimized besides the loss, if any.
+            The residual stream, and the auxiliary loss of its experts, if any.
         """
-        plan = self.recompute if cache is None else NO_RECOMPUTE  # a cache would grow twice
+        plan = self.recompute if cache is None else NO_RECOMPUTE  # recomputation would append to the cache twice
         x = x + self.dropout(plan.run("attention", self._attend, x, rotary, cache, rng=self.rng))
         out, aux_loss = plan.run("mlp", self._feed, x, rng=self.rng)
         return x + self.dropout(out), aux_loss
@@ -115,11 +104,10 @@ class Embedding(nn.Module):
     """Token and, where the model learns them, position embeddings.
 
     Args:
-        config: the model's shape.
-        mesh: the ranks.
-        sequence_parallel: return a sequence shard.
-        only_for_head: this is the last stage's copy of the tokens' embedding, whose original is on the first; nothing
-            is embedded here.
+        config: shape of the model.
+        mesh: mesh of the ranks.
+        sequence_parallel: True to return a sequence shard.
+        only_for_head: True for the last stage's copy of the token embedding, which only the head uses.
     """
 
     def __init__(
@@ -143,7 +131,7 @@ class Embedding(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """Positions are whole on every rank, but under sequence parallelism each looks up only its shard's."""
+        """Positions are whole on every rank; under sequence parallelism each rank looks up its shard's positions."""
         if self.position is None:
             return {}
         return {"position": ParamSpec(tuple(self.position.shape), grad_sum_over_tp=self.sequence_parallel)}
@@ -161,13 +149,13 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and output layer; the output weight is the embedding's where the model ties them.
+    """Final norm and output layer; in a model with tied embeddings the output weight is the embedding's.
 
     Args:
-        config: the model's shape.
-        mesh: the ranks.
-        sequence_parallel: the input is a sequence shard.
-        ops: what its norm is chosen from.
+        config: shape of the model.
+        mesh: mesh of the ranks.
+        sequence_parallel: True if the input is a sequence shard.
+        ops: implementations of the ops.
     """
 
     def __init__(
@@ -187,7 +175,7 @@ class Head(nn.Module):
             normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, config.init_std)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """Cut along the vocabulary, like the embedding."""
+        """The weight is cut along the vocabulary, as the embedding is."""
         return {} if self.weight is None else {"weight": ParamSpec(self._shape, tp_dim=0)}
 
     def _weight(self, tied: Tensor | None) -> Tensor:
@@ -202,10 +190,10 @@ class Head(nn.Module):
     def final(self, hidden: Tensor) -> Tensor:
         """``[S, B, H]`` after the final norm, whole and equal on all tensor-parallel ranks.
 
-        Whatever they go on to compute of it must be the same: its gradient is taken as whole on each of them.
+        All of them must compute the same from it: its gradient is taken as whole on each rank.
 
         Args:
-            hidden: the residual stream, or this rank's shard of it.
+            hidden: residual stream, or this rank's shard of it.
         """
         hidden = self.norm(hidden)
         return join_sequence(hidden, self.axis) if self.sequence_parallel else hidden
@@ -225,17 +213,17 @@ class Head(nn.Module):
         All are equal on all tensor-parallel ranks.
 
         Args:
-            hidden: the residual stream, or this rank's shard of it.
-            tied: the embedding's weight where the model shares it.
-            keep: positions of the whole sequence to make logits of.
+            hidden: residual stream, or this rank's shard of it.
+            tied: weight of the embedding, in a model with tied embeddings.
+            keep: positions of the whole sequence for which to compute logits.
             labels: ``[S, B]``; -100 has no loss.
             token_weights: ``[S, B]``.
-            is_final: what is given comes from :meth:`final`.
+            is_final: True if ``hidden`` comes from :meth:`final`.
         """
         hidden = copy_to_region(hidden, self.axis) if is_final else self._enter(hidden)
         weight = self._weight(tied)
         if labels is None:
-            logits = linear(hidden[keep], weight)
+            logits = linear(hidden[keep], weight)  # [S, B, V/tp]
             return gather_features(logits, self.axis)[..., : self.vocab_size]
         smoothing = self.label_smoothing
         if token_weights is None:

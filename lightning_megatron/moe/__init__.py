@@ -1,5 +1,5 @@
-"""Mixture of experts: who decides, who carries, who computes.
+"""Mixture of experts.
 
-``router`` chooses experts for tokens, ``dispatch`` brings tokens to the ranks that hold them and back, ``experts``
-computes, ``layer`` puts the three together. Shapes: ``T`` tokens of this rank, ``E`` experts, ``k`` of them a token.
+``router`` chooses experts for tokens, ``dispatch`` sends tokens to the ranks of their experts and back, ``experts``
+computes, ``layer`` combines the three. Shapes: ``T`` tokens of this rank, ``E`` experts, ``k`` choices of a token.
 """

@@ -1,4 +1,4 @@
-"""Losses that even out the load of experts, as pure functions.
+"""Auxiliary losses of experts, as pure functions.
 
 All are *sums over ranks of local terms*: the counts are of all tokens that share a loss, the probabilities of this
 rank's, so that gradients need no further communication than the router's own.
@@ -13,7 +13,7 @@ from lightning_megatron.stage import BackwardScale
 
 
 def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each expert was chosen: ``[..., T, k]`` to ``[..., E]``, int64; ids beyond ``E`` are not counted."""
+    """Number of choices of each expert: ``[..., T, k]`` to ``[..., E]``, int64; ids beyond ``E`` are not counted."""
     flat = experts.flatten(-2)
     counts = torch.zeros(*flat.shape[:-1], num_experts + 1, dtype=torch.int64, device=experts.device)
     counts.scatter_add_(-1, flat, torch.ones_like(flat))
@@ -28,8 +28,8 @@ def load_balancing_loss(probs: Tensor, counts: Tensor, total_tokens: int, topk: 
 
     Args:
         probs: ``[..., T, E]`` of this rank's tokens, over all experts.
-        counts: ``[..., E]`` choices of all tokens that share the loss; gradients do not flow through them.
-        total_tokens: how many tokens that is, ``T``.
+        counts: ``[..., E]`` choices of all tokens that share the loss; without gradient.
+        total_tokens: number ``T`` of these tokens.
         topk: choices of a token.
     """
     num_experts = probs.shape[-1]
@@ -42,7 +42,7 @@ def z_loss(logits: Tensor, total_tokens: int) -> Tensor:
 
     Args:
         logits: ``[..., E]`` of this rank's tokens.
-        total_tokens: how many tokens the mean is over.
+        total_tokens: number of tokens of the mean.
     """
     return logits.logsumexp(-1).square().sum() / total_tokens
 
@@ -59,13 +59,13 @@ class _Attach(torch.autograd.Function):
         return grad, grad if scale is None else torch.as_tensor(scale.value, device=grad.device).float(), None
 
 
-def attach(carrier: Tensor, extra: Tensor, scale: BackwardScale | None = None) -> Tensor:
+def attach_aux_loss(carrier: Tensor, extra: Tensor, scale: BackwardScale | None = None) -> Tensor:
     """``carrier`` unchanged, with a backward that differentiates ``extra`` too.
 
     Args:
-        carrier: a loss, whose gradient ``extra`` shares; or an activation.
-        extra: a scalar that is minimized besides.
-        scale: gradient of ``extra`` where the carrier is no loss.
+        carrier: loss, whose gradient ``extra`` shares; or an activation.
+        extra: auxiliary loss, a scalar.
+        scale: gradient of ``extra`` if the carrier is no loss.
     """
     out: Tensor = _Attach.apply(carrier, extra, scale)
     return out

@@ -1,4 +1,4 @@
-"""How many tokens an expert takes, and which."""
+"""Capacity of experts: the permutation of choices by expert, and the choices beyond the capacity."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def expert_capacity(tokens: int, topk: int, num_experts: int, factor: float) -> 
     return ceil(tokens * topk / num_experts * factor)
 
 
-class Places(NamedTuple):
-    """Where each choice of a token stands in the queue of its expert.
+class Permutation(NamedTuple):
+    """Choices of all tokens, sorted by expert.
 
     Attributes:
-        order: ``[T k]`` choices by expert, inside an expert in the order of the queue; those sent nowhere at the end.
-        counts: ``[E]`` length of each queue, int64.
-        place: ``[T k]`` position of each choice *of* ``order`` in the queue of its expert.
+        order: ``[T k]`` choices by expert, for each expert by priority; dropped choices at the end.
+        counts: ``[E]`` number of choices of each expert, int64.
+        place: ``[T k]`` position of each choice *of* ``order`` among those of its expert.
     """
 
     order: Tensor
@@ -31,13 +31,13 @@ class Places(NamedTuple):
     place: Tensor
 
 
-def queue_up(experts: Tensor, num_experts: int, priority: Tensor | None = None) -> Places:
-    """Put choices in line at their experts.
+def permute_by_expert(experts: Tensor, num_experts: int, priority: Tensor | None = None) -> Permutation:
+    """Sort choices by expert.
 
     Args:
-        experts: ``[T, k]`` ids; ``num_experts`` stands for nowhere.
-        num_experts: experts ``E``.
-        priority: ``[T, k]``, highest first in line; ``None`` for the order of tokens.
+        experts: ``[T, k]`` ids; ``num_experts`` for a dropped choice.
+        num_experts: number of experts ``E``.
+        priority: ``[T, k]``, the highest first; ``None`` for the order of tokens.
     """
     flat = experts.flatten()
     if priority is None:
@@ -46,21 +46,21 @@ def queue_up(experts: Tensor, num_experts: int, priority: Tensor | None = None) 
         first = priority.flatten().argsort(descending=True, stable=True)
         order = first[flat[first].argsort(stable=True)]
     counts = count_tokens(experts, num_experts)
-    begins = F.pad(counts.cumsum(0), (1, 0))  # the last one of those sent nowhere
+    begins = F.pad(counts.cumsum(0), (1, 0))  # [E + 1], the last one of dropped choices
     place = torch.arange(flat.numel(), device=flat.device) - begins[flat[order]]
-    return Places(order, counts, place)
+    return Permutation(order, counts, place)
 
 
 def drop_overflow(experts: Tensor, num_experts: int, capacity: int, priority: Tensor | None = None) -> Tensor:
-    """Send choices nowhere (id ``num_experts``) that an expert of limited capacity does not take.
+    """Drop the choices beyond an expert's capacity: their id becomes ``num_experts``.
 
     Args:
         experts: ``[T, k]`` ids.
-        num_experts: experts ``E``, the id of nowhere.
-        capacity: choices that an expert takes.
-        priority: ``[T, k]``, whose highest stay; ``None`` for the first.
+        num_experts: number of experts ``E``, the id of a dropped choice.
+        capacity: number of choices that an expert takes.
+        priority: ``[T, k]``, the highest stay; ``None`` for the first.
     """
-    order, _, place = queue_up(experts, num_experts, priority)
+    order, _, place = permute_by_expert(experts, num_experts, priority)
     flat = experts.flatten().clone()
     flat[order] = torch.where(place < capacity, flat[order], num_experts)
     return flat.view_as(experts)

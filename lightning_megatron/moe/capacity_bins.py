@@ -1,4 +1,4 @@
-"""A few fixed capacities, of which the smallest that drops nothing is used.
+"""Capacity bins: a few fixed capacities, of which a forward uses the smallest that drops nothing.
 
 Devices that compile a graph for every shape need the rows of an expert to be one of few numbers. Intel's recipe for
 Gaudi keeps a small set of capacities ("bins"), takes for each forward the smallest that holds the fullest expert, and
@@ -44,7 +44,7 @@ def expected_waste(edges: Sequence[int], usage: Sequence[float], low: int) -> fl
 
 
 def spread(usage: Sequence[float], edges: Sequence[int], others: Sequence[int], low: int) -> list[float]:
-    """How often bins at ``others`` are used, if requests in each bin at ``edges`` are spread evenly over it."""
+    """Usage of bins at ``others``, if requests in each bin at ``edges`` are spread evenly over it."""
     found = [0.0] * len(others)
     for times, (begin, end) in zip(usage, pairwise((low, *edges)), strict=True):
         for i, (first, last) in enumerate(pairwise((low, *others))):
@@ -57,7 +57,7 @@ def optimized_edges(edges: Sequence[int], usage: Sequence[int], low: int, alignm
 
     Args:
         edges: capacities, ascending; the last one holds the worst case and stays.
-        usage: how often each was used.
+        usage: number of uses of each.
         low: lower end of the first bin.
         alignment: every capacity is a multiple of this.
     """
@@ -84,18 +84,18 @@ def _neighbours(edges: list[int], low: int, alignment: int) -> Iterator[list[int
 
 
 class CapacityBins(nn.Module):
-    """The bins of one layer, equal on all ranks and kept in checkpoints.
+    """Bins of one layer, equal on all ranks and kept in checkpoints.
 
     Args:
-        config: of the mixture.
-        mesh: the ranks; those of its ``etp x ep`` axis use one capacity.
+        config: configuration of the experts.
+        mesh: mesh of the ranks; those of its ``etp x ep`` axis use one capacity.
 
     Attributes:
         edges: ``[N]`` capacities, ascending; zeros before the first forward.
-        usage: ``[N]`` how often each was used since bins were cut, by all ranks.
+        usage: ``[N]`` number of uses of each since the bins were cut, by all ranks.
         rows: ``[2]`` rows requested and rows used since then, by all ranks.
         steps: optimizer steps taken, a scalar.
-        low: least that a forward can request, a scalar.
+        low: smallest capacity that a forward can request, a scalar.
     """
 
     edges: Tensor
@@ -104,12 +104,12 @@ class CapacityBins(nn.Module):
     steps: Tensor
     low: Tensor
 
-    def __init__(self, config: MoEConfig, mesh: ParallelMesh, device: torch.device | str | None = None) -> None:
+    def __init__(self, config: MoEConfig, mesh: ParallelMesh) -> None:
         super().__init__()
         self.config, self.mesh = config, mesh
         count = config.moe_capacity_bins
         for name, length in {"edges": (count,), "usage": (count,), "rows": (2,), "steps": (), "low": ()}.items():
-            self.register_buffer(name, torch.zeros(length, dtype=torch.int64, device=device))
+            self.register_buffer(name, torch.zeros(length, dtype=torch.int64))
         self._seen: Tensor | None = None  # [N + 2] usage and rows of this rank since the last step
 
     def choose(self, counts: Tensor, tokens: int) -> int:
@@ -141,11 +141,11 @@ class CapacityBins(nn.Module):
 
     @property
     def alignment(self) -> int:
-        """What capacities are multiples of."""
+        """Number that every capacity is a multiple of."""
         return self.config.moe_capacity_bins_alignment
 
     def after_optimizer_step(self) -> None:
-        """Put together what all ranks have seen; cut anew when it is time."""
+        """Sum the counts of all ranks; cut the bins anew after every interval."""
         seen = torch.zeros(len(self.usage) + 2, dtype=torch.int64, device=self.usage.device)
         if self._seen is not None:
             seen, self._seen = self._seen, None
@@ -159,7 +159,7 @@ class CapacityBins(nn.Module):
             self._cut_anew()
 
     def forget_step(self) -> None:
-        """Count nothing of a step that was not taken."""
+        """Discard the counts of a step that was not taken."""
         self._seen = None
 
     def _cut_anew(self) -> None:
@@ -178,11 +178,11 @@ def _edges_for(config: MoEConfig, tokens: int) -> list[int]:
 
 
 def bins_problems(config: MoEConfig, tokens: int) -> list[Problem]:
-    """True if there are as many capacities as bins wished for.
+    """Fault of a configuration with more bins than there are capacities.
 
     Args:
-        config: of the mixture.
-        tokens: of one rank in one forward.
+        config: configuration of the experts.
+        tokens: number of tokens of one rank in one forward.
     """
     edges, count = _edges_for(config, tokens), config.moe_capacity_bins
     if len(edges) == count:

@@ -1,7 +1,7 @@
-"""How tokens reach the ranks that hold their experts, and how the results come back.
+"""Dispatch of tokens to the ranks that hold their experts, and combination of the results.
 
-The ranks of the ``etp x ep`` axis together hold every expert once: ``ep`` shares the experts out, ``etp`` cuts each of
-them, so that a token visits all ``etp`` ranks of its expert and their partial results are summed
+The ranks of the ``etp x ep`` axis together hold every expert once: ``ep`` distributes whole experts, ``etp`` shards each
+of them. A token visits all ``etp`` ranks of its expert, and their partial results are summed
 ("parallel folding", https://arxiv.org/abs/2504.14960). Everything is differentiable.
 """
 
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_to_all, all_to_all_no_grad, gather_sequence, reduce_scatter_sequence
 from lightning_megatron.mesh import Axis, ParallelMesh
-from lightning_megatron.moe.capacity import queue_up
+from lightning_megatron.moe.capacity import permute_by_expert
 
 
 class Experts(Protocol):
-    """The experts of this rank."""
+    """Experts of one rank."""
 
     def grouped(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """``[n, H] -> [n, H]``, rows of one expert after the other's."""
+        """``[n, H] -> [n, H]``, rows sorted by expert."""
         ...
 
     def batched(self, x: Tensor) -> Tensor:
-        """``[experts here, n, H] -> [experts here, n, H]``."""
+        """``[E/ep, n, H] -> [E/ep, n, H]``."""
         ...
 
     def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -35,11 +35,11 @@ class Experts(Protocol):
 
 
 class ExpertGrid:
-    """Which rank of an axis holds which experts.
+    """Assignment of experts to the ranks of an axis.
 
     Args:
-        num_experts: experts ``E`` over all ranks.
-        mesh: the ranks.
+        num_experts: number of experts ``E`` over all ranks.
+        mesh: mesh of the ranks.
     """
 
     def __init__(self, num_experts: int, mesh: ParallelMesh) -> None:
@@ -49,51 +49,51 @@ class ExpertGrid:
         self.local = num_experts // self.ep
 
     def copies(self, x: Tensor) -> Tensor:
-        """What goes to each expert-parallel rank, once for each rank that holds a slice of it: ``[ep] -> [ep etp]``."""
+        """``[ep, ...] -> [ep etp, ...]``: a copy for each rank that holds a slice of the same experts."""
         return x if self.etp == 1 else x.repeat_interleave(self.etp, 0)
 
 
 def allgather(
     x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor], axis: Axis
 ) -> Tensor:
-    """All tokens to all ranks; each adds what its experts make of them, and the sums are scattered.
+    """Gather all tokens on all ranks, compute the local experts' outputs, and reduce-scatter their sums.
 
     Args:
-        x: ``[T, H]``, as many tokens on every rank.
+        x: ``[T, H]``, the same number of tokens on every rank.
         experts: ``[T, k]`` ids.
         weights: ``[T, k]``.
-        compute: an experts' ``routed``.
-        axis: the ``etp x ep`` ranks.
+        compute: method ``routed`` of the local experts.
+        axis: ``etp x ep`` ranks.
     """
-    everything = (gather_sequence(part, axis) for part in (x, experts, weights))
+    everything = (gather_sequence(part, axis) for part in (x, experts, weights))  # [R T, H], [R T, k], [R T, k]
     return reduce_scatter_sequence(compute(*everything), axis)
 
 
 def alltoall(x: Tensor, experts: Tensor, weights: Tensor, compute: Experts, grid: ExpertGrid) -> Tensor:
-    """Each token to the ranks of its experts and back; as many rows on the wire as there are choices.
+    """Send each token to the ranks of its experts and back, one row per choice.
 
-    One host synchronization a call: how many rows go where.
+    Each call has one host synchronization, for the numbers of rows.
 
     Args:
-        x: ``[T, H]``; ranks may have different numbers of tokens, also none.
-        experts: ``[T, k]`` ids; ``E`` for a choice that was dropped.
+        x: ``[T, H]``; the number of tokens may differ between ranks, and be 0.
+        experts: ``[T, k]`` ids; ``E`` for a dropped choice.
         weights: ``[T, k]``.
-        compute: the experts of this rank.
-        grid: who holds which.
+        compute: experts of this rank.
+        grid: assignment of experts to ranks.
     """
     topk, local = experts.shape[1], grid.local
-    order, counts, _ = queue_up(experts, grid.num_experts)
-    sent = grid.copies(counts.view(grid.ep, local))  # [ranks, experts there]
-    told = torch.stack((sent, all_to_all_no_grad(sent, grid.axis)))
-    sent_rows, received = told[0].sum(1).tolist(), told[1].tolist()
+    order, counts, _ = permute_by_expert(experts, grid.num_experts)  # [T k], [E]
+    sent = grid.copies(counts.view(grid.ep, local))  # [R, E/ep]: rows for each expert of each rank
+    counts_of_ranks = torch.stack((sent, all_to_all_no_grad(sent, grid.axis)))  # [2, R, E/ep]: sent, received
+    sent_rows, received = counts_of_ranks[0].sum(1).tolist(), counts_of_ranks[1].tolist()
     blocks = sent_rows[:: grid.etp]
-    rows = _repeated(order[: sum(blocks)] // topk, blocks, grid.etp)
+    rows = _repeated(order[: sum(blocks)] // topk, blocks, grid.etp)  # token of each row to send
     received_rows = [sum(row) for row in received]
-    arrived = all_to_all(x.index_select(0, rows), grid.axis, sent_rows, received_rows)
+    arrived = all_to_all(x.index_select(0, rows), grid.axis, sent_rows, received_rows)  # [n, H], sorted by rank
 
     by_rank = [received[r][e] for r in range(grid.axis.size) for e in range(local)]
     by_expert = [received[r][e] for e in range(local) for r in range(grid.axis.size)]
-    ours = _transposed(arrived, by_rank, local)
+    ours = _transposed(arrived, by_rank, local)  # [n, H], sorted by expert
     out = compute.grouped(ours, [sum(row[e] for row in received) for e in range(local)])
     back = all_to_all(_transposed(out, by_expert, grid.axis.size), grid.axis, received_rows, sent_rows)
     return _combined(_summed_copies(back, blocks, grid.etp), order, weights, x)
@@ -106,39 +106,39 @@ def padded_alltoall(
 
     Args:
         x: ``[T, H]``.
-        experts: ``[T, k]`` ids; ``E`` for a choice that was dropped. No expert has more than ``capacity``.
+        experts: ``[T, k]`` ids; ``E`` for a dropped choice. No expert has more than ``capacity``.
         weights: ``[T, k]``.
-        compute: the experts of this rank.
-        grid: who holds which.
-        capacity: rows.
+        compute: experts of this rank.
+        grid: assignment of experts to ranks.
+        capacity: number of rows ``C``.
     """
     (tokens, topk), hidden = experts.shape, x.shape[1]
     ranks, local = grid.axis.size, grid.local
-    order, _, place = queue_up(experts, grid.num_experts)
+    order, _, place = permute_by_expert(experts, grid.num_experts)
     target = experts.flatten()[order]
     slots = grid.num_experts * capacity
-    slot = torch.where(target < grid.num_experts, target * capacity + place, slots)
-    # An empty slot takes the row of zeros that follows the tokens, a choice that was dropped the one after the slots.
+    slot = torch.where(target < grid.num_experts, target * capacity + place, slots)  # [T k]
+    # An empty slot takes the row of zeros that follows the tokens, a dropped choice the row after the slots.
     source = torch.full((slots + 1,), tokens, device=x.device).scatter_(0, slot, order // topk)[:slots]
-    filled = _with_zeros(x).index_select(0, source).view(grid.ep, local * capacity, hidden)
-    arrived = all_to_all(grid.copies(filled), grid.axis).view(ranks, local, capacity, hidden)
-    out = compute.batched(arrived.transpose(0, 1).reshape(local, ranks * capacity, hidden))
+    filled = _with_zeros(x).index_select(0, source).view(grid.ep, local * capacity, hidden)  # [ep, E/ep C, H]
+    arrived = all_to_all(grid.copies(filled), grid.axis).view(ranks, local, capacity, hidden)  # [R, E/ep, C, H]
+    out = compute.batched(arrived.transpose(0, 1).reshape(local, ranks * capacity, hidden))  # [E/ep, R C, H]
     back = all_to_all(out.view(local, ranks, capacity, hidden).transpose(0, 1).contiguous(), grid.axis)
     partial = back.view(grid.ep, grid.etp, local * capacity, hidden).sum(1) if grid.etp > 1 else back
-    rows = _with_zeros(partial.reshape(slots, hidden))
+    rows = _with_zeros(partial.reshape(slots, hidden))  # [E C + 1, H]
     slot_of_choice = torch.empty_like(slot).scatter_(0, order, slot)
     return _weighted(rows.index_select(0, slot_of_choice), weights, x)
 
 
 def _repeated(rows: Tensor, blocks: Sequence[int], times: int) -> Tensor:
-    """Every block of consecutive rows ``times`` times."""
+    """Rows with every block of consecutive rows repeated ``times`` times."""
     if times == 1:
         return rows
     return torch.cat([block for part in rows.split(list(blocks)) for block in (part,) * times])
 
 
 def _summed_copies(rows: Tensor, blocks: Sequence[int], times: int) -> Tensor:
-    """The inverse: the sum of a block's copies."""
+    """Inverse of :func:`_repeated`: the sum of each block's copies."""
     if times == 1:
         return rows
     parts = rows.split([size * times for size in blocks])
@@ -146,7 +146,7 @@ def _summed_copies(rows: Tensor, blocks: Sequence[int], times: int) -> Tensor:
 
 
 def _transposed(rows: Tensor, sizes: Sequence[int], columns: int) -> Tensor:
-    """Blocks of rows, laid out as a matrix of blocks with ``columns`` columns, as the transposed matrix."""
+    """Transpose of a matrix of row blocks with ``columns`` columns."""
     if columns in (1, len(sizes)):
         return rows
     blocks = rows.split(list(sizes))
@@ -158,7 +158,7 @@ def _with_zeros(x: Tensor) -> Tensor:
 
 
 def _combined(rows: Tensor, order: Tensor, weights: Tensor, x: Tensor) -> Tensor:
-    """Tokens ``[T, H]`` from one row a choice, in ``order``; those at its end that have none count nothing."""
+    """Tokens ``[T, H]`` from one row per choice, in ``order``; dropped choices at its end have no row and count 0."""
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return _weighted(_with_zeros(rows).index_select(0, place.clamp_(max=rows.shape[0])), weights, x)
 

@@ -1,4 +1,4 @@
-"""The experts of one rank."""
+"""Experts of one rank."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ from lightning_megatron.params import ParamSpec
 
 
 class RoutedExperts(nn.Module):
-    """Feed-forward layers without biases, end to end in two tensors: ``fc2(activation(fc1(x)))`` for each.
+    """Feed-forward layers without biases in two tensors: ``fc2(activation(fc1(x)))`` for each expert.
 
-    A rank of expert parallelism holds whole experts, and of each, under expert tensor parallelism, a slice of its inner
-    features: the output is then a partial sum.
+    An expert-parallel rank holds whole experts; with expert tensor parallelism it holds a slice of the inner features of
+    each, and its output is a partial sum.
 
     Args:
-        num_experts: experts ``E`` over all ranks.
+        num_experts: number of experts ``E`` over all ranks.
         hidden_size: features ``H``.
         ffn_hidden_size: features ``F`` inside one expert.
-        mesh: the ranks.
-        activation: a name in ``ACTIVATIONS``.
+        mesh: mesh of the ranks.
+        activation: name in ``ACTIVATIONS``.
         init_std: standard deviation of ``fc1``'s initial weights.
-        output_init_std: the same for ``fc2``.
-        ops: what their arithmetic is chosen from.
-        dtype: of the parameters.
-        device: of the parameters.
+        output_init_std: standard deviation of ``fc2``'s initial weights.
+        ops: implementations of the ops.
 
     Raises:
         ConfigError: if experts or features do not split over the ranks.
@@ -50,8 +48,6 @@ class RoutedExperts(nn.Module):
         init_std: float,
         output_init_std: float,
         ops: Ops = ANY_DEVICE,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         ep, etp = mesh.ep.size, mesh.etp.size
@@ -72,32 +68,32 @@ class RoutedExperts(nn.Module):
             "fc1": (num_experts, *gates, ffn_hidden_size, hidden_size),
             "fc2": (num_experts, hidden_size, ffn_hidden_size),
         }
-        self.fc1 = nn.Parameter(torch.empty(here, *gates, features, hidden_size, dtype=dtype, device=device))
-        self.fc2 = nn.Parameter(torch.empty(here, hidden_size, features, dtype=dtype, device=device))
+        self.fc1 = nn.Parameter(torch.empty(here, *gates, features, hidden_size))
+        self.fc2 = nn.Parameter(torch.empty(here, hidden_size, features))
         for name, std in (("fc1", init_std), ("fc2", output_init_std)):
             normal_(getattr(self, name), self.param_specs()[name], mesh.shard_ranks, std)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """Cut by experts, and along the inner features."""
+        """Weights are cut by experts, and along the inner features."""
         dims = {"fc1": len(self._shapes["fc1"]) - 2, "fc2": 2}
         return {name: ParamSpec(shape, tp_dim=dims[name], ep_dim=0) for name, shape in self._shapes.items()}
 
     def grouped(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """``[n, H] -> [n, H]``: the rows of each expert here in turn; an expert may have none."""
+        """``[n, H] -> [n, H]``, rows sorted by expert; an expert may have none."""
         inner = self.activation(self.grouped_linear.run(x, self.fc1.flatten(1, -2), counts))
         out: Tensor = self.grouped_linear.run(inner, self.fc2, counts)
         return out
 
     def batched(self, x: Tensor) -> Tensor:
-        """``[experts here, n, H] -> [experts here, n, H]``, as many rows for each."""
+        """``[E/ep, n, H] -> [E/ep, n, H]``, the same number of rows for each expert."""
         inner = self.activation(batched_linear(x, self.fc1.flatten(1, -2)))
         return batched_linear(inner, self.fc2)
 
     def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """``[T, H] -> [T, H]``: tokens through those of their experts ``[T, k]`` that are here, weighted and summed."""
+        """``[T, H] -> [T, H]``: weighted sum of the outputs of a token's experts ``[T, k]`` that are on this rank."""
         out: Tensor = self.mixture.run(x, experts, weights, self.fc1, self.fc2, self.activation, self.first)
         return out
 
     def extra_repr(self) -> str:
-        """The sizes, global."""
+        """Global sizes."""
         return f"experts={self._shapes['fc2'][0]}, here from {self.first}, ffn={self._shapes['fc2'][2]}"

@@ -1,4 +1,4 @@
-"""A feed-forward layer of experts."""
+"""Feed-forward layer of experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.config.moe import MoEConfig
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.mesh import ParallelMesh
@@ -26,18 +26,12 @@ class MoELayer(nn.Module):
     """Router, dispatch, experts; ``output, aux_loss = layer(x)``.
 
     Args:
-        config: of the mixture.
-        hidden_size: features ``H``.
-        ffn_hidden_size: features inside one expert.
-        mesh: the ranks.
-        activation: a name in ``ACTIVATIONS``.
-        sequence_parallel: input and output are sequence shards; a must where ``tp > 1``, as each token is routed once.
-        init_std: standard deviation of initial weights.
-        output_init_std: the same for the experts' second layer.
-        recompute: keep only tokens and routing, and let the experts run twice.
-        ops: what the experts' arithmetic is chosen from.
-        dtype: of the parameters.
-        device: of the parameters.
+        config: shape of the model and its experts.
+        mesh: mesh of the ranks.
+        sequence_parallel: True if input and output are sequence shards; required with ``tp > 1``, since each token is
+            routed once.
+        recompute: True to keep only tokens and routing, and compute the experts again in the backward.
+        ops: implementations of the ops.
 
     Raises:
         ConfigError: if experts or features do not split over the ranks, or tp ranks hold the same tokens.
@@ -45,19 +39,12 @@ class MoELayer(nn.Module):
 
     def __init__(
         self,
-        config: MoEConfig,
-        hidden_size: int,
-        ffn_hidden_size: int,
+        config: TransformerConfig,
         mesh: ParallelMesh,
         *,
-        activation: str,
         sequence_parallel: bool,
-        init_std: float,
-        output_init_std: float,
         recompute: bool = False,
         ops: Ops = ANY_DEVICE,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if mesh.tp.size > 1 and not sequence_parallel:
@@ -65,48 +52,37 @@ class MoELayer(nn.Module):
             raise_if_any([Problem("sequence_parallel", sequence_parallel, reason, (True, None))])
         self.config, self.rng, self.recompute = config, mesh.rng, recompute
         self.grid = ExpertGrid(config.num_experts, mesh)
-        self.router = Router(
-            hidden_size,
-            config,
-            mesh,
-            sequence_parallel=sequence_parallel,
-            init_std=init_std,
-            dtype=dtype,
-            device=device,
-        )
+        hidden_size, init_std = config.hidden_size, config.init_std
+        self.router = Router(hidden_size, config, mesh, sequence_parallel=sequence_parallel, init_std=init_std)
         self.experts = RoutedExperts(
             config.num_experts,
             hidden_size,
-            ffn_hidden_size,
+            config.expert_ffn_hidden_size,
             mesh,
-            activation=activation,
+            activation=config.activation,
             init_std=init_std,
-            output_init_std=output_init_std,
+            output_init_std=config.output_init_std,
             ops=ops,
-            dtype=dtype,
-            device=device,
         )
-        self.bins = CapacityBins(config, mesh, device) if config.moe_capacity_bins else None
+        self.bins = CapacityBins(config, mesh) if config.moe_capacity_bins else None
         self.shared: MLP | None = None
         if config.moe_shared_expert_ffn_hidden_size:
             self.shared = MLP(
                 hidden_size,
                 config.moe_shared_expert_ffn_hidden_size,
                 mesh,
-                activation=activation,
+                activation=config.activation,
                 bias=False,
                 sequence_parallel=sequence_parallel,
                 init_std=init_std,
-                output_init_std=output_init_std,
-                dtype=dtype,
-                device=device,
+                output_init_std=config.output_init_std,
             )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[S, B, H] -> [S, B, H]``, and a scalar to minimize besides (``None`` if there is none)."""
+        """``[S, B, H] -> [S, B, H]``, and the auxiliary loss (``None`` if there is none)."""
         experts, weights, aux_loss = self.router(x)
         run = self._dispatch(experts, x.shape[0] * x.shape[1])
-        tokens = x.flatten(0, 1)
+        tokens = x.flatten(0, 1)  # [T, H]
         if self.recompute and self.training and torch.is_grad_enabled():
             out = recomputed(run, tokens, experts, weights, rng=self.rng)
         else:
@@ -115,7 +91,7 @@ class MoELayer(nn.Module):
         return out if self.shared is None else out + self.shared(x), aux_loss
 
     def _dispatch(self, experts: Tensor, tokens: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """What carries tokens, ids and weights to the experts and back, for this routing."""
+        """Function of tokens, ids and weights that sends tokens to their experts and back, for this routing."""
         c = self.config
         if c.moe_dynamic or c.moe_token_dispatcher == "allgather":
             return partial(allgather, compute=self.experts.routed, axis=self.grid.axis)

@@ -1,4 +1,4 @@
-"""What a router has seen: tokens of each expert and auxiliary losses, for whoever wants to look."""
+"""Load statistics of a router: tokens of each expert and auxiliary losses, over three windows."""
 
 from __future__ import annotations
 
@@ -9,67 +9,86 @@ import torch
 from torch import Tensor
 
 
-class ExpertLoad:
-    """Counts of one router on one rank. Nothing here is part of a model's state: all of it is since some event.
+class CountSum:
+    """Sum of ``[E]`` counts since the last :meth:`take`.
 
     Args:
-        num_experts: experts ``E``.
+        num_experts: number of experts ``E``.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+        self._sum: Tensor | None = None
+
+    def add(self, counts: Tensor) -> None:
+        """Add the ``[E]`` counts of a micro-batch."""
+        self._sum = counts if self._sum is None else self._sum + counts
+
+    def take(self, device: torch.device) -> Tensor:
+        """The sum ``[E]``, int64; the next one starts at 0."""
+        total, self._sum = self._sum, None
+        return torch.zeros(self._num_experts, dtype=torch.int64, device=device) if total is None else total
+
+
+class BatchMean:
+    """Mean of ``[E]`` counts over the micro-batches of a batch so far."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new batch."""
+        self._sum: Tensor | None = None
+        self._micro_batches = 0
+        self._means: deque[Tensor] = deque()
+
+    def mean_with(self, counts: Tensor) -> Tensor:
+        """Mean ``[E]``, fp32, with the counts of the next micro-batch, over all ranks."""
+        self._sum = counts if self._sum is None else self._sum + counts
+        self._micro_batches += 1
+        self._means.append(self._sum.float() / self._micro_batches)
+        return self._means[-1]
+
+    def replayed_mean(self) -> Tensor:
+        """Result of :meth:`mean_with` in the first forward of the micro-batch that is now recomputed.
+
+        Every schedule recomputes micro-batches in the order of their forwards.
+        """
+        return self._means.popleft()
+
+
+class ExpertLoad:
+    """Load of one router on one rank; no part of the model's state.
+
+    Attributes:
+        num_experts: number of experts ``E``.
+        step: counts since the last optimizer step.
+        batch: mean counts of the current batch, over all ranks.
+
+    Args:
+        num_experts: number of experts ``E``.
     """
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
-        self._shown: Tensor | None = None  # since somebody looked
-        self._step: Tensor | None = None  # since the last optimizer step
+        self.step, self.batch = CountSum(num_experts), BatchMean()
+        self._window = CountSum(num_experts)
         self._losses: dict[str, Tensor] = {}
         self._forwards = 0
-        self._batch: Tensor | None = None  # global counts of the micro-batches of this batch
-        self._micro_batches = 0
-        self._means: deque[Tensor] = deque()  # what each of them was told
 
-    def add(self, counts: Tensor) -> None:
-        """A micro-batch with ``[E]`` tokens for each expert."""
-        self._shown = counts if self._shown is None else self._shown + counts
-        self._step = counts if self._step is None else self._step + counts
+    def add_counts(self, counts: Tensor) -> None:
+        """Add the ``[E]`` counts of a micro-batch."""
+        self._window.add(counts)
+        self.step.add(counts)
         self._forwards += 1
 
     def add_losses(self, losses: Mapping[str, Tensor]) -> None:
-        """This rank's parts of the losses of a micro-batch, by name."""
+        """Add this rank's parts of the losses of a micro-batch, by name."""
         for name, value in losses.items():
             self._losses[name] = self._losses.get(name, 0.0) + value.detach()
 
-    def mean_of_batch(self, counts: Tensor) -> Tensor:
-        """Mean counts ``[E]`` a micro-batch, over those of this batch so far.
-
-        Args:
-            counts: of the micro-batch that is next, over all ranks.
-        """
-        self._batch = counts if self._batch is None else self._batch + counts
-        self._micro_batches += 1
-        self._means.append(self._batch.float() / self._micro_batches)
-        return self._means[-1]
-
-    def recalled_mean(self) -> Tensor:
-        """What :meth:`mean_of_batch` said when a micro-batch that is now recomputed came first.
-
-        Micro-batches are recomputed in the order in which they came, by every schedule.
-        """
-        return self._means.popleft()
-
-    def end_batch(self) -> None:
-        """The next micro-batch begins another batch."""
-        self._batch, self._micro_batches = None, 0
-        self._means.clear()
-
-    def take_step(self, device: torch.device) -> Tensor:
-        """Counts ``[E]`` since this was last asked."""
-        counts, self._step = self._step, None
-        return self._none(device) if counts is None else counts
-
-    def _none(self, device: torch.device) -> Tensor:
-        return torch.zeros(self.num_experts, dtype=torch.int64, device=device)
-
     def take(self, device: torch.device) -> tuple[Tensor, dict[str, Tensor], int]:
-        """Counts ``[E]``, sums of this rank's parts of losses, and micro-batches, since this was last asked."""
-        seen = self._none(device) if self._shown is None else self._shown, self._losses, self._forwards
-        self._shown, self._losses, self._forwards = None, {}, 0
+        """Counts ``[E]``, sums of this rank's parts of losses, and number of micro-batches since the last call."""
+        seen = self._window.take(device), self._losses, self._forwards
+        self._losses, self._forwards = {}, 0
         return seen

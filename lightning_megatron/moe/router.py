@@ -1,4 +1,4 @@
-"""Which experts a token visits."""
+"""Router: the choice of experts for each token."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_megatron.params import ParamSpec
 
 
 class Routing(NamedTuple):
-    """Where the tokens of this rank go.
+    """Experts of this rank's tokens.
 
     Attributes:
-        experts: ``[T, k]`` ids over all ranks; ``num_experts`` where a choice was dropped.
-        weights: ``[T, k]`` fp32, what each expert's output counts.
-        aux_loss: scalar to minimize besides the loss of the model; ``None`` outside training, or without such losses.
+        experts: ``[T, k]`` ids over all ranks; ``num_experts`` for a dropped choice.
+        weights: ``[T, k]`` fp32, weights of the experts' outputs.
+        aux_loss: scalar, auxiliary loss; ``None`` outside training, or without such losses.
     """
 
     experts: Tensor
@@ -34,22 +34,20 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Chooses ``k`` of ``E`` experts for each token, in fp32 whatever the dtype of the model.
+    """Choice of ``k`` of ``E`` experts for each token, in fp32 for any dtype of the model.
 
-    Weights of the chosen are the softmax over them (Mixtral, https://arxiv.org/abs/2401.04088), the softmax over all,
+    Weights of the chosen experts are the softmax over them (Mixtral, https://arxiv.org/abs/2401.04088), the softmax over all,
     or sigmoids (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
 
     Args:
         hidden_size: features ``H`` of a token.
-        config: of the mixture.
-        mesh: the ranks; tokens of a sequence are shared by those of its tp and cp axes.
-        sequence_parallel: the input is a sequence shard.
+        config: configuration of the experts.
+        mesh: mesh of the ranks; those of its tp and cp axes share the tokens of a sequence.
+        sequence_parallel: True if the input is a sequence shard.
         init_std: standard deviation of the initial weight.
-        dtype: of the weight.
-        device: of the weight.
 
     Attributes:
-        load: what the router has seen since somebody looked.
+        load: statistics of the router's load.
     """
 
     expert_bias: Tensor
@@ -62,21 +60,19 @@ class Router(nn.Module):
         *,
         sequence_parallel: bool,
         init_std: float,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.config, self.mesh = config, mesh
         self._shape = (config.num_experts, hidden_size)
         self._grad_sum = sequence_parallel and mesh.tp.size > 1
-        self.weight = nn.Parameter(torch.empty(self._shape, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(self._shape))
         normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, init_std)
         self.load = ExpertLoad(config.num_experts)
         if config.moe_expert_bias_update_rate:
-            self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32, device=device))
+            self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """Whole on every rank, which sees only a shard of the sequence."""
+        """The weight is whole on every rank; under SP its gradient is a partial sum."""
         return {"weight": ParamSpec(self._shape, grad_sum_over_tp=self._grad_sum)}
 
     def forward(self, x: Tensor) -> Routing:
@@ -89,7 +85,7 @@ class Router(nn.Module):
         experts, weights, probs = self._choose(logits)
         aux = self._aux_loss(logits, probs, experts) if learns else None
         if learns and not self.mesh.rng.replaying:
-            self.load.add(count_tokens(experts.flatten(0, 1), c.num_experts))
+            self.load.add_counts(count_tokens(experts.flatten(0, 1), c.num_experts))
         experts, weights = experts.flatten(0, 1), weights.flatten(0, 1)
         if c.moe_capacity_factor:
             capacity = expert_capacity(experts.shape[0], c.moe_router_topk, c.num_experts, c.moe_capacity_factor)
@@ -98,7 +94,7 @@ class Router(nn.Module):
         return Routing(experts, weights, aux)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Experts and weights ``[S, B, k]``, and probabilities ``[S, B, E]`` over all experts for the balance."""
+        """Experts and weights ``[S, B, k]``, and probabilities ``[S, B, E]`` over all experts for the auxiliary loss."""
         c = self.config
         if c.moe_router_score == "sigmoid":
             scores = logits.sigmoid()
@@ -140,20 +136,20 @@ class Router(nn.Module):
         if c.moe_load_balancing == "aux_loss":
             counts = all_reduce(counts, mesh.tp_cp)
             return load_balancing_loss(probs.flatten(0, 1), counts, tokens, c.moe_router_topk)
-        # Counts of all replicas and of the batch so far, as a mean over its micro-batches: T is that of one of them.
+        # Counts of all replicas, averaged over the batch's micro-batches so far; T is that of one micro-batch.
         if mesh.rng.replaying:
-            mean = self.load.recalled_mean()
+            mean = self.load.batch.replayed_mean()
         else:
-            mean = self.load.mean_of_batch(all_reduce(all_reduce(counts, mesh.tp_cp), mesh.dp))
+            mean = self.load.batch.mean_with(all_reduce(all_reduce(counts, mesh.tp_cp), mesh.dp))
         replicas = mesh.dp.size
         return load_balancing_loss(probs.flatten(0, 1), mean, tokens * replicas, c.moe_router_topk) * replicas
 
     def after_optimizer_step(self) -> None:
-        """Move the bias by the load of the step that is over, and begin a new batch."""
-        self.load.end_batch()
+        """Update the expert bias by the load of the finished step, and start a new batch."""
+        self.load.batch.reset()
         if not self.config.moe_expert_bias_update_rate:
             return
-        counts = self.load.take_step(self.weight.device)
+        counts = self.load.step.take(self.weight.device)
         for axis in (self.mesh.tp_cp, self.mesh.dp):
             counts = all_reduce(counts, axis)
         if counts.any():
@@ -161,6 +157,6 @@ class Router(nn.Module):
             self.expert_bias += self.config.moe_expert_bias_update_rate * missing.sign()
 
     def forget_step(self) -> None:
-        """The load of a step that was not taken moves nothing."""
-        self.load.end_batch()
-        self.load.take_step(self.weight.device)
+        """Discard the load of a step that was not taken."""
+        self.load.batch.reset()
+        self.load.step.take(self.weight.device)

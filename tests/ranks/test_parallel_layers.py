@@ -23,6 +23,7 @@ from lightning_megatron.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers.attention import SelfAttention
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.rotary import RotaryEmbedding
@@ -119,8 +120,8 @@ def mlp(mesh: ParallelMesh, sp: bool) -> nn.Module:
 
 
 def attention(mesh: ParallelMesh, sp: bool) -> nn.Module:
-    stds = {"init_std": 0.3, "output_init_std": 0.3}
-    return Attention(H, HEADS, GROUPS, D, mesh, bias=True, sequence_parallel=sp, **stds)
+    config = TransformerConfig(1, H, HEADS, VOCAB, S, num_query_groups=GROUPS, head_dim=D, init_std=0.3)
+    return Attention(config, mesh, sequence_parallel=sp)
 
 
 def column(mesh: ParallelMesh, sp: bool) -> nn.Module:

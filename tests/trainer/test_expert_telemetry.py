@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import ExpertTelemetry, MegatronStrategy, MixtralModule
-from lightning_megatron.moe.picture import imbalance, text_table
+from lightning_megatron.lightning.callbacks.expert_telemetry import imbalance, text_table
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 STEPS, BATCH, LENGTH, TOPK, WINDOW = 4, 4, 8, 2, 2

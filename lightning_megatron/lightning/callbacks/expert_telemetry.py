@@ -1,9 +1,9 @@
-"""Where tokens went: the load of every expert over all ranks, and the losses that should even it out."""
+"""Telemetry of experts: the load of every expert over all ranks, and the auxiliary losses."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.moe.picture import heat_map, imbalance, text_table
 from lightning_megatron.moe.router import Router
 
 LOSSES = ("load_balancing_loss", "z_loss")
+Counts = Mapping[int, Sequence[int]]
+"""Tokens of each expert, by number of the layer."""
 
 
 class ExpertTelemetry(Callback):
-    """Counts of the tokens that chose each expert, as a table, a picture and numbers, once per window of steps.
+    """Counts of the tokens that chose each expert, as a table, a heat map and numbers, once per window of steps.
 
     Counts are of all ranks and all micro-batches of the window, before anything is dropped: a row of the table sums to
     sequence length x ``moe_router_topk`` x global batch x steps. Logged: ``load_balancing_loss`` and ``z_loss`` (each
@@ -33,9 +34,9 @@ class ExpertTelemetry(Callback):
 
     Args:
         every_n_steps: optimizer steps of a window.
-        table: whether the table is printed.
-        directory: where heat maps are written as PNG; ``None`` for nowhere. A TensorBoard logger gets them too. Without
-            matplotlib there are none, which one warning says.
+        table: True to print the table.
+        directory: directory for heat maps in PNG; ``None`` for none. A TensorBoard logger gets them too. Without
+            matplotlib one warning is given, and no heat maps.
 
     Attributes:
         counts: tokens of each expert in the last window, by number of the layer.
@@ -50,7 +51,7 @@ class ExpertTelemetry(Callback):
         self.counts: dict[int, list[int]] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin anew."""
+        """Start the first window."""
         self._seen = trainer.global_step
         for _, router in _routers(pl_module):
             router.load.take(pl_module.device)
@@ -58,7 +59,7 @@ class ExpertTelemetry(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """At the end of a window, put together what all ranks have seen."""
+        """At the end of a window, log and show the load of all ranks."""
         if trainer.global_step == self._seen or trainer.global_step % self._every:
             return
         self._seen = trainer.global_step
@@ -95,14 +96,14 @@ class ExpertTelemetry(Callback):
 
 
 def _routers(module: LightningModule) -> Iterator[tuple[int, Router]]:
-    """Routers on this rank with the number of their layer."""
+    """Routers on this rank, with the numbers of their layers."""
     for position, (name, router) in enumerate((n, m) for n, m in module.named_modules() if isinstance(m, Router)):
         number = re.search(r"layers\.(\d+)\.", name)
         yield int(number.group(1)) if number else position, router
 
 
 def gathered_load(module: LightningModule, mesh: ParallelMesh) -> tuple[dict[int, list[int]], dict[str, float]]:
-    """What the routers of all ranks have seen since this was last asked; all ranks call this together.
+    """Load of the routers of all ranks since the last call; all ranks call this together.
 
     Returns:
         Tokens of each expert by layer, and the mean of each loss over layers and micro-batches.
@@ -128,7 +129,49 @@ def gathered_load(module: LightningModule, mesh: ParallelMesh) -> tuple[dict[int
 
 
 def _means(values: Tensor, forwards: Tensor, mesh: ParallelMesh) -> dict[str, float]:
-    """Each rank of a sequence has a part of a loss, so that a micro-batch's is the sum over them."""
+    """Mean of each loss over layers and micro-batches; a micro-batch's loss is the sum over the ranks of a sequence."""
     has = forwards > 0
     means = (values[has] * mesh.tp_cp.size / forwards[has].unsqueeze(1)).mean(0)
     return {name: float(mean) for name, mean in zip(LOSSES, means, strict=True) if mean}
+
+
+def imbalance(counts: Sequence[int]) -> float:
+    """Tokens of the fullest expert over an even share; 1 is even."""
+    return max(counts) * len(counts) / total if (total := sum(counts)) else 1.0
+
+
+def text_table(counts: Counts) -> str:
+    """Table with one row per layer: tokens of each expert, their sum, and their imbalance."""
+    experts = max(len(row) for row in counts.values())
+    header = ["layer", *(str(e) for e in range(experts)), "tokens", "max/mean"]
+    rows = [
+        [str(layer), *(str(n) for n in row), str(sum(row)), f"{imbalance(row):.2f}"] for layer, row in counts.items()
+    ]
+    widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (header, *rows)]
+    return "\n".join(lines)
+
+
+def heat_map(counts: Counts, title: str = "") -> Any:
+    """A matplotlib figure: layers from top to bottom, experts from left to right, colour by share of an even load.
+
+    Raises:
+        ImportError: if matplotlib is missing, with the command that installs it.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'lightning-megatron[plot]'") from error
+    shares = [[n * len(row) / (sum(row) or 1) for n in row] for row in counts.values()]
+    figure = Figure(figsize=(max(4.0, 0.5 * len(shares[0]) + 2), max(2.5, 0.28 * len(shares) + 1.2)))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(shares, aspect="auto", cmap="coolwarm", vmin=0.0, vmax=2.0)
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
+    axes.set_yticks(range(len(counts)), [str(layer) for layer in counts])
+    axes.set_title(title)
+    figure.colorbar(image, label="tokens / even share")
+    figure.tight_layout()
+    return figure

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max, local_shard
 from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.config.moe import MoEConfig
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.aux_loss import count_tokens
@@ -27,7 +27,10 @@ from lightning_megatron.moe.layer import MoELayer
 from lightning_megatron.testing.parity import differences, load_whole, whole_gradients
 
 S, B, H, FFN, E, K = 8, 2, 12, 8, 4, 2
-CONFIG = MoEConfig(num_experts=E, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.1)
+CONFIG = TransformerConfig(
+    1, H, 2, 32, S, ffn_hidden_size=FFN, add_bias_linear=False, activation="swiglu", init_std=0.5,
+    num_experts=E, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.1,
+)  # fmt: skip
 WAYS = {
     "alltoall": CONFIG,
     "allgather": replace(CONFIG, moe_token_dispatcher="allgather"),
@@ -44,17 +47,8 @@ WAYS = {
 }
 
 
-def layer_of(config: MoEConfig, mesh: ParallelMesh, activation: str = "swiglu") -> MoELayer:
-    return MoELayer(
-        config,
-        H,
-        FFN,
-        mesh,
-        activation=activation,
-        sequence_parallel=mesh.tp.size > 1,
-        init_std=0.5,
-        output_init_std=0.5,
-    )
+def layer_of(config: TransformerConfig, mesh: ParallelMesh, activation: str = "swiglu") -> MoELayer:
+    return MoELayer(replace(config, activation=activation), mesh, sequence_parallel=mesh.tp.size > 1)
 
 
 def dense(params: dict[str, Tensor], x: Tensor, routing: Any, activation: str) -> Tensor:
@@ -72,7 +66,7 @@ def dense(params: dict[str, Tensor], x: Tensor, routing: Any, activation: str) -
     return out
 
 
-def check(mesh: ParallelMesh, config: MoEConfig, seed: int, skewed: bool, activation: str) -> dict[str, str]:
+def check(mesh: ParallelMesh, config: TransformerConfig, seed: int, skewed: bool, activation: str) -> dict[str, str]:
     torch.manual_seed(seed)
     single = layer_of(config, ParallelMesh.single(), activation)
     if skewed:  # expert 2 gets nothing, expert 0 something from everybody
@@ -202,7 +196,7 @@ def test_recomputed_experts_give_bit_equal_gradients_and_are_counted_once(ranks,
     assert ranks(2, recomputed_alike, LAYOUTS[layout]) == [[], []]
 
 
-def zipped_capacities(config: MoEConfig) -> list[int]:
+def zipped_capacities(config: TransformerConfig) -> list[int]:
     mesh = ParallelMesh.create(ParallelLayout(ep=2), torch.device("cpu"))
     torch.manual_seed(mesh.rank)
     layer = layer_of(config, mesh)
@@ -227,9 +221,7 @@ def test_experts_and_features_must_split_and_tp_ranks_need_tokens_of_their_own()
     with pytest.raises(ConfigError, match=r"ep=3: 4 experts do not split over 3 ranks; nearest valid: 2, 4"):
         layer_of(CONFIG, mesh)
     with pytest.raises(ConfigError, match=r"sequence_parallel=False: with experts and tp > 1"):
-        MoELayer(
-            CONFIG, H, FFN, mesh, activation="gelu", sequence_parallel=False, init_std=1.0, output_init_std=1.0
-        )  # fmt: skip
+        MoELayer(CONFIG, mesh, sequence_parallel=False)
 
 
 class ScaledById:

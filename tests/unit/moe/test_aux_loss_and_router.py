@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.moe.aux_loss import attach, count_tokens, load_balancing_loss, z_loss
+from lightning_megatron.moe.aux_loss import attach_aux_loss, count_tokens, load_balancing_loss, z_loss
 from lightning_megatron.moe.router import Router
 from lightning_megatron.stage import BackwardScale
 
@@ -135,12 +135,12 @@ def test_no_aux_loss_outside_training():
 
 def test_attached_losses_are_differentiated_and_not_seen():
     loss, extra = torch.tensor(2.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)
-    out = attach(loss, extra)
+    out = attach_aux_loss(loss, extra)
     assert out.item() == 2.0
     (3 * out).backward()
     assert (loss.grad.item(), extra.grad.item()) == (3.0, 3.0)
     hidden, extra = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True), torch.tensor(5.0, requires_grad=True)
-    attach(hidden, extra, BackwardScale(0.3)).backward(torch.full((2, 3), 7.0, dtype=torch.bfloat16))
+    attach_aux_loss(hidden, extra, BackwardScale(0.3)).backward(torch.full((2, 3), 7.0, dtype=torch.bfloat16))
     assert extra.grad.item() == pytest.approx(0.3)
     assert (hidden.grad == 7).all()
 

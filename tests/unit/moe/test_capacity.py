@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.moe.capacity import drop_overflow, expert_capacity, queue_up
+from lightning_megatron.moe.capacity import drop_overflow, expert_capacity, permute_by_expert
 from lightning_megatron.moe.capacity_bins import (
     CapacityBins,
     expected_waste,
@@ -47,7 +47,7 @@ def test_exactly_the_overflow_is_dropped_by_either_policy(experts, tokens, topk,
 @given(st.integers(1, 5), st.integers(0, 9), st.integers(0, 99))
 def test_a_queue_is_in_the_order_of_tokens(experts, tokens, seed):
     ids = torch.randint(experts + 1, (tokens, 2), generator=torch.Generator().manual_seed(seed))
-    order, counts, place = queue_up(ids, experts)
+    order, counts, place = permute_by_expert(ids, experts)
     flat = ids.flatten().tolist()
     assert order.tolist() == sorted(range(len(flat)), key=lambda i: flat[i])
     assert counts.tolist() == [flat.count(e) for e in range(experts)]
