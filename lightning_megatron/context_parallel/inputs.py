@@ -59,7 +59,7 @@ def shard_inputs(
 ) -> ShardedInputs:
     """Pad tokens and positions, and take this rank's shard of them.
 
-    Padding follows the sequence, so causal attention keeps the other tokens unchanged. Its position is 0, since the next
+    Padding follows the sequence, so causal attention keeps the other tokens unchanged. Its position is 0, since higher
     ones could exceed the learned positions.
 
     Args:

@@ -1,7 +1,7 @@
 """Dispatch of tokens to the ranks that hold their experts, and combination of the results.
 
-The ranks of the ``etp x ep`` axis together hold every expert once: ``ep`` distributes whole experts, ``etp`` shards each
-of them. A token visits all ``etp`` ranks of its expert, and their partial results are summed
+The ranks of the ``etp x ep`` axis together hold every expert once: ``ep`` distributes whole experts, ``etp`` shards
+each of them. A token visits all ``etp`` ranks of its expert, and their partial results are summed
 ("parallel folding", https://arxiv.org/abs/2504.14960). Everything is differentiable.
 """
 

@@ -20,8 +20,8 @@ from lightning_megatron.params import ParamSpec
 class RoutedExperts(nn.Module):
     """Feed-forward layers without biases in two tensors: ``fc2(activation(fc1(x)))`` for each expert.
 
-    An expert-parallel rank holds whole experts; with expert tensor parallelism it holds a slice of the inner features of
-    each, and its output is a partial sum.
+    An expert-parallel rank holds whole experts; with expert tensor parallelism it holds a slice of the inner features
+    of each, and its output is a partial sum.
 
     Args:
         num_experts: number of experts ``E`` over all ranks.

@@ -36,8 +36,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Choice of ``k`` of ``E`` experts for each token, in fp32 for any dtype of the model.
 
-    Weights of the chosen experts are the softmax over them (Mixtral, https://arxiv.org/abs/2401.04088), the softmax over all,
-    or sigmoids (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
+    Weights of the chosen experts are the softmax over them (Mixtral, https://arxiv.org/abs/2401.04088), the softmax
+    over all, or sigmoids (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
 
     Args:
         hidden_size: features ``H`` of a token.
@@ -94,7 +94,7 @@ class Router(nn.Module):
         return Routing(experts, weights, aux)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Experts and weights ``[S, B, k]``, and probabilities ``[S, B, E]`` over all experts for the auxiliary loss."""
+        """Experts and weights ``[S, B, k]``, and probabilities ``[S, B, E]`` over all experts for the losses."""
         c = self.config
         if c.moe_router_score == "sigmoid":
             scores = logits.sigmoid()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import local_shard
 from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -23,7 +24,6 @@ from lightning_megatron.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers.attention import SelfAttention
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.rotary import RotaryEmbedding
