@@ -1,4 +1,4 @@
-"""Activation recomputation: what a forward forgets, and computes again when its gradients are wanted.
+"""Activation recomputation: a forward drops activations, and the backward computes them again.
 
 Plain ``torch.utils.checkpoint`` rewinds only torch's default generator; dropout inside tensor-parallel regions draws
 from a second stream, and without rewinding that too the gradients are silently wrong.
@@ -36,8 +36,8 @@ class LayerGroup:
     """Consecutive layers that are run as one.
 
     Attributes:
-        layers: their global numbers.
-        recomputed: whether only the input of the first one is kept.
+        layers: global numbers of the layers.
+        recomputed: True if only the input of the first one is kept.
     """
 
     layers: tuple[int, ...]
@@ -46,16 +46,17 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """What is recomputed (https://arxiv.org/abs/2205.05198, section 5).
+    """Plan of activation recomputation (https://arxiv.org/abs/2205.05198, section 5).
 
     Attributes:
-        granularity: ``None``; ``"full"`` for whole layers; ``"selective"`` for what costs much memory and little time,
-            core attention; or some of ``MODULES``: ``"core_attn"`` (softmax(q k^T) v), ``"attention"`` and ``"mlp"``
-            (each with its norm), ``"moe"`` (the experts).
-        method: of ``"full"``: ``"uniform"`` cuts each stage's layers into groups and keeps the input of every group,
-            ``"block"`` recomputes some layers of each stage, one by one, and leaves the others alone.
-        num_layers: of ``"full"``: layers of a group, or layers of each stage that are recomputed.
-        shard_saved: of ``"full"``: each tensor-parallel rank keeps its share of an input that all of them hold.
+        granularity: parts that are recomputed: ``None``; ``"full"`` for whole layers; ``"selective"`` for core
+            attention, which takes much memory and little time; or some of ``MODULES``: ``"core_attn"`` (softmax(q k^T)
+            v), ``"attention"`` and ``"mlp"`` (each with its norm), ``"moe"`` (the experts).
+        method: rule for ``"full"``: ``"uniform"`` cuts each stage's layers into groups and keeps the input of every
+            group, ``"block"`` recomputes some layers of each stage, one by one, and keeps the activations of the
+            others.
+        num_layers: number for ``"full"``: layers of a group, or recomputed layers of each stage.
+        shard_saved: True, for ``"full"``, if tensor-parallel ranks that hold the same input keep a shard of it each.
 
     Raises:
         ConfigError: with every fault of the fields.
@@ -67,22 +68,22 @@ class RecomputePlan:
     shard_saved: bool = False
 
     def __post_init__(self) -> None:
-        raise_if_any(_field_problems(self.granularity, self.method, self.num_layers, self.shard_saved))
+        raise_if_any(recompute_problems(self.granularity, self.method, self.num_layers, self.shard_saved))
         if not isinstance(self.granularity, str | None):
             object.__setattr__(self, "granularity", tuple(self.granularity))
 
     def wraps(self, module: str) -> bool:
         """True if this part of a layer, one of ``MODULES``, is recomputed by itself."""
-        wished = self._modules()
-        inside_another = module == "core_attn" and "attention" in wished
-        return module in wished and not inside_another
+        chosen = self._modules()
+        inside_another = module == "core_attn" and "attention" in chosen
+        return module in chosen and not inside_another
 
     def run(self, module: str, function: Callable[..., T], *args: object, rng: RNGStreams) -> T:
-        """Call a part of a layer, one of ``MODULES``, as wished; arguments as in :func:`recomputed`."""
+        """Call a part of a layer, one of ``MODULES``, recomputed if planned; arguments as in :func:`recomputed`."""
         return recomputed(function, *args, rng=rng) if self.wraps(module) else function(*args)
 
     def groups(self, layers: Sequence[int]) -> list[LayerGroup]:
-        """How the layers of one stage are run, in order."""
+        """Groups of the layers of one stage, in order."""
         size = self.num_layers
         if self.granularity != "full":
             return [LayerGroup(tuple(layers), False)]
@@ -91,9 +92,9 @@ class RecomputePlan:
         return [LayerGroup(tuple(layers[i : i + size]), True) for i in range(0, len(layers), size)]
 
     def problems(self, layout: ParallelLayout, model: ModelShape | None = None) -> list[Problem]:
-        """What does not go together with a layout or, if it is known, a model."""
-        found = _sharding_problems(self.shard_saved, layout)
-        if model is not None and self.wraps("moe") and not getattr(model, "num_experts", 0):
+        """Conflicts with a layout and, if it is known, a model."""
+        found = recompute_problems(self.granularity, self.method, self.num_layers, self.shard_saved, layout)
+        if model is not None and self.wraps("moe") and not model.num_experts:
             found.append(Problem("recompute", "moe", "the model has no experts to recompute", ("mlp",)))
         return found
 
@@ -106,43 +107,35 @@ class RecomputePlan:
 
 
 def recompute_problems(
-    granularity: Granularity, method: str, num_layers: int, shard_saved: bool, layout: ParallelLayout
+    granularity: Granularity, method: str, num_layers: int, shard_saved: bool, layout: ParallelLayout | None = None
 ) -> list[Problem]:
-    """Every fault of what would be a :class:`RecomputePlan`, under the names of the strategy's arguments."""
-    return _field_problems(granularity, method, num_layers, shard_saved) + _sharding_problems(shard_saved, layout)
-
-
-def _field_problems(granularity: Granularity, method: str, num_layers: int, shard_saved: bool) -> list[Problem]:
+    """Faults of a plan's fields and, if it is known, conflicts with a layout, by the strategy's argument names."""
     found = granularity_problems(granularity)
     if method not in METHODS:
         found.append(Problem("recompute_method", method, "unknown", nearest_names(str(method), METHODS)))
     if not is_whole(num_layers, at_least=1):
         found.append(Problem("recompute_num_layers", num_layers, "must be a whole number of at least 1", (1,)))
-    if granularity == "full" or found:
+    if granularity != "full" and not found:
+        given = {
+            "recompute_method": (method, "uniform"),
+            "recompute_num_layers": (num_layers, 1),
+            "recompute_shard_saved": (shard_saved, False),
+        }
+        reason = f"is about whole layers, and recompute={granularity!r} is not: set recompute='full', or leave it out"
+        found += [Problem(name, value, reason, (unset,)) for name, (value, unset) in given.items() if value != unset]
+    if not shard_saved or layout is None:
         return found
-    given = {
-        "recompute_method": (method, "uniform"),
-        "recompute_num_layers": (num_layers, 1),
-        "recompute_shard_saved": (shard_saved, False),
-    }
-    reason = f"is about whole layers, and recompute={granularity!r} is not: set recompute='full', or leave it out"
-    return [Problem(name, value, reason, (unset,)) for name, (value, unset) in given.items() if value != unset]
-
-
-def _sharding_problems(shard_saved: bool, layout: ParallelLayout) -> list[Problem]:
-    if not shard_saved:
-        return []
     if layout.tp == 1:
         reason = "what is kept would be cut over tensor-parallel ranks and tp=1 has none: raise tp, or leave it out"
-        return [Problem("recompute_shard_saved", True, reason, (False,))]
-    if layout.uses_sequence_parallel:
+        found.append(Problem("recompute_shard_saved", True, reason, (False,)))
+    elif layout.uses_sequence_parallel:
         reason = "under sequence parallelism what is kept is a shard already: leave it out"
-        return [Problem("recompute_shard_saved", True, reason, (False,))]
-    return []
+        found.append(Problem("recompute_shard_saved", True, reason, (False,)))
+    return found
 
 
 def granularity_problems(granularity: Granularity) -> list[Problem]:
-    """Words that name nothing that can be computed again."""
+    """Faults of ``recompute``: unknown names, or names that do not go together."""
     words = ("selective", "full")
     if granularity is None:
         return []
@@ -164,29 +157,28 @@ def granularity_problems(granularity: Granularity) -> list[Problem]:
 NO_RECOMPUTE = RecomputePlan()
 
 
-@torch.compiler.disable  # which knows no other random streams than torch's
+@torch.compiler.disable  # it supports no random streams but torch's own
 def recomputed(function: Callable[..., T], *args: object, rng: RNGStreams, shard_over: Axis | None = None) -> T:
-    """Run ``function(*args)`` keeping only its inputs, and run it again when its gradients are wanted.
+    """Run ``function(*args)`` keeping only its inputs, and run it again in the backward.
 
-    Nothing is wrapped: parameter names stay as they are (https://arxiv.org/abs/1604.06174 for the method). Where no
+    Parameter names do not change, since no module is wrapped (https://arxiv.org/abs/1604.06174 for the method). If no
     gradients are recorded this is a plain call.
 
     Args:
-        function: a module or function of tensors; what it returns may be a tuple.
-        *args: its inputs.
-        rng: the streams that ``function`` may draw from.
-        shard_over: ranks that hold the same inputs: each keeps its share of them, and they are gathered when
-            recomputation begins.
+        function: module or function of tensors; it may return a tuple.
+        *args: inputs of the function.
+        rng: random streams that ``function`` may draw from.
+        shard_over: ranks that hold the same inputs; each keeps its shard of them, and recomputation gathers them.
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    with nullcontext() if shard_over is None else _kept_in_shares(shard_over):
+    with nullcontext() if shard_over is None else _saved_in_shards(shard_over):
         out: T = checkpoint(function, *args, use_reentrant=False, context_fn=rng.replay_contexts)
     return out
 
 
-def _kept_in_shares(axis: Axis) -> AbstractContextManager[None]:
-    """Of every input that ``checkpoint`` saves inside, keep this rank's share."""
+def _saved_in_shards(axis: Axis) -> AbstractContextManager[None]:
+    """Hooks that keep this rank's shard of every input that ``checkpoint`` saves."""
 
     def pack(x: Tensor) -> tuple[Tensor, torch.Size]:
         flat = x.detach().reshape(-1)

@@ -1,9 +1,9 @@
 """Random streams of one rank.
 
-Outside tensor-parallel regions every tp rank must draw the same dropout mask, inside they must differ
-(Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). Context-parallel ranks hold other tokens and must differ in
-both. What all ranks draw alike comes from torch's default generator, which Lightning seeds alike; the rest from streams
-of their own that are swapped in for the time of a ``with``.
+Outside tensor-parallel regions every tp rank must draw the same dropout mask, inside they must differ (Megatron-LM,
+https://arxiv.org/abs/1909.08053, section 3). Context-parallel ranks hold other tokens and must differ in both. Draws
+that all ranks share come from torch's default generator, which Lightning seeds equally; the others from separate
+streams that are swapped in within a ``with`` block.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _STAGE_STRIDE = 100_000
 
 
 class RNGStreams:
-    """The default random stream of a device and two more, which differ between ranks.
+    """Default random stream of a device, and two more that differ between ranks.
 
     Attributes:
-        replaying: a forward is running for the second time, for its gradients: what it counts has been counted.
+        replaying: True while a forward is recomputed for its gradients; it must not count anything again.
 
     Args:
-        device: whose generator is swapped.
+        device: device whose generator is swapped.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -37,7 +37,7 @@ class RNGStreams:
         self._states: dict[str, torch.Tensor] = {}
 
     def seed(self, seed: int, *, tp_rank: int, pp_rank: int = 0, cp_rank: int = 0) -> None:
-        """Start the streams that differ between ranks; the default stream keeps its seed."""
+        """Start the streams that differ between ranks; the default stream keeps its own seed."""
         seed += _CONTEXT_STRIDE * cp_rank + _STAGE_STRIDE * pp_rank
         seeds = {"tensor": seed + _OFFSETS["tensor"] + tp_rank, "context": seed + _OFFSETS["context"]}
         self._states = {name: devices.seeded_rng_state(value, self.device) for name, value in seeds.items()}
@@ -72,7 +72,7 @@ class RNGStreams:
     def replay_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """``context_fn`` for ``torch.utils.checkpoint``: the recomputation draws what the first forward drew.
 
-        Torch rewinds the default generator itself; it does not know of the others.
+        Torch rewinds the default generator itself, but not the others.
         """
         return nullcontext(), self._rewound(dict(self._states))
 

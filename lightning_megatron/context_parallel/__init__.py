@@ -1,1 +1,1 @@
-"""Attention over a sequence that the context-parallel ranks share: each has queries, keys and values of its part."""
+"""Context parallelism: padding and shards of sequences, and attention over a sequence sharded across ranks."""

@@ -1,4 +1,4 @@
-"""Context parallelism by gathering: every rank gets all keys and values, and keeps its queries."""
+"""Context parallelism by all-gather: every rank gets all keys and values, and keeps its queries."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def gathered_attention(
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence.
 
-    One all-gather before and one reduce-scatter in backward: the memory of all keys and values, which is little where
-    many query heads share them (https://arxiv.org/abs/2407.21783, section 3.3.2, does this for LLaMA 3).
+    One all-gather in forward and one reduce-scatter in backward. Every rank holds all keys and values, which is little
+    where many query heads share them (https://arxiv.org/abs/2407.21783, section 3.3.2, does this for LLaMA 3).
 
     Args:
         q: ``[S/R, B, N, D]``, this rank's zigzag shard.
         k: ``[S/R, B, G, D]``.
-        v: like ``k``.
-        axis: the context-parallel ranks.
-        core: attention on one rank, for what drops weights.
-        causal: whether a token sees only what precedes it.
+        v: ``[S/R, B, G, D]``.
+        axis: context-parallel ranks.
+        core: attention on one rank; used with dropout only.
+        causal: True if a token sees only the tokens before it and itself.
         dropout: probability of dropping an attention weight.
 
     Returns:
         ``[S/R, B, N, D]``.
     """
-    keys, values = gather_context(torch.cat((k, v), dim=-1), axis).chunk(2, dim=-1)
+    keys, values = gather_context(torch.cat((k, v), dim=-1), axis).chunk(2, dim=-1)  # [S, B, G, D]
     if not causal:
         return _attention(core, q, keys, values, False, dropout, 0)
     length = q.shape[0] // 2

@@ -1,4 +1,4 @@
-"""The ways in which context-parallel ranks attend to a sequence that they share, by the name users choose them with."""
+"""Attention over a sequence that context-parallel ranks share, by the name of ``cp_comm_type``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ CoreAttention = Callable[..., Tensor]
 class ContextAttention(Protocol):
     """Attention of queries, keys and values ``[S/R, B, heads, D]``, zigzag shards, to ``[S/R, B, N, D]``.
 
-    ``core`` is attention on one rank, where a way of sharing ends in that.
+    ``core`` is attention on one rank. ``a2a`` always calls it, ``all_gather`` with dropout, ``p2p`` never: it merges
+    blocks of keys, and not every kernel returns the log-sum-exp that merging needs.
     """
 
     def __call__(  # noqa: D102

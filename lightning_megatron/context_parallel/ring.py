@@ -1,12 +1,12 @@
-"""Context parallelism on a ring: keys and values travel from rank to rank while the queries stay.
+"""Context parallelism on a ring: keys and values move from rank to rank, queries stay.
 
 Ring attention (https://arxiv.org/abs/2310.01889): at step ``i`` rank ``r`` holds the keys and values of rank ``r - i``,
-attends to them while the next ones are on their way, and merges what it got by the log-sum-exp. No rank ever holds more
+attends to them while the next ones are being sent, and merges the results by their log-sum-exp. No rank ever holds more
 than two shards of keys and values.
 
-With the zigzag and a causal mask every step after the first costs half of what it would without the mask, on all ranks
-alike. Of the keys of an earlier rank, all queries see the first half and none the second; the keys of a later rank are
-seen, all of them, by the second half of the queries.
+With zigzag shards and a causal mask, every step after the first costs half of an unmasked step, on all ranks. All
+queries see the first half of an earlier rank's keys and none the second half; the second half of the queries sees all
+keys of a later rank.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_megatron.comm.p2p import Rotation, start_rotation
 from lightning_megatron.mesh import Axis
+from lightning_megatron.ops.attention import attention
 from lightning_megatron.ops.blockwise_attention import (
     PartialAttention,
     attention_backward,
@@ -33,7 +34,7 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     axis: Axis,
-    core: Callable[..., Tensor] | None = None,
+    core: Callable[..., Tensor] = attention,
     *,
     causal: bool = True,
     dropout: float = 0.0,
@@ -43,17 +44,18 @@ def ring_attention(
     Args:
         q: ``[S/R, B, N, D]``, this rank's zigzag shard.
         k: ``[S/R, B, G, D]``.
-        v: like ``k``.
-        axis: the context-parallel ranks.
-        core: not used: blocks of keys are merged, and not every kernel tells what merging needs.
-        causal: whether a token sees only what precedes it.
+        v: ``[S/R, B, G, D]``.
+        axis: context-parallel ranks.
+        core: attention on one rank; unused, see
+            :class:`~lightning_megatron.context_parallel.attention.ContextAttention`.
+        causal: True if a token sees only the tokens before it and itself.
         dropout: must be 0.
 
     Returns:
         ``[S/R, B, N, D]``.
 
     Raises:
-        ValueError: for dropout: merging takes the sum of exponentials before anything is dropped.
+        ValueError: for dropout, since merging needs the sum of exponentials before weights are dropped.
     """
     if dropout:
         raise ValueError("attention on a ring cannot drop weights: use cp_comm_type='a2a' or 'all_gather'")
@@ -62,12 +64,12 @@ def ring_attention(
 
 
 class _Seen(NamedTuple):
-    """What is attended to in one step.
+    """Queries and keys of one step.
 
     Attributes:
-        queries: which of this rank's queries take part.
-        keys: which of the keys at hand they see.
-        causal: whether the mask cuts through these keys.
+        queries: slice of this rank's queries that take part.
+        keys: slice of the present keys that they see.
+        causal: True if the mask applies between them.
     """
 
     queries: slice
@@ -76,10 +78,10 @@ class _Seen(NamedTuple):
 
 
 def seen_at(rank: int, source: int, length: int, causal: bool) -> _Seen:
-    """What queries of ``rank`` see of the keys of ``source``, of shards of ``length`` tokens."""
+    """Queries of ``rank`` and keys of ``source`` that they see, in shards of ``length`` tokens."""
     everything = slice(0, length)
     if not causal or rank == source:
-        # Inside a shard the two chunks are in order, so that its own mask is the plain one.
+        # Inside a shard the two chunks are in order, so its own mask is the plain causal one.
         return _Seen(everything, everything, causal)
     if source < rank:
         return _Seen(everything, slice(0, length // 2), False)
@@ -87,7 +89,7 @@ def seen_at(rank: int, source: int, length: int, causal: bool) -> _Seen:
 
 
 def _keys_of_all(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each rank, this one first and then backwards round the ring: its position, keys and values."""
+    """Position, keys and values of each rank: this rank first, then backwards round the ring."""
     at_hand = torch.stack((k, v))
     for step in range(axis.size):
         coming = start_rotation(at_hand, axis) if step < axis.size - 1 else None
@@ -116,9 +118,9 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Keys and values go round once more; their gradients follow one step behind, each rank adding its part.
+        """Send keys and values round once more; their gradients follow one step behind, and each rank adds its part.
 
-        The gradients of rank ``j``'s keys begin on rank ``j + 1`` and come home from rank ``j - 1``.
+        The gradients of rank ``j``'s keys start on rank ``j + 1`` and return from rank ``j - 1``.
         """
         q, k, v, out, lse = ctx.saved_tensors
         axis: Axis = ctx.axis

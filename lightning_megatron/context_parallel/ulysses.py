@@ -1,7 +1,7 @@
 """Context parallelism by heads (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509).
 
-An all-to-all turns a shard of the sequence with all heads into the whole sequence with a share of the heads; attention
-is then what it is on one rank, with every fused kernel and with dropout; a second all-to-all turns its output back.
+An all-to-all turns a sequence shard with all heads into the whole sequence with a shard of the heads. Attention is then
+that of one rank, with any fused kernel and with dropout. A second all-to-all restores the sequence shards.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ def ulysses_attention(
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence.
 
-    Where there are fewer key/value heads than ranks, or they do not split evenly, each is repeated as often as makes
-    them split; the query heads must split.
+    If the key/value heads do not split over the ranks, each is repeated as often as needed; the query heads must split.
 
     Args:
         q: ``[S/R, B, N, D]``, this rank's zigzag shard.
         k: ``[S/R, B, G, D]``.
-        v: like ``k``.
-        axis: the context-parallel ranks.
+        v: ``[S/R, B, G, D]``.
+        axis: context-parallel ranks.
         core: attention on one rank.
-        causal: whether a token sees only what precedes it.
+        causal: True if a token sees only the tokens before it and itself.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -48,8 +47,8 @@ def ulysses_attention(
     repeats = axis.size // math.gcd(k.shape[2], axis.size)
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-    # For each rank its heads of all three, so that they travel together.
-    parts = [x.unflatten(2, (axis.size, -1)) for x in (q, k, v)]
+    # Queries, keys and values of a rank's heads side by side, so that one message carries them.
+    parts = [x.unflatten(2, (axis.size, -1)) for x in (q, k, v)]  # [S/R, B, R, heads/R, D]
     heads = [part.shape[3] for part in parts]
     packed = torch.cat(parts, dim=3).movedim(2, 0).flatten(0, 1)
     whole = in_order(all_to_all(packed, axis), axis.size)

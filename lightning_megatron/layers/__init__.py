@@ -1,6 +1,6 @@
-"""Layers that know their ranks: built on local tensors, with the collectives inside, so that models need none.
+"""Parallel layers on local tensors; the collectives are inside, so models need none.
 
-Each takes a :class:`~lightning_megatron.mesh.ParallelMesh`; on a mesh of one rank it is the ordinary layer, and that is
+Each takes a :class:`~lightning_megatron.mesh.ParallelMesh`; on a mesh of one rank it is the ordinary layer, which is
 the reference for every other layout. Activations are ``[S, B, H]``, under sequence parallelism ``[S/tp, B, H]``.
 """
 

@@ -1,13 +1,13 @@
-"""Cross entropy over a vocabulary that the tensor-parallel ranks share.
+"""Cross entropy over a vocabulary that is sharded over the tensor-parallel ranks.
 
-A rank sees its slice of the logits. What the others must know of it is four numbers a token: the slice's maximum, the
+A rank has its slice of the logits. The other ranks need four numbers per token from it: the slice's maximum, the
 sum of exponentials relative to it, the target's logit, and the sum of logits (for label smoothing). One all-gather
-carries them, and everything else is local. All arithmetic on logits is fp32.
+communicates them, and everything else is local. All arithmetic on logits is fp32.
 
-:func:`linear_cross_entropy` never holds all logits: it goes through the tokens in chunks and makes the gradients of the
-chunk while its logits are still there, so that memory and page faults do not grow with the vocabulary.
-:func:`linear_token_losses`, whose losses are weighed by whoever asks for them, makes the logits of each chunk a second
-time, in the backward pass.
+:func:`linear_cross_entropy` never holds all logits: it goes through the tokens in chunks and computes the gradients of
+a chunk together with its logits, so that memory and page faults do not grow with the vocabulary.
+:func:`linear_token_losses`, whose caller weights the losses, computes the logits of each chunk a second time, in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class VocabSlice:
     """This rank's part of the vocabulary.
 
     Attributes:
-        axis: the ranks that share it.
+        axis: ranks that share the vocabulary.
         first: first token id of the slice.
-        size: token ids in it, padding not counted.
+        size: number of token ids in it, without padding.
         total: true size of the vocabulary.
     """
 
@@ -54,7 +54,7 @@ class VocabSlice:
 
 @dataclass
 class _Chunk:
-    """What the forward of some tokens leaves for their gradient. ``V`` is the slice, ``T`` the tokens."""
+    """Results of the forward of some tokens for their gradient. ``V`` is the slice, ``T`` the tokens."""
 
     exps: Tensor  # [T, V] fp32, exp(logits - peak), in the place of the logits
     peak: Tensor  # [T], this slice's largest logit
@@ -137,9 +137,9 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: ``[..., V/R]``, this rank's slice (it may end in padding).
         labels: ``[...]`` token ids of the whole vocabulary.
-        axis: the ranks that share the vocabulary.
-        vocab_size: its true size; ``None`` if there is no padding.
-        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        axis: ranks that share the vocabulary.
+        vocab_size: true size of the vocabulary; ``None`` if there is no padding.
+        label_smoothing: share of the target's probability, as in ``torch.nn.functional.cross_entropy``.
         ignore_index: label whose loss and gradient are zero.
 
     Returns:
@@ -212,7 +212,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _gradient_scales(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, float]:
-    """What gradients are multiplied by in the forward pass; a unit, and the weight's headroom, to make good for later.
+    """Factors of gradients in the forward pass, and of the backward pass: a unit, and the weight gradient's headroom.
 
     The loss scale of fp16 reaches them only in the backward pass. Until then a mean over thousands of tokens would
     underflow, so tokens count about 1 each there; and their sum over tokens, for the weight, must not overflow.
@@ -244,19 +244,19 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``sum_t w_t cross_entropy(hidden_t W^T, label_t)`` without ever holding all logits.
 
-    The gradients are made in the forward pass, chunk by chunk, because that is when the logits are there; the token
-    weights must therefore be known (a mask divided by the number of tokens, for a mean).
+    The gradients are computed in the forward pass, chunk by chunk, together with the logits; the token weights must
+    therefore be known (a mask divided by the number of tokens, for a mean).
 
     Args:
         hidden: ``[..., H]``, equal on all ranks of the axis; its gradient is this rank's part of a sum over them.
         weight: ``[V/R, H]``, this rank's rows (they may end in padding).
         labels: ``[...]`` token ids; where the weight is 0, any value.
         token_weights: ``[...]`` fp32.
-        axis: the ranks that share the vocabulary.
-        vocab_size: its true size.
-        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
-        chunk_bytes: about what the fp32 logits of one chunk may take; larger chunks for 16-bit weights, if there were
-            more than 8.
+        axis: ranks that share the vocabulary.
+        vocab_size: true size of the vocabulary.
+        label_smoothing: share of the target's probability, as in ``torch.nn.functional.cross_entropy``.
+        chunk_bytes: approximate size of the fp32 logits of one chunk; larger for 16-bit weights, if there were more
+            than 8 chunks.
 
     Returns:
         A scalar, fp32, equal on all ranks of the axis.
@@ -345,18 +345,18 @@ def linear_token_losses(
 ) -> Tensor:
     """``cross_entropy(hidden_t W^T, label_t)`` of every token, without ever holding all logits.
 
-    What a token weighs is decided by whoever uses the losses, so the logits are made twice: for the losses, and again
-    for their gradients. A mean whose weights are known costs less with :func:`linear_cross_entropy`.
+    The weights of tokens are known only in the backward pass, so the logits are computed twice: for the losses, and for
+    their gradients. A mean whose weights are known costs less with :func:`linear_cross_entropy`.
 
     Args:
         hidden: ``[..., H]``, equal on all ranks of the axis; its gradient is this rank's part of a sum over them.
         weight: ``[V/R, H]``, this rank's rows (they may end in padding).
         labels: ``[...]`` token ids.
-        axis: the ranks that share the vocabulary.
-        vocab_size: its true size.
-        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        axis: ranks that share the vocabulary.
+        vocab_size: true size of the vocabulary.
+        label_smoothing: share of the target's probability, as in ``torch.nn.functional.cross_entropy``.
         ignore_index: label whose loss and gradient are zero.
-        chunk_bytes: about what the fp32 logits of one chunk may take, as in :func:`linear_cross_entropy`.
+        chunk_bytes: approximate size of the fp32 logits of one chunk, as in :func:`linear_cross_entropy`.
 
     Returns:
         ``[...]`` fp32, equal on all ranks of the axis.

@@ -11,12 +11,12 @@ from lightning_megatron.ops.dropout import dropout
 
 
 class Dropout(nn.Module):
-    """Dropout that draws one mask on ranks that hold the same tokens, and another where they hold different ones.
+    """Dropout with the same mask on ranks that hold the same tokens, and different masks on the others.
 
     Args:
         p: probability of zeroing an element.
-        mesh: whose random streams are drawn from.
-        sequence_parallel: the input is a sequence shard, so that masks must differ over tp. Over cp they always do.
+        mesh: mesh whose random streams are used.
+        sequence_parallel: True if the input is a sequence shard; masks then differ over tp. Over cp they always differ.
     """
 
     def __init__(self, p: float, mesh: ParallelMesh, *, sequence_parallel: bool = False) -> None:
@@ -26,7 +26,7 @@ class Dropout(nn.Module):
         self.over_cp = mesh.cp.size > 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape; the identity in evaluation."""
+        """``[...] -> [...]``; the identity in evaluation."""
         if not self.p or not self.training:
             return x
         with self._stream():

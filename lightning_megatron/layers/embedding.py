@@ -1,4 +1,4 @@
-"""Token embedding whose vocabulary is shared by the tensor-parallel ranks."""
+"""Token embedding whose vocabulary is sharded over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def padded_vocab_size(vocab_size: int, tp: int = 1, multiple: int = 128) -> int:
 class VocabParallelEmbedding(nn.Module):
     """Embedding of token ids; each rank holds a slice of the rows.
 
-    Rows past ``num_embeddings`` are padding: they are zero, no token selects them, no loss sees them, and checkpoints
-    do not hold them.
+    Rows past ``num_embeddings`` are padding: they are zero, no token selects them, and losses and checkpoints leave
+    them out.
 
     Args:
         num_embeddings: true size of the vocabulary.
         embedding_dim: features ``H``.
-        mesh: the ranks; ``None`` for one process.
-        multiple: the vocabulary is padded to a multiple of ``multiple x tp``.
-        sequence_parallel: return a sequence shard ``[S/tp, B, H]``.
+        mesh: mesh of the ranks; ``None`` for one process.
+        multiple: number such that the vocabulary is padded to a multiple of ``multiple x tp``.
+        sequence_parallel: True to return a sequence shard ``[S/tp, B, H]``.
         init_std: standard deviation of the initial weight.
-        tied_copy: the weight repeats that of another pipeline stage, under the same name.
-        dtype: of the weight.
-        device: of the weight.
+        tied_copy: True if the weight is a copy of another pipeline stage's, under the same name.
+        dtype: dtype of the weight.
+        device: device of the weight.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class VocabParallelEmbedding(nn.Module):
         normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, init_std)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """Cut along the vocabulary; the global shape is without padding."""
+        """The weight is cut along the vocabulary; its global shape is without padding."""
         shape = (self.num_embeddings, self.embedding_dim)
         return {"weight": ParamSpec(shape, tp_dim=0, tied_with=self._tied_with)}
 
@@ -78,5 +78,5 @@ class VocabParallelEmbedding(nn.Module):
         return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_region)(rows, self.axis)
 
     def extra_repr(self) -> str:
-        """The sizes, global."""
+        """Global sizes."""
         return f"vocab={self.num_embeddings}, dim={self.embedding_dim}, tp={self.axis.size}"

@@ -1,8 +1,8 @@
 """Initialization that does not depend on the layout.
 
-A layer draws one number from torch's default generator, equal on all ranks, and that number alone decides its whole
-weight: each slab of rows of the *global* weight has a generator of its own, and a rank keeps its slice of each slab.
-So one seed gives the same full weights on every layout, and no rank ever holds a whole large weight.
+A layer draws one number from torch's default generator, equal on all ranks, which alone determines its whole weight:
+each slab of rows of the *global* weight has its own generator, and a rank keeps its slice of each slab. So one seed
+gives the same whole weights in every layout, and no rank ever holds a whole large weight.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SEEDS = 1 << 62
 def normal_(param: Tensor, spec: ParamSpec, ranks: ShardRanks, std: float) -> None:
     """Fill a local parameter with its slice of a global normal draw; padding becomes zero.
 
-    Draws one number from torch's default CPU generator, also on the meta device (where nothing is filled), so that what
-    is built afterwards does not depend on it.
+    Draws one number from torch's default CPU generator, also on the meta device (where nothing is filled), so that
+    later layers do not depend on the device.
     """
     base = int(torch.randint(_SEEDS, (), device="cpu").item())
     if param.is_meta:
@@ -55,13 +55,13 @@ def normal_(param: Tensor, spec: ParamSpec, ranks: ShardRanks, std: float) -> No
 
 @contextmanager
 def seeded(base: int, number: int) -> Iterator[None]:
-    """Build a part under a seed of its own, so that a rank that builds only some parts draws the same weights."""
+    """Seed of one part of a model, so that a rank that builds only some parts draws the same weights."""
     with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would also reseed accelerators, and differently where other parts are built.
+        # Not torch.manual_seed, which would also reseed accelerators, and differently on ranks with other parts.
         torch.default_generator.manual_seed((base + 7919 * number) % _SEEDS)
         yield
 
 
 def draw_seed() -> int:
-    """One number from the default generator to derive the seeds of numbered parts from."""
+    """Random number from the default generator, the base of the seeds of numbered parts."""
     return int(torch.randint(_SEEDS, (), device="cpu").item())

@@ -1,4 +1,4 @@
-"""Norms whose weights every tensor-parallel rank holds whole."""
+"""Norms; every tensor-parallel rank holds their weights whole."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class RMSNorm(nn.Module):
 
     Args:
         size: length of the last dimension.
-        mesh: the ranks; ``None`` for one process.
-        eps: added to the mean square.
-        sequence_parallel: the input is a sequence shard, so that weight gradients must be summed over tp.
-        ops: what its arithmetic is chosen from.
-        dtype: of the weight.
-        device: of the weight.
+        mesh: mesh of the ranks; ``None`` for one process.
+        eps: constant added to the mean square.
+        sequence_parallel: True if the input is a sequence shard; weight gradients are then summed over tp.
+        ops: implementations of the ops.
+        dtype: dtype of the weight.
+        device: device of the weight.
     """
 
     op = "rms_norm"
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
         self._grad_sum = sequence_parallel and mesh is not None and mesh.tp.size > 1
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """Whole on every rank, never decayed."""
+        """Weight and bias are whole on every rank, and not decayed."""
         return {
             name: ParamSpec(tuple(p.shape), grad_sum_over_tp=self._grad_sum, decay=False)
             for name, p in self.named_parameters(recurse=False)

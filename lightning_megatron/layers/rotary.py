@@ -1,4 +1,4 @@
-"""Angles of the rotary position embedding, with LLaMA 3's stretching of low frequencies."""
+"""Angles of the rotary position embedding, with LLaMA 3's scaling of low frequencies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RotaryEmbedding(nn.Module):
     Args:
         head_dim: ``D``, even.
         theta: base of the frequencies.
-        scaling: LLaMA 3's rule, or ``None``.
+        scaling: LLaMA 3's scaling, or ``None``.
     """
 
     def __init__(self, head_dim: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> None:
@@ -33,7 +33,7 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             positions: ``[S]`` or ``[S, B]``.
-            dtype: of the result; the angles themselves are fp32.
+            dtype: dtype of the result; the angles are computed in fp32.
 
         Returns:
             Two tensors ``[S, 1 or B, 1, D]``.
@@ -44,10 +44,10 @@ class RotaryEmbedding(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def first(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions ``0 .. length-1``; kept from one call to the next."""
+        """Cosines and sines of positions ``0 .. length-1``, cached."""
         key = (length, device, dtype)
         if self._cache is None or self._cache[0] != key:
-            # Made outside inference mode, so that a table first used in validation can serve training.
+            # Created outside inference mode, so that training can use a table that validation has created.
             with torch.inference_mode(False), torch.no_grad():
                 self._cache = key, self(torch.arange(length, device=device), dtype)
         return self._cache[1]

@@ -1,4 +1,4 @@
-"""A LightningModule built of parallel layers: who it talks to, and where its weights come from."""
+"""Base class of LightningModules built of parallel layers: access to the mesh, and loading of weights."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ MegatronModuleT = TypeVar("MegatronModuleT", bound="MegatronModule")
 
 
 class MegatronModule(LightningModule):
-    """A LightningModule built of parallel layers.
+    """LightningModule built of parallel layers.
 
-    Build the model in ``configure_model`` (only if it is not there yet: Lightning may call it more than once), with
+    Build the model in ``configure_model`` (unless it is built already: Lightning may call it more than once), with
     layers that take :attr:`mesh`. Nothing else differs from an ordinary LightningModule; a module need not even derive
-    from this class to use the layers. To be cut into pipeline stages it also has a method ``hidden_shape(batch)``: the
-    shape of the activations that stages hand on for a micro-batch. :class:`GPTModule` is an example.
+    from this class to use the layers. For pipeline stages it also needs a method ``hidden_shape(batch)``: the shape of
+    the activations between stages for a micro-batch. :class:`GPTModule` is an example.
 
-    When ``configure_model`` of a subclass returns, the weights that :meth:`load_weights` was given are there.
+    When ``configure_model`` of a subclass returns, the weights given to :meth:`load_weights` are loaded.
 
     Attributes:
-        splits_context: whether each context-parallel rank takes its part of the sequences that all of them are given;
+        splits_context: True if each context-parallel rank takes its shard of the sequences that all of them are given;
             a module that does not is refused with ``cp > 1``.
     """
 
@@ -51,13 +51,13 @@ class MegatronModule(LightningModule):
 
     @property
     def mesh(self) -> ParallelMesh:
-        """The strategy's mesh; outside a Trainer with this strategy, a mesh of one rank."""
+        """Mesh of the strategy; outside a Trainer with this strategy, a mesh of one rank."""
         strategy = self.megatron_strategy
         return ParallelMesh.single() if strategy is None else strategy.mesh
 
     @property
     def megatron_strategy(self) -> MegatronStrategy | None:
-        """The strategy, if the module is attached to a Trainer that has this one."""
+        """Strategy of the module's Trainer, if it is this package's; otherwise ``None``."""
         if self._fabric is not None or self._trainer is None:
             return None
         strategy = self.trainer.strategy
@@ -65,7 +65,7 @@ class MegatronModule(LightningModule):
 
     @property
     def model_shape(self) -> ModelShape | None:
-        """Sizes that layouts are checked against; ``None`` leaves it to the layers."""
+        """Sizes that layouts are checked against; ``None`` leaves the checks to the layers."""
         return None
 
     @classmethod
@@ -78,22 +78,22 @@ class MegatronModule(LightningModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> MegatronModuleT:
-        """A module of the class, with hyper-parameters and weights of a checkpoint of any layout.
+        """Module of the class, with hyper-parameters and weights of a checkpoint of any layout.
 
-        Where the model is built in ``configure_model`` its weights come then: in the layout of the Trainer that gets
-        the module, or, without one, in this process at the first call. Checkpoints of weights alone do, and are how a
-        run begins with the weights of another one.
+        If the model is built in ``configure_model``, its weights are loaded then: in the layout of the Trainer that
+        gets the module, or, without one, in this process at the first call. Checkpoints of weights alone suffice, for
+        example to start a run with the weights of another one.
 
         Args:
-            checkpoint_path: the directory, or a single file of Lightning's.
+            checkpoint_path: checkpoint directory, or a single file of Lightning's.
             map_location: device for the module; ``None`` for the CPU. A Trainer moves it to its own.
-            hparams_file: hyper-parameters in place of those of the checkpoint.
-            strict: whether names that only one side has are errors; ``None`` for the module's ``strict_loading``.
-            weights_only: as in Lightning, of checkpoints in an open file.
-            **kwargs: arguments of the class that win over those of the checkpoint.
+            hparams_file: file of hyper-parameters that replace those of the checkpoint.
+            strict: True if a missing or unexpected name is an error; ``None`` for the module's ``strict_loading``.
+            weights_only: Lightning's argument, for checkpoints in an open file.
+            **kwargs: arguments of the class, which override those of the checkpoint.
 
         Returns:
-            The module.
+            The loaded module.
 
         Raises:
             CheckpointError: if there is no such checkpoint, or it is damaged.
@@ -112,14 +112,14 @@ class MegatronModule(LightningModule):
         return module.to(device)
 
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
-        """Take the weights of a checkpoint, in any layout, and nothing else of it.
+        """Load the weights of a checkpoint, in any layout, and nothing else of it.
 
-        If the model is not built yet, its weights come when it is: a call before ``trainer.fit`` loads into the layout
-        of the Trainer. Where there are several ranks and the model is built, all of them must call this.
+        If the model is not built yet, the weights are loaded when it is: a call before ``trainer.fit`` loads into the
+        layout of the Trainer. If there are several ranks and the model is built, all of them must call this.
 
         Args:
-            path: a checkpoint directory, a single file of Lightning's, or a directory of Hugging Face's or Megatron's.
-            strict: whether names that only one side has are errors.
+            path: checkpoint directory, a single file of Lightning's, or a directory of Hugging Face's or Megatron's.
+            strict: True if a missing or unexpected name is an error.
 
         Raises:
             CheckpointError: if there is no such checkpoint, it is damaged, or does not fit.
@@ -155,7 +155,7 @@ class MegatronModule(LightningModule):
 
 
 def _then_weights(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A ``configure_model`` after which the module takes its weights, once the last override has built its part."""
+    """Wrapper of ``configure_model`` that loads the weights after the outermost override."""
 
     @wraps(configure_model)
     def build(self: MegatronModule) -> None:

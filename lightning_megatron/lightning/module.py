@@ -1,4 +1,4 @@
-"""LightningModules for language models: ordinary ones, whose every method may be overridden."""
+"""LightningModules for language models; every method may be overridden."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ class GPTModule(MegatronModule):
     or -100 for no loss. Logged: ``train_loss``, ``val_loss``, ``test_loss``, ``grad_norm``, ``lr``.
 
     Attributes:
-        logged: what is logged beside losses; a subclass may leave ``"lr"`` or ``"grad_norm"`` out.
-        hf_settings: what the Hugging Face directory that the weights came from says beside the model (special tokens,
-            generation); checkpoints keep it, and exports write it again.
-        extra_batch_keys: further keys of batches, which a subclass's own steps use. What holds something for each token
-            and would be passed over without a word is refused.
+        logged: names logged besides losses; a subclass may leave ``"lr"`` or ``"grad_norm"`` out.
+        hf_settings: settings besides the model in the Hugging Face directory of the weights (special tokens,
+            generation); checkpoints keep them, and exports write them again.
+        extra_batch_keys: further keys of batches, which a subclass's own steps use. Other keys with a value per token
+            are refused, since they would be ignored silently.
 
     Args:
         config: name of a preset, a ``TransformerConfig``, or its fields as a mapping.
         lr: highest learning rate.
-        min_lr: where decay ends; ``None`` means a tenth of ``lr``.
+        min_lr: learning rate at the end of the decay; ``None`` means a tenth of ``lr``.
         warmup_steps: optimizer steps of linear warm-up.
         decay_steps: step at which ``min_lr`` is reached; ``None`` means the Trainer's last step.
         lr_schedule: shape of the decay.
-        weight_decay: of matrices; norms and biases are not decayed.
-        betas: of AdamW.
-        eps: of AdamW.
+        weight_decay: weight decay of matrices; norms and biases are not decayed.
+        betas: AdamW's (beta1, beta2).
+        eps: AdamW's epsilon.
         **overrides: fields of the configuration to change, e.g. ``num_layers=4``.
 
     Raises:
@@ -104,7 +104,7 @@ class GPTModule(MegatronModule):
         self.lr, self.min_lr = lr, lr / 10 if min_lr is None else min_lr
         self.warmup_steps, self.decay_steps, self.lr_schedule = warmup_steps, decay_steps, lr_schedule
         self.weight_decay, self.betas, self.eps = weight_decay, (betas[0], betas[1]), eps
-        # Plain containers only: hyper-parameters ride in checkpoints that load without running code.
+        # Plain containers only: checkpoints with these hyper-parameters load without running code.
         self.save_hyperparameters(
             {
                 "config": asdict(self.config),
@@ -129,13 +129,13 @@ class GPTModule(MegatronModule):
         """A module with the configuration of a Hugging Face directory, and its weights.
 
         Args:
-            path: the directory, of LLaMA 2/3.x, GPT-2 or Mixtral.
-            weights: whether :meth:`load_hf` is called too.
-            **arguments: of the class: learning rate and so on, and fields of the configuration to change.
+            path: directory of LLaMA 2/3.x, GPT-2 or Mixtral.
+            weights: True to call :meth:`load_hf` too.
+            **arguments: arguments of the class: learning rate and so on, and fields of the configuration to change.
 
         Raises:
             CheckpointError: if there is no such directory, or its files are at fault.
-            ConfigError: for a model that ours cannot reproduce, or whose weights the changed fields do not fit.
+            ConfigError: for a model that this package cannot reproduce, or fields that do not fit its weights.
         """
         module = cls(weighed_config(path) if weights else hf_config(path), **arguments)
         module.hf_settings = read_settings(path)
@@ -146,12 +146,12 @@ class GPTModule(MegatronModule):
     def load_hf(self, path: str | os.PathLike[str]) -> None:
         """Take the weights of a Hugging Face directory, in any layout.
 
-        If the model is not built yet, its weights come when it is: a call before ``trainer.fit`` loads into the layout
-        of the Trainer. The configuration is checked at once. Where there are several ranks and the model is built, all
-        of them must call this.
+        If the model is not built yet, the weights are loaded when it is: a call before ``trainer.fit`` loads into the
+        layout of the Trainer. The configuration is checked at once. Where there are several ranks and the model is
+        built, all of them must call this.
 
         Args:
-            path: the directory.
+            path: directory to load.
 
         Raises:
             CheckpointError: naming files and tensors at fault.
@@ -163,11 +163,11 @@ class GPTModule(MegatronModule):
 
     @property
     def model_shape(self) -> ModelShape:
-        """The configuration."""
+        """Configuration of the model."""
         return self.config
 
     def configure_model(self) -> None:
-        """Build this rank's part of the model; for another Trainer's layout anew, with the weights that it has."""
+        """Build this rank's part of the model; for another Trainer's layout anew, with its present weights."""
         model, before, now = self.model, self._megatron_placement, self._placement()
         if model is not None and (before is None or before.serves(now)):
             return
@@ -179,7 +179,7 @@ class GPTModule(MegatronModule):
             self.compile_blocks(now.compile_backend)
 
     def _placement(self) -> Placement:
-        """The ranks that the model is to be cut over."""
+        """Placement for which the model is to be built."""
         strategy, here = self.megatron_strategy, self._megatron_placement
         if strategy is None:
             return here if here is not None and here.is_whole else Placement(ParallelMesh.single())
@@ -193,7 +193,7 @@ class GPTModule(MegatronModule):
         Names of parameters, checkpoints and hooks do not change.
 
         Args:
-            backend: of ``torch.compile``.
+            backend: backend of ``torch.compile``.
         """
         for block in self._built().layers.values():
             block.compile(backend=backend)
@@ -213,12 +213,12 @@ class GPTModule(MegatronModule):
         """Mean loss over the tokens of a batch that its ``loss_mask`` keeps; 0 if it keeps none.
 
         Args:
-            batch: see the class.
-            hidden: what :meth:`hidden` gave for this batch; ``None`` runs the model.
+            batch: batch as described in the class.
+            hidden: result of :meth:`hidden` for this batch; ``None`` runs the model.
 
         Raises:
             ConfigError: for keys that the model does not use.
-            DataError: for ids on the host that are in no vocabulary; elsewhere the loss is NaN.
+            DataError: for unknown ids in a batch on the host; on a device the loss is NaN.
         """
         self._check(batch)
         labels, mask = batch["labels"], batch.get("loss_mask")
@@ -231,17 +231,17 @@ class GPTModule(MegatronModule):
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Hidden states ``[B, S, H]`` after the final norm, whole on every rank, for heads and losses of your own.
 
-        All ranks of a replica get the same and are meant to compute the same of it; then gradients are those of one
-        process, and parameters of your own stay equal on all of them. In a pipeline the step ends here on all stages
-        but the last. For the loss of the language model from the same forward pass them to :meth:`loss` or
+        All ranks of a replica get the same states and must compute the same from them; then gradients are those of one
+        process, and your own parameters stay equal on all ranks. In a pipeline the step ends here on all stages but the
+        last. For the language model's loss of the same forward, pass the states to :meth:`loss` or
         :meth:`token_losses`.
 
         Args:
-            batch: see the class; labels are not needed.
+            batch: batch as described in the class; labels are not needed.
 
         Raises:
             ConfigError: for keys that the model does not use.
-            DataError: for ids on the host that are in no vocabulary; elsewhere the result is NaN.
+            DataError: for unknown ids in a batch on the host; on a device the result is NaN.
         """
         self._check(batch)
         hidden = self._built().hidden(batch["tokens"], batch.get("position_ids"), self._backward_scale())
@@ -250,12 +250,12 @@ class GPTModule(MegatronModule):
     def token_losses(self, batch: Mapping[str, Tensor], hidden: Tensor | None = None) -> Tensor:
         """Losses of all tokens ``[B, S]``, fp32, before the ``loss_mask``; 0 where the label is -100.
 
-        Whole on every rank; in a pipeline the step ends here on all stages but the last. The mean that :meth:`loss`
-        takes costs less, since it knows what each token weighs.
+        Whole on every rank; in a pipeline the step ends here on all stages but the last. The mean of :meth:`loss` costs
+        less, since it knows the weight of each token.
 
         Args:
-            batch: see the class.
-            hidden: what :meth:`hidden` gave for this batch; ``None`` runs the model.
+            batch: batch as described in the class.
+            hidden: result of :meth:`hidden` for this batch; ``None`` runs the model.
         """
         hidden = self.hidden(batch) if hidden is None else hidden
         losses = self._built().token_losses(hidden, batch["labels"])
@@ -273,7 +273,7 @@ class GPTModule(MegatronModule):
     # Batches
 
     def batch_fault(self, batch: Any) -> str | None:
-        """The fault of the ids of a batch on the host; labels that repeat their tokens are warned of, once."""
+        """Fault of the ids of a batch on the host; warns once if the labels repeat the tokens."""
         if not self._has_seen_labels and isinstance(batch, Mapping) and "labels" in batch:
             self._has_seen_labels = True
             if labels_repeat_tokens(batch):
@@ -284,7 +284,7 @@ class GPTModule(MegatronModule):
         return id_fault(batch, self.config.vocab_size, self._learned_positions)
 
     def without_faults(self, batch: Any) -> Any:
-        """A batch with known ids only, for a step that does not count."""
+        """Batch with known ids only, for a step that is discarded."""
         return without_faults(batch, self.config.vocab_size, self._learned_positions)
 
     @property
@@ -326,7 +326,7 @@ class GPTModule(MegatronModule):
         return self(batch["tokens"], batch.get("position_ids"))
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the learning rate that this step uses."""
+        """Log the learning rate of this step."""
         if "lr" in self.logged:
             self.log("lr", float(optimizer.param_groups[0]["lr"]))
 
@@ -336,14 +336,14 @@ class GPTModule(MegatronModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip as the Trainer says, and log the norm that the gradient had before."""
+        """Clip as configured in the Trainer, and log the gradient's norm before clipping."""
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
         strategy = self.megatron_strategy
         if strategy is not None and "grad_norm" in self.logged:
             self.log("grad_norm", strategy.grad_norm())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW over two groups, with a warm-up and a decay."""
+        """AdamW over two groups, with warm-up and decay of the learning rate."""
         self.adamw = self._choose_adamw()
         groups = self.decay_groups(self.weight_decay)
         optimizer: Optimizer = self.adamw.run(groups, lr=self.lr, betas=self.betas, eps=self.eps)
@@ -375,7 +375,7 @@ class LlamaModule(GPTModule):
 class MixtralModule(GPTModule):
     """Mixtral: a :class:`GPTModule` whose default configuration is ``mixtral-8x7b``.
 
-    The losses that balance experts are differentiated with the loss of the model, and are no part of ``train_loss``.
+    The auxiliary losses of experts are differentiated with the loss of the model, and are no part of ``train_loss``.
     """
 
     default_config = "mixtral-8x7b"

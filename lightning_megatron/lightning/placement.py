@@ -1,8 +1,8 @@
-"""The ranks that a module's layers are cut over, and their move to the ranks of another Trainer.
+"""Placement of a module's layers on ranks, and its change for another Trainer.
 
-A script may have one Trainer to fit and another to test. A strategy whose layout is that of the one before stands on
-the same mesh, so that whatever was built there goes on. For another layout our modules build their model anew and carry
-the weights over; other modules with parallel layers are refused.
+A script may have one Trainer to fit and another to test. A strategy with the same layout as the previous one reuses its
+mesh, so the module's layers stay valid. For another layout this package's modules build their model anew and carry the
+weights over; other modules with parallel layers are refused.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Placement:
-    """All that a model is built from beside its configuration.
+    """Arguments of a model besides its configuration.
 
     Attributes:
-        mesh: the ranks.
-        boundary: of the pipeline; ``None`` for a model in one piece.
-        parts: the stages on this rank; ``None`` for a model in one piece.
-        recompute: what is computed again.
-        ops: what its arithmetic is chosen from.
-        compile_backend: what its blocks are compiled with; ``None`` for no compilation.
+        mesh: mesh of the ranks.
+        boundary: boundary of the pipeline's stages; ``None`` for a model in one piece.
+        parts: stages on this rank; ``None`` for a model in one piece.
+        recompute: plan of activation recomputation.
+        ops: implementations of the ops.
+        compile_backend: backend of ``torch.compile`` for the blocks; ``None`` for no compilation.
     """
 
     mesh: ParallelMesh
@@ -53,16 +53,16 @@ class Placement:
 
     @property
     def is_whole(self) -> bool:
-        """True if each rank holds the whole model, and runs it by itself."""
+        """True if each rank holds the whole model."""
         layout = self.mesh.layout
         return layout.tp == layout.pp == layout.cp == layout.ep == layout.expert_tensor_parallel_size == 1
 
     def suits(self, layout: ParallelLayout, device: torch.device) -> bool:
-        """True if a strategy of this layout can stand on the same mesh."""
+        """True if a strategy of this layout can reuse the mesh."""
         return self.mesh.layout == layout and self.mesh.rng.device == device and self.mesh.is_alive
 
     def serves(self, wanted: Placement) -> bool:
-        """True if a model that stands here need not be built anew to stand there."""
+        """True if a model with this placement need not be built anew for ``wanted``."""
         ours, theirs = self.ops, wanted.ops
         # Ops of no device in particular go by the device of their tensors, so they do on any.
         same_ops = (ours.modes or None, ours.fp8) == (theirs.modes or None, theirs.fp8)
@@ -70,7 +70,7 @@ class Placement:
 
 
 def placement_of(module: nn.Module | None) -> Placement | None:
-    """The ranks that the parallel layers of a module were cut over, by the Trainer before if there was one."""
+    """Placement of a module's parallel layers by an earlier Trainer; ``None`` without one."""
     if module is None:
         return None
     found = (vars(part).get("_megatron_placement") for part in module.modules())
@@ -78,12 +78,12 @@ def placement_of(module: nn.Module | None) -> Placement | None:
 
 
 def settle(module: nn.Module, now: Placement, before: Placement | None) -> None:
-    """Note where the parallel layers of a module stand, once its model is built.
+    """Store the placement of a module's parallel layers, once its model is built.
 
     Args:
-        module: the user's.
-        now: where this Trainer's ranks stand.
-        before: where its layers stood when this Trainer began.
+        module: module of the user.
+        now: placement by this Trainer.
+        before: placement of its layers at the start of this Trainer.
 
     Raises:
         ConfigError: naming layers that an earlier Trainer built for other ranks.
@@ -127,28 +127,28 @@ def _told(layout: ParallelLayout) -> str:
 
 
 def carry_over(module: nn.Module, model: nn.Module, before: Placement, built: nn.Module, now: Placement) -> None:
-    """Give a model the weights of the one in whose place it was built; all ranks call this.
+    """Copy the weights of a model to its replacement in another placement; all ranks call this.
 
-    Beside parameters and buffers it takes over which parameters are frozen, and whether it is in training. What the
-    module holds beside its model, every pipeline stage has; it learns on the last one, where the loss is, and the
-    others take its values.
+    Besides parameters and buffers it copies ``requires_grad`` and the training mode. Parameters of the module outside
+    its model exist on every pipeline stage; only the last stage, which has the loss, trains them, and the others take
+    its values.
 
     Args:
-        module: the user's.
-        model: as it was.
-        before: where it stood.
-        built: the new one, of the same configuration.
-        now: where that stands.
+        module: module of the user.
+        model: old model.
+        before: placement of the old model.
+        built: new model, of the same configuration.
+        now: placement of the new model.
 
     Raises:
-        ConfigError: if weights are spread over ranks that do not come to give them.
+        ConfigError: if weights are on ranks that do not take part.
         CheckpointError: on every rank, if the model had been changed since it was built.
     """
     over = now.mesh
     if not over.is_distributed and not before.is_whole:
         _assemble(before.mesh)
         over = before.mesh
-    # Of a model that no Trainer has placed each rank has its own; as everywhere in torch that of rank 0 counts.
+    # A model that no Trainer has placed differs between ranks; as elsewhere in torch, that of rank 0 counts.
     speaks = before.mesh.is_distributed or over.rank == 0
     source = model_state(local_tensors(model), spec_registry(model), before.mesh) if speaks else {}
     reshard(source, model_state(local_tensors(built), spec_registry(built), now.mesh), over)
@@ -162,7 +162,7 @@ def carry_over(module: nn.Module, model: nn.Module, before: Placement, built: nn
 
 
 def _beside(module: nn.Module, model: nn.Module) -> dict[str, Any]:
-    """Parameters and buffers that are no part of the model, and that every rank holds whole."""
+    """Parameters and buffers outside the model, which every rank holds whole."""
     inside, specs = {id(value) for value in local_tensors(model).values()}, spec_registry(module)
     cut = {name for name, spec in specs.items() if spec.cuts(ShardRanks())}
     return {name: value for name, value in local_tensors(module).items() if id(value) not in inside and name not in cut}
@@ -173,7 +173,7 @@ def _frozen(model: nn.Module) -> list[str]:
 
 
 def _assemble(mesh: ParallelMesh) -> None:
-    """Wait for all ranks, but not for long: a Trainer without this strategy may have been made on some of them only."""
+    """Wait a limited time for all ranks: a Trainer without this strategy may exist on some of them only."""
     reason = f"its weights are spread over ranks ({_told(mesh.layout)})"
     advice = "save a checkpoint and load it in one process with load_from_checkpoint"
     if not mesh.is_alive:

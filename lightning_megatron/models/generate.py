@@ -29,15 +29,14 @@ def generate(
     draws from a generator of its own.
 
     Args:
-        model: built on any mesh without a pipeline.
+        model: model on any mesh without a pipeline.
         tokens: prompts ``[B, S]``.
         max_new_tokens: tokens to add at most.
-        temperature: of the softmax; 0 takes the likeliest token.
-        top_k: sample among the k likeliest.
-        top_p: sample among the likeliest tokens that together have this probability
-            (https://arxiv.org/abs/1904.09751).
-        stop: a token that ends a sequence; it is kept, and repeated where others of the batch go on.
-        seed: of the sampling; ``None`` draws one from torch's default generator, which is alike on all tp ranks.
+        temperature: temperature of the softmax; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to sample from.
+        top_p: total probability of the likeliest tokens to sample from (https://arxiv.org/abs/1904.09751).
+        stop: token that ends a sequence; it is kept, and repeated while other sequences of the batch continue.
+        seed: seed of the sampling; ``None`` draws one from torch's default generator, which is alike on all tp ranks.
 
     Returns:
         ``[B, S + n]``, ``n <= max_new_tokens``.
