@@ -167,11 +167,14 @@ class GPTModule(MegatronModule):
         return self.config
 
     def configure_model(self) -> None:
-        """Build this rank's part of the model; for another Trainer's layout anew, with its present weights."""
+        """Build this rank's part of the model; for another Trainer's layout anew, with its present weights.
+
+        The order is build, fp8, weights, compile; then the strategy's ``setup`` casts, moves, and makes flat buffers.
+        """
         model, before, now = self.model, self._megatron_placement, self._placement()
         if model is not None and (before is None or before.serves(now)):
             return
-        self.model = GPTModel(self.config, now.mesh, now.parts, now.boundary, now.recompute, now.ops)
+        self.model = GPTModel(self.config, now.mesh, now.parts, now.boundary, now.recompute, now.ops)  # and fp8
         if model is not None and before is not None:
             carry_over(self, model, before, self.model, now)
         self._megatron_placement = now
