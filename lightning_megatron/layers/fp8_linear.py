@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import all_reduce_max
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear, use_gemms
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.fp8 import LARGEST, LINEARS, MULTIPLE, Fp8Kernels, Fp8Recipe, scale_for
 from lightning_megatron.ops.implementation import REFERENCE, Selection
@@ -189,7 +189,7 @@ def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: Pa
         for name, linear in _linears(block):
             excuse = selection.why if kernels is None else ops.fp8.excuse(name, number, num_layers) or _odd(linear)
             if kernels is None or excuse is not None:
-                linear.use_gemms(PLAIN_GEMMS, Selection("linear_fp8", REFERENCE, str(excuse)))
+                use_gemms(linear, PLAIN_GEMMS, Selection("linear_fp8", REFERENCE, str(excuse)))
             else:
                 found.append(multiply_in_fp8(linear, kernels, ops.fp8, selection))
     return Fp8Steps(found, mesh) if found else None
@@ -201,7 +201,7 @@ def multiply_in_fp8(
     """Switch one layer to fp8; the caller passes the result to :class:`Fp8Steps`."""
     own = Selection(selection.op, selection.implementation, selection.why)
     gemms = Fp8Gemms(kernels, recipe, own, linear.weight.device)
-    linear.use_gemms(gemms, own)
+    use_gemms(linear, gemms, own)
     return gemms
 
 

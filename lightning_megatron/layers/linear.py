@@ -121,10 +121,6 @@ class _TensorParallelLinear(nn.Module):
         self.products: LinearGemms = PLAIN_GEMMS
         self.product_choice: Selection | None = None
 
-    def use_gemms(self, gemms: LinearGemms, selection: Selection) -> None:
-        """Compute the products of this layer with ``gemms``, for the reason in ``selection``."""
-        self.products, self.product_choice = gemms, selection
-
     def _linear(self, x: Tensor, bias: Tensor | None, axis: Axis | None = None) -> Tensor:
         """``x W^T + b``.
 
@@ -148,6 +144,11 @@ class _TensorParallelLinear(nn.Module):
     def extra_repr(self) -> str:
         """Global sizes."""
         return f"in={self.in_features}, out={self.out_features}, tp={self.axis.size}"
+
+
+def use_gemms(layer: ColumnParallelLinear | RowParallelLinear, gemms: LinearGemms, selection: Selection) -> None:
+    """Compute the products of a layer with ``gemms``, for the reason in ``selection``."""
+    layer.products, layer.product_choice = gemms, selection
 
 
 def _split(argument: str, features: int, axis: Axis, blocks: int = 1) -> int:
