@@ -103,7 +103,7 @@ def picklable(array: NDArray[Any]) -> NDArray[Any] | Path:
 
 def unpickled(array: NDArray[Any] | Path) -> NDArray[Any]:
     """Restore the array that :func:`picklable` was given."""
-    return np.load(array, mmap_mode="r") if isinstance(array, Path) else array
+    return np.lib.format.open_memmap(array, mode="r") if isinstance(array, Path) else array
 
 
 def _load(marker: Path, paths: Mapping[str, Path]) -> Arrays | None:
@@ -114,7 +114,7 @@ def _load(marker: Path, paths: Mapping[str, Path]) -> Arrays | None:
         for path in paths.values():
             if _sums(path) != written[path.name]:
                 raise ValueError(f"{path.name} is not as it was written")
-        return {name: np.load(path, mmap_mode="r") for name, path in paths.items()}
+        return {name: np.lib.format.open_memmap(path, mode="r") for name, path in paths.items()}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         _log.warning("%s is damaged (%s) and is built again", marker.parent, error)
         return None
