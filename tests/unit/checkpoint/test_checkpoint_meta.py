@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.meta import objects_in, read_meta, render_meta, write_meta
+from lightning_megatron.checkpoint.meta import (
+    META,
+    objects_in,
+    read_meta,
+    refuse_other_writers,
+    render_meta,
+    write_meta,
+)
 from lightning_megatron.errors import CheckpointError
 
 
@@ -64,3 +71,23 @@ def test_objects_can_be_allowed_on_both_sides(tmp_path):
     with pytest.raises(CheckpointError, match="weights_only=False"):
         read_meta(tmp_path, weights_only=True)
     assert read_meta(tmp_path, weights_only=False) == {"path": Path("x")}
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({"epoch": "3"}, "epoch is a str, and should be a int"),
+        ({"hyper_parameters": [1, 2]}, "hyper_parameters is a list, and should be a dict"),
+        ({"hugging_face": [1]}, "hugging_face is a list, and should be a dict"),
+    ],
+)
+def test_entries_of_other_types_are_named_with_the_file(tmp_path, entry, text):
+    write_meta(tmp_path, render_meta(entry, allow_objects=False))
+    with pytest.raises(CheckpointError, match=f"{META}: what it says of the run is damaged: {text}"):
+        read_meta(tmp_path, weights_only=True)
+
+
+def test_a_checkpoint_that_no_trainer_saved_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=f"{META} holds no pytorch-lightning_version: it was not saved by a T"):
+        refuse_other_writers(tmp_path, {})
+    refuse_other_writers(tmp_path, {"pytorch-lightning_version": "2.6.6"})

@@ -1,5 +1,7 @@
+import json
 import os
 import pickle
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -134,6 +136,16 @@ def save_instead(file: Path, array: np.ndarray) -> None:
     np.save(file, array)
 
 
+def make_archive(file: Path) -> None:
+    """Put an archive of arrays in its place, and its sums into the description."""
+    with file.open("wb") as stream:
+        np.savez(stream, a=np.arange(3))
+    (marker,) = file.parent.glob("*-description.txt")
+    described = json.loads(marker.read_text())
+    described["files"][file.name] = [file.stat().st_size, zlib.crc32(file.read_bytes())]
+    marker.write_text(json.dumps(described))
+
+
 @pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
 @pytest.mark.parametrize(
     "damage",
@@ -146,8 +158,9 @@ def save_instead(file: Path, array: np.ndarray) -> None:
         lambda file: save_instead(file, -np.load(file)),
         lambda file: np.save(file, np.array([{}], dtype=object), allow_pickle=True),
         lambda file: file.unlink(),
+        make_archive,
     ],
-    ids=["cut", "empty", "zeros", "reversed", "floats", "negative", "objects", "gone"],
+    ids=["cut", "empty", "zeros", "reversed", "floats", "negative", "objects", "gone", "archive"],
 )
 def test_damaged_cache_is_built_again(write_corpus: WriteCorpus, damage: Callable[[Path], object], name: str) -> None:
     prefix = write_corpus([20])
