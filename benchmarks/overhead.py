@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronStrategy
-from lightning_megatron.lightning.step.log_capture import LogSharing
+from lightning_megatron.lightning.step.log_capture import LogSync
 from lightning_megatron.testing.trainer import quiet_trainer
 from lightning_megatron.testing.workers import WorkerPool
 
@@ -161,7 +161,7 @@ class Whole(Callback):
 def share_logs(steps: int) -> tuple[float, float]:
     """CPU seconds of a step of a pipeline of four on this rank, and of the sharing of its logs; medians."""
     spent: list[float] = []
-    LogSharing.finish = timed(LogSharing.finish, spent)  # type: ignore[method-assign]
+    LogSync.finish = timed(LogSync.finish, spent)  # type: ignore[method-assign]
     whole = Whole()
     trainer = quiet_trainer(
         MegatronStrategy(pp=4, micro_batch_size=1), max_steps=steps, gradient_clip_val=1.0, callbacks=[whole]

@@ -1,11 +1,14 @@
-"""Every private name of Lightning that this package touches, in one place; `tests/trainer/test_private.py` holds it.
+"""The table of every private name of another library that this package touches, and functions that hide most of them.
 
-Checked on Lightning 2.6.6. Everything else that the package uses of Lightning is public. Of torch, ``optim/`` reads
-``Tensor._version``, which the same tests hold, and the store of the default group has no public name.
+``tests/trainer/test_private.py`` reads the table. It fails where a name has vanished from its library, and where the
+package touches a private name that is not here.
 """
 
+from __future__ import annotations
+
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from inspect import BoundArguments, signature
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +19,8 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launche
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_megatron.comm.rendezvous import Store
 
@@ -27,11 +32,132 @@ __all__ = [
     "checkpoint_folder",
     "default_store",
     "injects_samplers",
+    "mark_updated",
+    "set_shown_value",
+    "shown_value",
     "steps_between_saves",
     "summary_options",
+    "trainer_argument",
+    "trainer_of",
     "training_data",
     "with_other_path",
 ]
+
+CHECKED: Mapping[str, Sequence[str]] = {
+    "lightning": ("2.5.0.post0", "2.5.5", "2.6.6"),
+    "torchmetrics": ("1.9.0",),
+    "torch": ("2.13.0",),
+    "python": ("3.10", "3.11"),
+}
+"""Versions of each library in which the names below were seen."""
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A name that its library may change without notice.
+
+    Attributes:
+        name: attribute, function or module.
+        owner: dotted path of the class or module that has it, which begins with its library.
+        users: modules of this package that touch it, as paths below the package.
+        reason: use that is made of it.
+    """
+
+    name: str
+    owner: str
+    users: tuple[str, ...]
+    reason: str
+
+
+_HERE = "lightning/_private.py"
+_STRATEGY = "lightning.pytorch.strategies.Strategy"
+_PARALLEL = "lightning.pytorch.strategies.ParallelStrategy"
+_MODULE = "lightning.pytorch.LightningModule"
+_METRIC = "torchmetrics.Metric"
+_STRATEGIES = ("lightning/strategy/megatron.py", "lightning/strategy/run.py")
+_LAUNCHERS = "lightning.pytorch.strategies.launchers"
+_CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector"
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    # The strategy, which Lightning's connector fills and reads by these names
+    PrivateName("_accelerator", _STRATEGY, ("lightning/strategy/mesh.py",), "an accelerator given to a strategy"),
+    PrivateName(
+        "_precision_plugin", _STRATEGY, ("lightning/strategy/mesh.py",), "a precision that comes with a strategy"
+    ),
+    PrivateName("_launcher", _STRATEGY, ("lightning/strategy/megatron.py",), "attribute behind `strategy.launcher`"),
+    PrivateName("_configure_launcher", _STRATEGY, ("lightning/strategy/megatron.py",), "hook that makes the launcher"),
+    PrivateName(
+        "_layer_sync", _PARALLEL, ("lightning/strategy/megatron.py", "lightning/strategy/run.py"), "sync_batchnorm=True"
+    ),
+    # The launcher
+    PrivateName("_Launcher", f"{_LAUNCHERS}.launcher", (_HERE,), "base class of launchers"),
+    PrivateName("_SubprocessScriptLauncher", f"{_LAUNCHERS}.subprocess_script", (_HERE,), "base class of ours"),
+    PrivateName(
+        "_call_children_scripts",
+        f"{_LAUNCHERS}.subprocess_script._SubprocessScriptLauncher",
+        ("lightning/launcher.py",),
+        "hook that starts the processes",
+    ),
+    # The Trainer, modules, callbacks, loggers
+    PrivateName("_accelerator_connector", "lightning.pytorch.Trainer", (_HERE,), "use_distributed_sampler"),
+    PrivateName("_check_config_and_set_final_flags", _CONNECTOR, (), "reads `strategy._accelerator`"),
+    PrivateName("_data_source", "lightning.pytorch.loops.fit_loop._FitLoop", (_HERE,), "loaders that fit was given"),
+    PrivateName(
+        "_trainer", _MODULE, (_HERE, "lightning/base_module.py", "lightning/module.py"), "the Trainer, or None"
+    ),
+    PrivateName("_fabric", _MODULE, ("lightning/base_module.py",), "modules that Fabric runs"),
+    PrivateName(
+        "_after_closure",
+        "lightning.pytorch.plugins.Precision",
+        ("lightning/precision.py",),
+        "hooks and clipping between backward and step",
+    ),
+    PrivateName("_MockOptimizer", "lightning.pytorch.core.optimizer", (_HERE,), "configure_optimizers returned None"),
+    PrivateName("_every_n_train_steps", "lightning.pytorch.callbacks.ModelCheckpoint", (_HERE,), "its argument"),
+    PrivateName(
+        "_ModelCheckpoint__resolve_ckpt_dir", "lightning.pytorch.callbacks.ModelCheckpoint", (_HERE,), "its folder"
+    ),
+    PrivateName("_max_depth", "lightning.pytorch.callbacks.ModelSummary", (_HERE,), "its argument"),
+    PrivateName("_summarize_kwargs", "lightning.pytorch.callbacks.ModelSummary", (_HERE,), "its arguments"),
+    PrivateName("_log_model", "lightning.pytorch.loggers.WandbLogger", (_HERE,), "loggers that upload"),
+    # Metrics
+    PrivateName("_forward_cache", _METRIC, (_HERE,), "the value of a step that a metric shows"),
+    PrivateName("_update_count", _METRIC, (_HERE,), "no warning of a metric that another stage has updated"),
+    # torch and Python
+    PrivateName("_get_default_store", "torch.distributed.distributed_c10d", (_HERE,), "the ranks' store"),
+    PrivateName(
+        "_version",
+        "torch.Tensor",
+        ("lightning/step/optimizers.py", "optim/buffers/buffer.py", "optim/buffers/edits.py"),
+        "weights that a script has written between steps",
+    ),
+    PrivateName("_schema", "torch.ops.aten.relu.default", ("ops/mixture_of_experts.py",), "arguments of an operator"),
+    PrivateName("_python_dispatch", "torch.utils", ("testing/activations.py",), "TorchDispatchMode"),
+    PrivateName("_is_protocol", "typing.Protocol", ("arguments.py",), "annotations that are protocols"),
+    PrivateName("_value2member_map_", "enum.Enum", ("recorder/reading.py",), "known numbers of an Enum"),
+)
+"""All of them. Where ``users`` is empty, Lightning calls this package from there, and a test holds it."""
+
+
+def trainer_argument(argument: str) -> Any:
+    """An argument of the Trainer that is being constructed; ``None`` if none is being constructed.
+
+    Args:
+        argument: name in ``Trainer.__init__``.
+    """
+    # Read off the stack, since Lightning has no public way: its connector reads a strategy's accelerator, does not tell
+    # it the user's choice, raises if there are both, and forgets if "cpu" was the user's word or found by "auto".
+    # The choices of "auto" are fixed in Lightning: AcceleratorRegistry cannot add to them.
+    constructor = inspect.unwrap(Trainer.__init__).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not constructor:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(argument)
+
+
+def trainer_of(module: LightningModule | None) -> Trainer | None:
+    """The Trainer of a module; ``None`` for a module without one, where ``module.trainer`` raises."""
+    return None if module is None else module._trainer
 
 
 def injects_samplers(module: LightningModule | None) -> bool:
@@ -40,20 +166,20 @@ def injects_samplers(module: LightningModule | None) -> bool:
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:
-    """The ``every_n_train_steps`` that it was given; 0 for none."""
+    """The ``every_n_train_steps`` of a callback; 0 for none."""
     return callback._every_n_train_steps
 
 
 def checkpoint_folder(callback: ModelCheckpoint, trainer: Trainer) -> str:
-    """The folder that it saves in: its ``dirpath``, or what the Trainer's logger gives."""
+    """The folder of a callback: its ``dirpath``, or the one that the Trainer's logger gives."""
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
 
 
 def with_other_path(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[Any], Any]
-) -> BoundArguments:
-    """The arguments of what ``fit`` launches, with the path of its checkpoint changed."""
-    bound = signature(function).bind(*args, **kwargs)
+) -> inspect.BoundArguments:
+    """The arguments of the function that ``fit`` launches, with the path of its checkpoint changed."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     bound.arguments["ckpt_path"] = change(bound.arguments["ckpt_path"])
     return bound
@@ -72,6 +198,21 @@ def asks_for_upload(logger: Any) -> bool:
 def summary_options(callback: ModelSummary) -> tuple[int, dict[str, Any]]:
     """The settings of a model summary: its depth, and arguments of ``summarize``."""
     return callback._max_depth, callback._summarize_kwargs
+
+
+def shown_value(metric: Metric) -> Any:
+    """The value that ``metric(...)`` last returned, which Lightning shows for a step."""
+    return metric._forward_cache
+
+
+def set_shown_value(metric: Metric, value: Tensor | None) -> None:
+    """Let a metric show a value for a step; ``None`` for no value."""
+    metric._forward_cache = value  # type: ignore[assignment]  # torchmetrics declares None
+
+
+def mark_updated(metric: Metric) -> None:
+    """Count one update of a metric without a sample, so that ``compute`` does not warn."""
+    metric._update_count += 1
 
 
 def default_store() -> Store:

@@ -1,4 +1,4 @@
-"""Processes that a launcher has started: seen when they fail, ended when it fails."""
+"""Processes that a launcher has started: watched for failures, and ended when the job fails."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightning_megatron.recorder.process import ProcessState, inspect_process
 _log = logging.getLogger(__name__)
 
 EVERY = 0.2
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 GRACE = 3.5
-"""Seconds that a process has to end by itself once the job has failed: it may have something to say."""
+"""Seconds that a process has to end by itself once the job has failed, so that it can log its error."""
 LAST_WORD = 0.5
-"""Seconds between SIGTERM, which a process may put off, and SIGKILL, which also ends one that is stopped."""
+"""Seconds between SIGTERM, which a process may delay, and SIGKILL, which also ends a stopped process."""
 
 
 class Children:
     """Ranks that this process has launched.
 
-    Where one fails, the launching rank has a few seconds to find out by itself and say so; then all are ended.
+    If one fails, the launching rank has a few seconds to notice it in a collective and log it; then all are ended.
 
     Args:
-        processes: in order of their local ranks, from 1 on.
+        processes: processes of local ranks 1, 2, and so on.
         first_rank: global rank of the launching process.
     """
 
@@ -42,19 +42,19 @@ class Children:
 
     @property
     def failed(self) -> dict[int, int]:
-        """Exit status of those that have failed, by global rank, negative for a signal."""
+        """Exit status of failed processes, by global rank, negative for a signal."""
         return {self._first + n: p.returncode for n, p in enumerate(self._processes, 1) if p.returncode}
 
     def send(self, number: int) -> None:
-        """Send a signal to those that live."""
+        """Send a signal to all running processes."""
         for process in self._processes:
             process.send_signal(number)
 
     def end(self, grace: float = GRACE) -> list[int]:
-        """End all that do not end by themselves; ranks of those that were ended.
+        """End the processes that do not end by themselves, and return their ranks.
 
         Args:
-            grace: seconds to wait for that.
+            grace: seconds to wait before that.
         """
         self._are_ended.set()
         with self._ending:
@@ -65,12 +65,12 @@ class Children:
             if not self._wait(LAST_WORD):
                 self.send(signal.SIGKILL)
                 for process in self._processes:
-                    with suppress(subprocess.TimeoutExpired):  # in a driver, perhaps
+                    with suppress(subprocess.TimeoutExpired):  # a process inside a driver call may not die
                         process.wait(LAST_WORD)
             return left
 
     def _wait(self, seconds: float) -> bool:
-        """Wait until all have ended, or those that are left are stopped; True if they have ended."""
+        """Wait until all have ended, or the remaining ones are stopped; True if all have ended."""
         end = time.monotonic() + seconds
         while any(process.poll() is None for process in self._processes):
             left = [process.pid for process in self._processes if process.returncode is None]
@@ -80,7 +80,7 @@ class Children:
         return True
 
     def _watch(self) -> None:
-        """See them end; one that fails ends the job, as with Lightning's launcher, but not before it is told."""
+        """Watch the processes. One that fails ends the job, as with Lightning's launcher, but is logged first."""
         while any(process.poll() is None for process in self._processes):
             if self.failed:
                 break
@@ -88,7 +88,7 @@ class Children:
         if not self.failed:
             return
         if self._are_ended.wait(GRACE + LAST_WORD):
-            return  # this process has found out by itself
+            return  # this process has noticed it in a collective
         told = ", ".join(f"rank {rank}: {status}" for rank, status in self.failed.items())
         _log.error("launched processes have failed (exit status of %s); all others are ended", told)
         self.send(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Starting the processes of a job, once nothing is left to complain about."""
+"""Launchers: the processes of a job start after its configuration has been checked."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class LaunchCalls:
     Attributes:
         check: called with everything handed to ``trainer.fit`` (module, loaders, data module); raises to stop.
         note_error: called with the error that the job ends in, before the other processes are ended.
-        begin: called by all ranks of a fit with the Trainer and ``ckpt_path``; what it gives takes the latter's place.
-        compare: called by all ranks, once they are there, with the Trainer and everything handed to it.
+        begin: called by all ranks of a fit with the Trainer and ``ckpt_path``; its result replaces ``ckpt_path``.
+        compare: called by all ranks, once they have started, with the Trainer and everything handed to it.
     """
 
     check: Callable[..., None]
@@ -42,17 +42,17 @@ class LaunchCalls:
 
 
 class CheckedLauncher(SubprocessScriptLauncher):
-    """Lightning's launcher, which asks for a check of the whole configuration before it spawns anything.
+    """Lightning's launcher, with a check of the whole configuration before it starts a process.
 
     Args:
-        cluster_environment: Lightning's.
+        cluster_environment: cluster environment of the Trainer.
         num_processes: processes on this node.
         num_nodes: nodes of the job.
-        device: this process's.
-        calls: into the strategy.
+        device: device of this process.
+        calls: calls into the strategy.
 
     Raises:
-        ConfigError: where somebody else has started processes that Lightning does not see.
+        ConfigError: if another launcher has started processes that Lightning does not see.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
         devices.drop_card(self._device)
         function = compared(begun(function, trainer, self._calls.begin), trainer, self._calls.compare)
         if self.num_processes == 1 and self.num_nodes == 1:
-            return function(*args, **kwargs)  # nothing to spawn: no variables are set, no thread watches for children
+            return function(*args, **kwargs)  # no process to start: no variables are set, no thread watches
         with handed_on(self.kill):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -86,7 +86,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
 
     def _call_children_scripts(self) -> None:
         super()._call_children_scripts()
-        # Lightning's observer kills this process, too, as soon as one of these fails. An empty list keeps it idle.
+        # Lightning's observer kills this process as soon as one of these fails, and does nothing with an empty list.
         first_rank = self.cluster_environment.node_rank() * self.num_processes
         self._children, self.procs = Children(self.procs, first_rank), []
 
@@ -96,7 +96,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
             self._children.send(signum)
 
     def end_children(self) -> list[int]:
-        """End the processes that this one has launched, stopped ones too; ranks of those that did not by themselves."""
+        """End the processes that this one has launched; returns the ranks of those that did not end by themselves."""
         return [] if self._children is None else self._children.end()
 
     def dead_children(self) -> dict[int, int]:
@@ -105,10 +105,10 @@ class CheckedLauncher(SubprocessScriptLauncher):
 
 
 class JoinedLauncher(Launcher):
-    """The launcher's place taken in a process that somebody else has started.
+    """A launcher that starts nothing, for processes that torchrun, Slurm or MPI has started.
 
     Args:
-        calls: into the strategy.
+        calls: calls into the strategy.
     """
 
     is_interactive_compatible = True
@@ -130,14 +130,14 @@ class JoinedLauncher(Launcher):
 def launcher_of(
     environment: ClusterEnvironment, num_processes: int, num_nodes: int, device: torch.device, calls: LaunchCalls
 ) -> Launcher:
-    """The launcher for an environment; arguments as of :class:`CheckedLauncher`."""
+    """The launcher for an environment; :class:`CheckedLauncher` explains the arguments."""
     if environment.creates_processes_externally:
         return JoinedLauncher(calls)
     return CheckedLauncher(environment, num_processes, num_nodes, device, calls)
 
 
 def begun(function: Callable[..., Any], trainer: Trainer | None, begin: Begin) -> Callable[..., Any]:
-    """A function that lets the ranks of a fit agree on a checkpoint first, where there are ranks already."""
+    """A function that first lets the ranks of a fit agree on a checkpoint."""
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return function
 
@@ -159,11 +159,13 @@ def compared(function: Callable[..., Any], trainer: Trainer | None, compare: Cal
 
 
 def launch_problems(environment: ClusterEnvironment | None, variables: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Ranks that somebody else has started and Lightning does not see: each would start a whole job of its own.
+    """The fault of ranks that Lightning does not see, since another launcher has started them.
+
+    Each of them would start a whole job of its own.
 
     Args:
-        environment: what Lightning has chosen.
-        variables: of the process.
+        environment: cluster environment that Lightning has chosen.
+        variables: environment variables of the process.
     """
     if not isinstance(environment, LightningEnvironment) or environment.creates_processes_externally:
         return []

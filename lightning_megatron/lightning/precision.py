@@ -1,4 +1,4 @@
-"""The precision plugin: which dtype parameters, gradients and main parameters have, and when a step is skipped."""
+"""The precision plugin: dtypes of parameters, gradients and main parameters, and steps that are skipped."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class PrecisionMode:
     """Dtypes of one precision.
 
     Attributes:
-        params: of parameters and activations.
-        main: of the values that the optimizer updates; ``None`` means the parameters themselves.
-        grads: in which gradients are accumulated.
-        loss_scaled: whether losses are scaled against underflow.
+        params: dtype of parameters and activations.
+        main: dtype of the values that the optimizer updates; ``None`` means the parameters themselves.
+        grads: dtype in which gradients are accumulated.
+        loss_scaled: True if losses are scaled against underflow.
     """
 
     params: torch.dtype
@@ -63,12 +63,12 @@ class MegatronPrecision(Precision):
 
     Args:
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-mixed"`` or ``"64-true"``.
-        loss_scale: of ``"16-mixed"``; ``None`` for Megatron's dynamic one (2^32, hysteresis 2).
+        loss_scale: loss scale of ``"16-mixed"``; ``None`` for Megatron's dynamic one (2^32, hysteresis 2).
 
     Attributes:
         last_grad_norm: norm before clipping, once it is known in a step.
-        step_gate: asked before every step of an optimizer; ``None`` for nobody.
-        step_is_refused: whether it has refused the last one.
+        step_gate: gate asked before every step of an optimizer; ``None`` for no gate.
+        step_is_refused: True if the gate has refused the last step.
 
     Raises:
         ConfigError: for another precision.
@@ -98,16 +98,16 @@ class MegatronPrecision(Precision):
 
     @classmethod
     def of(cls, plugin: Precision | None) -> MegatronPrecision:
-        """The plugin that does what Lightning's ``plugin`` names.
+        """The plugin for a precision plugin of Lightning's.
 
         Raises:
-            ConfigError: for a plugin that this strategy cannot honour.
+            ConfigError: for a plugin that this strategy does not support.
         """
         if plugin is None or type(plugin) is Precision:
             return cls()
         if isinstance(plugin, MegatronPrecision):
             return plugin
-        # The last is lightning-habana's, whom a Lightning that still knows it asks for Trainer(precision=...).
+        # HPUPrecisionPlugin: Lightning <= 2.5.5 creates lightning-habana's plugin on HPU.
         if (
             type(plugin) in (MixedPrecision, HalfPrecision, DoublePrecision)
             or type(plugin).__name__ == "HPUPrecisionPlugin"
@@ -117,7 +117,7 @@ class MegatronPrecision(Precision):
         raise ConfigError([Problem("plugins", type(plugin).__name__, reason, tuple(MODES))])
 
     def problems(self, kind: DeviceKind, layout: ParallelLayout) -> list[Problem]:
-        """Why this precision cannot be used on a kind of device, or under a layout."""
+        """Reasons why this precision cannot be used on a kind of device, or under a layout."""
         if self.mode.params == torch.float64:
             alone = layout.tp == layout.pp == layout.cp == layout.ep == 1
             reasons = {
@@ -140,11 +140,11 @@ class MegatronPrecision(Precision):
         """Take charge of the steps of these optimizers.
 
         Args:
-            optimizers: of the module that is fitted.
-            check: called with one whose gradients are complete, before anything uses them.
-            compare_values: whether somebody may write to parameters between any two steps, in ways that only comparing
-                them with their main values shows. The first step of an epoch compares anyway.
-            finite_checks: asked before a step, by optimizer, where :attr:`step_gate` does not decide.
+            optimizers: optimizers of the module that is fitted.
+            check: function called with an optimizer once its gradients are complete, before anything uses them.
+            compare_values: True to compare parameters with their main values at every step, as callbacks may write to
+                them unnoticed between steps. The first step of an epoch compares anyway.
+            finite_checks: checks before a step, by optimizer, where :attr:`step_gate` does not decide.
         """
         self._finite_checks = finite_checks or {}
         self._check = check
@@ -171,7 +171,7 @@ class MegatronPrecision(Precision):
         return self.tensor_init_context()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast what is not in the parameters' dtype yet; fp32 leaves a module as it is."""
+        """Cast a module to the parameters' dtype; fp32 leaves it as it is."""
         return module if self.mode.params == torch.float32 else module.to(dtype=self.mode.params)
 
     def convert_input(self, data: Any) -> Any:
@@ -181,13 +181,13 @@ class MegatronPrecision(Precision):
         return apply_to_collection(data, Tensor, lambda t: t.to(self.mode.params) if torch.is_floating_point(t) else t)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Nothing: parameters have their dtype, and no operation is cast. In fp64 new tensors are, as in Lightning."""
+        """No autocast: parameters have their dtype already. In fp64 new tensors get the dtype, as in Lightning."""
         return self.tensor_init_context() if self.mode.params == torch.float64 else nullcontext()
 
     # A step
 
     def scale_of_loss(self) -> float:
-        """What a loss is multiplied with before backward."""
+        """Factor of a loss before backward."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
@@ -198,7 +198,7 @@ class MegatronPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, complete the gradients, let hooks and clipping see them, update, send parameters out.
+        """Run the closure, complete the gradients, run hooks and clipping, update, send parameters out.
 
         A step whose gradients overflow (``16-mixed``), or that :attr:`step_gate` refuses, leaves the parameters alone
         on all ranks together; as in Lightning, learning-rate schedulers move on.
@@ -223,7 +223,7 @@ class MegatronPrecision(Precision):
         return result if overflow else self._step(sharded, model, result, kwargs)
 
     def _check_finite(self, sharded: ShardedOptimizer, step: int, overflow: bool) -> None:
-        """Stop where NaN or infinity would be trained on; a gate decides itself, as does a loss scale above its least.
+        """Stop at NaN or infinity; a gate decides itself, and so does a loss scale above its minimum.
 
         Raises:
             NonFiniteError: on all ranks.
@@ -238,11 +238,11 @@ class MegatronPrecision(Precision):
 
     @property
     def _scale_is_least(self) -> bool:
-        """True if a smaller loss scale cannot mend an overflow."""
+        """True if the loss scale cannot become smaller after an overflow."""
         return self.loss_scale is not None and self.loss_scale.scale <= self.loss_scale.minimum
 
     def _step(self, sharded: ShardedOptimizer, model: LightningModule, result: Any, kwargs: dict[str, Any]) -> Any:
-        """Step with a closure that gives what has been computed: optimizers may ask for it, as in Lightning."""
+        """Step with a closure that returns the computed result: optimizers may call it, as in Lightning."""
         asked = []
 
         def closure() -> Any:
@@ -276,7 +276,7 @@ class MegatronPrecision(Precision):
         return self._managed.get(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over the whole model, on whatever ranks it lies."""
+        """Clip by the norm over the whole model, over all ranks that hold parts of it."""
         if (sharded := self._sharded(optimizer)) is None:
             return
         self._complete(sharded)
@@ -288,7 +288,7 @@ class MegatronPrecision(Precision):
             return
         self._complete(sharded)
         if self.step_gate is not None:
-            self.grad_norm()  # the gate is to see the norm before clipping
+            self.grad_norm()  # the gate needs the norm before clipping
         sharded.clip_by_value(float(clip_val))
 
     def grad_norm(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Everything that Lightning finds by name: strategy and accelerator in its registries, classes for LightningCLI."""
+"""Names that Lightning looks up: the strategy and the accelerator in its registries, classes for LightningCLI."""
 
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,21 +22,157 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchmetrics import MeanMetric
 
+import lightning_megatron
 from lightning_megatron.checkpoint import model_state, save
 from lightning_megatron.lightning._private import (
+    CHECKED,
+    PRIVATE_NAMES,
     MockOptimizer,
+    PrivateName,
     SubprocessScriptLauncher,
     asks_for_upload,
     checkpoint_folder,
     default_store,
     injects_samplers,
+    mark_updated,
+    set_shown_value,
+    shown_value,
     steps_between_saves,
     summary_options,
+    trainer_argument,
+    trainer_of,
     training_data,
     with_other_path,
 )
 from lightning_megatron.lightning.launcher import JoinedLauncher, LaunchCalls
 from lightning_megatron.mesh import ParallelMesh
+
+PACKAGE = Path(lightning_megatron.__file__).parent
+DOCUMENTED = {"_exit", "_fields", "_replace"}  # os._exit, and the methods of named tuples
+TABLE = {entry.name: entry for entry in PRIVATE_NAMES}
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Modules by their path in the package; those that stand in for Intel's software are not ours to judge."""
+    paths = (path for path in PACKAGE.rglob("*.py") if "site" not in path.parts)
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in paths}
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def touched(tree: ast.Module) -> Iterator[str]:
+    """Private names that a module reads off something, imports, or spells in a ``getattr``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lightning_megatron"):
+            yield from filter(is_private, [name.name for name in node.names] + (node.module or "").split("."))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            word = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+            if node.func.id in ("getattr", "hasattr", "setattr", "delattr") and is_private(word):
+                yield str(word)
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Private names that a module gives to things of its own, ``_megatron_...`` on objects of others too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if own or node.attr.startswith("_megatron_"):
+                yield node.attr
+
+
+def lightnings(name: str) -> Iterator[tuple[str, type]]:
+    """Private names of Lightning's classes that classes of ours inherit from."""
+    module = resolve_name("lightning_megatron." + name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    for ours in vars(module).values():
+        if isinstance(ours, type) and ours.__module__ == module.__name__:
+            for base in ours.__mro__:
+                if base.__module__.startswith("lightning."):
+                    for word in set(re.findall(r"(?:self\.|def )(_[a-z]\w*)", inspect.getsource(base))):
+                        yield word, ours
+
+
+def test_every_private_name_that_the_package_touches_is_in_the_table() -> None:
+    own = {path: set(defined(tree)) for path, tree in sources().items()}
+    ours = set().union(*own.values()) - TABLE.keys()
+    unknown = [
+        f"{path}: {name}"
+        for path, tree in sources().items()
+        for name in sorted(set(touched(tree)) - ours - own[path] - DOCUMENTED)
+        if name not in TABLE or path not in TABLE[name].users
+    ]
+    assert not unknown, f"add these to PRIVATE_NAMES in lightning/_private.py: {unknown}"
+
+
+def test_no_private_name_of_ours_hides_one_of_lightnings() -> None:
+    hidden = set()
+    for path, tree in sources().items():
+        if path.startswith("lightning/"):
+            own = set(defined(tree))
+            hidden |= {
+                f"{path}: {ours.__name__}.{name}" for name, ours in lightnings(path) if name in own - TABLE.keys()
+            }
+    assert not hidden
+
+
+@pytest.mark.parametrize("entry", PRIVATE_NAMES, ids=lambda entry: entry.name)
+def test_the_library_still_has(entry: PrivateName) -> None:
+    owner = resolve_name(entry.owner)
+    there = hasattr(owner, entry.name) or re.search(rf"\b{entry.name}\b", inspect.getsource(owner))
+    library = entry.owner.split(".")[0]
+    assert there, f"{entry.owner}.{entry.name} is gone; last seen in {CHECKED.get(library, CHECKED['python'])}"
+
+
+@pytest.mark.parametrize("entry", PRIVATE_NAMES, ids=lambda entry: entry.name)
+def test_the_table_says_who_touches(entry: PrivateName) -> None:
+    for user in entry.users:
+        assert entry.name in {*touched(sources()[user]), *defined(sources()[user])}, f"{user} has no {entry.name}"
+
+
+class OwnTrainer(Trainer):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(logger=False, enable_checkpointing=False, **options)
+
+
+def test_what_a_trainer_is_asked_for_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a subclass of the Trainer, and where Lightning takes the default from the environment."""
+    asked: list[Any] = []
+
+    class AskedError(Exception): ...
+
+    class Asking(Strategy):
+        @property
+        def _accelerator(self) -> None:
+            asked.append(trainer_argument("accelerator"))
+            raise AskedError
+
+        @_accelerator.setter
+        def _accelerator(self, accelerator: Any) -> None: ...
+
+    for kind in (Trainer, OwnTrainer):
+        for options in ({}, {"accelerator": "cpu"}):
+            with pytest.raises(AskedError):
+                kind(strategy=Asking(), **options)
+    monkeypatch.setenv("PL_TRAINER_ACCELERATOR", "tpu")
+    with pytest.raises(AskedError):
+        Trainer(strategy=Asking())
+    assert asked == ["auto", "cpu", "auto", "cpu", "tpu"]
+    assert trainer_argument("accelerator") is None
+
+
+def test_a_trainer_or_none() -> None:
+    module = LightningModule()
+    assert trainer_of(None) is trainer_of(module) is None
+    module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert trainer_of(module) is module.trainer
 
 
 def test_the_launcher_is_made_and_called_as_we_do() -> None:
@@ -154,9 +295,11 @@ def test_a_module_has(name: str) -> None:
 
 def test_a_metric_shows_what_it_last_returned_and_forgets_what_it_computed() -> None:
     metric = MeanMetric()
-    assert metric._forward_cache is None
+    assert shown_value(metric) is None
     metric(2.0)
-    assert float(metric._forward_cache) == 2.0
+    assert float(shown_value(metric)) == 2.0
+    set_shown_value(metric, torch.tensor(5.0))
+    assert float(shown_value(metric)) == 5.0
     assert metric._update_count == 1
     metric.compute()
     assert metric._computed is not None
@@ -175,6 +318,8 @@ def test_a_metric_shows_what_it_last_returned_and_forgets_what_it_computed() -> 
     metric(4.0)
     asked.clear()
     assert float(metric.compute()) == 3.0
+    mark_updated(metric)
+    assert metric._update_count == 3
     assert asked == ["available", "gather", "gather"]
 
 

@@ -16,7 +16,8 @@ import yaml
 from lightning_megatron import MegatronHPUStrategy, MixtralModule
 from lightning_megatron.config.layout import BatchShape, ParallelLayout
 from lightning_megatron.data import IndexedDatasetWriter
-from lightning_megatron.lightning.validation.job import job_problems
+from lightning_megatron.lightning.strategy.settings import JobSettings
+from lightning_megatron.lightning.validation.job import Job, job_problems
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.ops.registry import ANY_DEVICE
 from lightning_megatron.pipeline.partition import LayerSplit
@@ -48,7 +49,8 @@ def problems(given: dict[str, Any], world: int, **layout: int) -> list[str]:
     strategy, module, shape = built(given)
     wished = ParallelLayout(tp=given["trainer"]["strategy"]["init_args"]["tp"], **layout).resolve(world)
     objects = [module, Fed(shape)]
-    found = job_problems(objects, None, wished, LayerSplit(), strategy.recompute, ANY_DEVICE, 1, torch.bfloat16)
+    settings = JobSettings(wished, LayerSplit(), strategy.recompute, micro_batch_size=1)
+    found = job_problems(Job(settings, wished, ANY_DEVICE, torch.bfloat16, objects))
     return [str(problem) for problem in found]
 
 
@@ -74,8 +76,8 @@ def test_ways_in_which_experts_cannot_run_are_told_before_any_process_starts():
     module = MixtralModule("mixtral-tiny", moe_dynamic=True)
     layout = ParallelLayout().resolve(1)
     strategy = MegatronHPUStrategy()
-    plans = LayerSplit(), strategy.recompute, ANY_DEVICE
-    (fp16,) = job_problems([module], None, layout, *plans, None, torch.float16)
+    settings = JobSettings(layout, LayerSplit(), strategy.recompute)
+    (fp16,) = job_problems(Job(settings, layout, ANY_DEVICE, torch.float16, [module]))
     assert str(fp16) == "precision='16-mixed': moe_dynamic computes in bf16 or fp32; nearest valid: bf16-mixed, 32-true"
 
 

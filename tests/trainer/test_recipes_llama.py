@@ -14,7 +14,8 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.layers.embedding import padded_vocab_size
-from lightning_megatron.lightning.validation.job import job_problems
+from lightning_megatron.lightning.strategy.settings import JobSettings
+from lightning_megatron.lightning.validation.job import Job, job_problems
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.pipeline.partition import LayerSplit
@@ -71,8 +72,8 @@ def test_a_recipe_passes_every_check_and_its_model_can_be_built(name: str, tmp_p
     layout = strategy.layout
     assert (layout.data_parallel_size, layout.tp, layout.pp, layout.cp) == (dp, tp, 1, cp)
     assert dp * tp * cp == world == cli.trainer.num_devices * cli.trainer.num_nodes
-    objects, plans = [cli.model, cli.datamodule], (LayerSplit(), strategy.recompute, strategy.ops)
-    found = job_problems(objects, None, layout, *plans, 1, torch.bfloat16)
+    settings = JobSettings(layout, LayerSplit(), strategy.recompute, micro_batch_size=1)
+    found = job_problems(Job(settings, layout, strategy.ops, torch.bfloat16, [cli.model, cli.datamodule]))
     assert found == []
     shape = cli.datamodule.batch_shape
     assert shape.seq_length == length

@@ -88,7 +88,7 @@ def train(
             enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
             **clip,
         )
-    layout = strategy._wished_layout.resolve(dist.get_world_size() if dist.is_initialized() else 1)
+    layout = strategy._job.layout.resolve(dist.get_world_size() if dist.is_initialized() else 1)
     dp = layout.data_parallel_size
     rank = (dist.get_rank() if dp > 1 else 0) % max(dp, 1)
     batches = MegatronSampler(len(data), batch_size=BATCH // dp // accumulate, dp_rank=rank, dp_size=dp)

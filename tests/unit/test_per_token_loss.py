@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_megatron.lightning.step.per_token_loss import TokenWindow
+from lightning_megatron.lightning.step.per_token_loss import TokenCounter
 from lightning_megatron.lightning.step.stage_work import TrainingWork
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -21,8 +21,8 @@ from lightning_megatron.params import named_specs
 from lightning_megatron.stage import StageBoundary
 
 
-def window() -> TokenWindow:
-    return TokenWindow(ParallelMesh.single().dp)
+def window() -> TokenCounter:
+    return TokenCounter(ParallelMesh.single().dp)
 
 
 def counted(loss: float, tokens: Any) -> dict[str, Any]:
@@ -31,13 +31,13 @@ def counted(loss: float, tokens: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tokens", [3, 3.0, torch.tensor(3), torch.tensor([3.0]), torch.tensor(3, dtype=torch.int32)])
 def test_a_batch_shows_its_mean_and_keeps_what_else_it_has(tokens: Any) -> None:
-    shown = window().mean_of(counted(6.0, tokens) | {"name": "x"})
+    shown = window().normalize(counted(6.0, tokens) | {"name": "x"})
     assert shown == {"loss": torch.tensor(2.0), "num_tokens": torch.tensor(3.0), "name": "x"}
 
 
 def test_the_gradient_of_the_shown_loss_is_the_sums() -> None:
     weight = torch.tensor(0.3, requires_grad=True)
-    shown = window().mean_of({"loss": 0.1 * weight, "num_tokens": 7})["loss"]
+    shown = window().normalize({"loss": 0.1 * weight, "num_tokens": 7})["loss"]
     assert shown.item() == pytest.approx(0.03 / 7, rel=1e-6)
     shown.backward()
     assert weight.grad is not None
@@ -48,12 +48,12 @@ def test_the_factor_is_of_all_batches_of_a_window_and_forgotten_after_it() -> No
     tokens = window()
     assert tokens.gradient_factor(1) is None
     for n in (1, 5, 2):
-        tokens.mean_of(counted(1.0, n))
+        tokens.normalize(counted(1.0, n))
     factor = tokens.gradient_factor(3)
     assert factor is not None
     assert factor.item() == pytest.approx(3 / 8)  # each loss was divided by 3
     tokens.restart()
-    tokens.mean_of(counted(1.0, 4))
+    tokens.normalize(counted(1.0, 4))
     factor = tokens.gradient_factor(1)
     assert factor is not None
     assert factor.item() == 0.25
@@ -61,11 +61,11 @@ def test_the_factor_is_of_all_batches_of_a_window_and_forgotten_after_it() -> No
 
 def test_no_tokens_at_all_are_zero_and_no_nan() -> None:
     tokens = window()
-    assert tokens.mean_of(counted(0.0, 0))["loss"].item() == 0.0
+    assert tokens.normalize(counted(0.0, 0))["loss"].item() == 0.0
     factor = tokens.gradient_factor(2)
     assert factor is not None
     assert factor.item() == 0.0
-    tokens.mean_of(counted(6.0, 4))  # an accumulated batch that has some
+    tokens.normalize(counted(6.0, 4))  # an accumulated batch that has some
     factor = tokens.gradient_factor(2)
     assert factor is not None
     assert factor.item() == 0.5
@@ -74,7 +74,7 @@ def test_no_tokens_at_all_are_zero_and_no_nan() -> None:
 @pytest.mark.parametrize("output", [None, torch.tensor(2.0), {"loss": torch.tensor(2.0), "else": 1}])
 def test_a_loss_that_is_a_mean_passes_untouched(output: Any) -> None:
     tokens = window()
-    assert tokens.mean_of(output) is output
+    assert tokens.normalize(output) is output
     assert tokens.gradient_factor(4) is None
 
 
@@ -82,17 +82,17 @@ def test_a_loss_that_is_a_mean_passes_untouched(output: Any) -> None:
 def test_batches_of_one_window_that_differ_are_refused(first: bool) -> None:
     outputs = [counted(1.0, 2), torch.tensor(1.0)]
     tokens = window()
-    tokens.mean_of(outputs[not first])
-    tokens.mean_of(None)  # skipped: says nothing
+    tokens.normalize(outputs[not first])
+    tokens.normalize(None)  # skipped: says nothing
     with pytest.raises(MisconfigurationException, match="for some of the batches or micro-batches of one optimizer"):
-        tokens.mean_of(outputs[first])
+        tokens.normalize(outputs[first])
     tokens.restart()
-    tokens.mean_of(outputs[first])
+    tokens.normalize(outputs[first])
 
 
 def test_a_number_for_each_sample_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"must be one number; got shape \(2,\)"):
-        window().mean_of(counted(1.0, torch.tensor([1, 2])))
+        window().normalize(counted(1.0, torch.tensor([1, 2])))
 
 
 # Micro-batches
@@ -197,7 +197,7 @@ def test_uneven_micro_batches_have_the_gradient_of_the_whole_batch() -> None:
         for loss in losses:
             assert loss is not None
             gradient += torch.autograd.grad(loss, [layer.weight])[0]
-        tokens.mean_of(found.output(found.totals))
+        tokens.normalize(found.output(found.totals))
     factor = tokens.gradient_factor(2)
     assert factor is not None
     torch.testing.assert_close(gradient * factor, expected, rtol=1e-6, atol=0)

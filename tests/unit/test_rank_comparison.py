@@ -141,7 +141,7 @@ def test_every_rank_raises_one_error_with_every_difference_and_a_way_out() -> No
 
 def told_by(rank: int, **changes: Any) -> Statement:
     strategy = MegatronStrategy(**changes)
-    return start_statement(strategy.settings, strategy._wished_layout, rank, 4, None)
+    return start_statement(strategy.settings, strategy._job.layout, rank, 4, None)
 
 
 def test_ranks_of_one_replica_are_compared_apart_and_layouts_at_all_events() -> None:

@@ -256,13 +256,13 @@ def attach(switch: KillSwitch, trainer: Trainer) -> None:
 
 
 def detach(switch: KillSwitch, trainer: Trainer) -> None:
-    """Take it out again."""
+    """Remove a switch from the Trainer's callbacks."""
     if switch in trainer.callbacks:  # type: ignore[attr-defined]
         trainer.callbacks.remove(switch)  # type: ignore[attr-defined]
 
 
 def checkpoint_path(trainer: Trainer) -> str:
-    """Where ``ckpt_path="last"`` will find the checkpoint of a run that is stopped now."""
+    """Path at which ``ckpt_path="last"`` will find the checkpoint of a run that is stopped now."""
     savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
     if not savers or savers[0].dirpath is None:
         folder = Path(trainer.default_root_dir) / "checkpoints"

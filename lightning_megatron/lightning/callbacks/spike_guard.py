@@ -1,10 +1,11 @@
-"""Steps that would do harm are not taken: on all ranks alike, before the optimizer is touched."""
+"""Optimizer steps with a spike in loss or gradient are skipped on all ranks, before the optimizer runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,21 +14,23 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron.arguments import above, at_least, checked
+from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint.directory.newest import locate
+from lightning_megatron.checkpoint.integrity.verify import size_faults
 from lightning_megatron.comm.collectives import all_reduce
 from lightning_megatron.data.resumable_loader import ResumableDataLoader
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.lightning.callbacks.recent import Recent
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
-from lightning_megatron.lightning.strategy.rewind import is_usable
 
 LOSS_FLOOR, NORM_FLOOR = 0.02, 0.2
 """Least deviations, as a share of the median; norms of sound steps have a long tail."""
 
 MANY = 16
-"""Samples that a message names one by one."""
+"""Largest number of samples that a message names one by one."""
 
 KEPT = 32
-"""Newest checkpoints that a checkpoint knows of."""
+"""Number of checkpoints that a checkpoint lists, the newest ones."""
 
 
 class SpikeError(RuntimeError):
@@ -39,15 +42,15 @@ class SkippedStep:
     """A step that was not taken.
 
     Attributes:
-        step: its number, ``trainer.global_step`` before it.
-        epoch: in which it was.
-        batches: its first and last ``batch_idx``.
-        places: first and last of its samples in the order of the epoch, over all ranks; ``None`` where the loader is
-            not a ``ResumableDataLoader``, which ``MegatronDataModule`` makes.
-        samples: numbers of its samples in the data set, over all ranks; ``None`` likewise.
-        loss: mean over all replicas.
-        grad_norm: before clipping.
-        reason: in words.
+        step: ``trainer.global_step`` before the step.
+        epoch: epoch of the step.
+        batches: first and last ``batch_idx``.
+        places: first and last of the samples in the order of the epoch, over all ranks; ``None`` if the loader is not a
+            ``ResumableDataLoader``, which ``MegatronDataModule`` makes.
+        samples: numbers of the samples in the data set, over all ranks; ``None`` if ``places`` is.
+        loss: mean loss over all replicas.
+        grad_norm: gradient norm before clipping.
+        reason: sentence for the log.
     """
 
     step: int
@@ -65,9 +68,9 @@ class Return:
     """A return to a checkpoint.
 
     Attributes:
-        step: ``trainer.global_step`` when it was.
-        to: steps that the weights have behind them now.
-        path: of the checkpoint.
+        step: ``trainer.global_step`` before the return.
+        to: number of steps that the weights have been trained for after it.
+        path: path of the checkpoint.
     """
 
     step: int
@@ -328,3 +331,11 @@ def _samples(step: SkippedStep) -> str:
     shown = ", ".join(str(sample) for sample in step.samples[:MANY])
     more = f" and {len(step.samples) - MANY} more" if len(step.samples) > MANY else ""
     return f"samples {shown}{more} (places {step.places[0]} to {step.places[1]} of epoch {step.epoch})"
+
+
+def is_usable(path: str) -> bool:
+    """True if a checkpoint is there and all of its files are as long as they were written; one rank asks."""
+    try:
+        return not size_faults(Path(path), locate(Path(path)))
+    except CheckpointError:
+        return False

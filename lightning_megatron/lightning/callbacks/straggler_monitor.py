@@ -26,13 +26,13 @@ from lightning_megatron.mesh import ParallelMesh, coordinate, dense_grid
 class StragglerMonitor(Callback):
     """Warns of a rank whose computing, or waiting for data, makes every step of the job longer.
 
-    In a parallel job all ranks' steps take equally long, for they wait for each other; the slow one is the one that
-    does not wait. So each rank measures what it computes, without its waiting in collectives and messages, and what it
-    waits for its data. Every few steps four numbers of each rank are gathered on the host, beside the next step. No
-    device is waited for: on an accelerator events are put into its stream, and read a step later.
+    In a parallel job all ranks' steps take equally long, since they wait for each other; the slow rank is the one that
+    does not wait. So each rank measures its computing time, without waits in collectives and messages, and its waits
+    for data. Every few steps four numbers of each rank are gathered on the host, during the next step. The device is
+    never waited for: on an accelerator, events are put into its stream and read a step later.
 
-    A rank is compared with those that do the same work: the other ranks of its pipeline stage. Where there are none, a
-    stage's own past is what is usual, so that there a rank that was slow from the begin is not seen.
+    A rank is compared with those that do the same work: the other ranks of its pipeline stage. A stage of one rank is
+    compared with its own past, so that a rank that was slow from the start is not found there.
 
     A warning names rank, host and device, what is slow, by how much, and what it costs; another line says when it is
     over. A slow rank is named after at most ``every * windows + every`` steps. Loggers get, at their own interval,
@@ -41,8 +41,8 @@ class StragglerMonitor(Callback):
 
     Args:
         every: steps of a window, after which numbers are gathered.
-        windows: windows in a row in which a rank must be slow, in every one of their steps.
-        share: of the step time by which a slow rank makes steps longer: 0.2 is a fifth. On a machine whose ranks get
+        windows: windows in a row in which a rank must be slow in every step.
+        share: part of the step time by which a slow rank makes steps longer, such as 0.2. On a machine whose ranks get
             more or less of it from window to window, a rank must be slower by twice that deviation, too.
 
     Attributes:

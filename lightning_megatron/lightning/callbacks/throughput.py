@@ -1,4 +1,4 @@
-"""How fast training is: tokens, samples and FLOPs a second, and their share of what the device could do."""
+"""Throughput of training: tokens, samples and FLOPs a second, and their share of the device's peak."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 
 @dataclass
 class Work:
-    """What all data-parallel ranks did together, and how long it took."""
+    """Samples, tokens and FLOPs of all data-parallel ranks together, and the time that they took."""
 
     seconds: float = 0.0
     samples: int = 0
@@ -138,7 +138,7 @@ class Throughput(Callback):
 
 
 def _work_of(batch: Any, trainer: Trainer, module: LightningModule) -> Work:
-    """What one batch is on all data-parallel ranks, whose batches have the same shape."""
+    """Size of one batch over all data-parallel ranks, which have batches of the same shape."""
     strategy = trainer.strategy
     replicas = strategy.data_parallel_size if isinstance(strategy, MegatronStrategy) else trainer.world_size
     samples, length = _shape(batch)

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_megatron.comm.objects import broadcast_object
-from lightning_megatron.lightning.step.log_capture import LogSharing
-from lightning_megatron.lightning.step.metric_sync import MetricSharing
+from lightning_megatron.lightning.step.log_capture import LogSync
+from lightning_megatron.lightning.step.metric_sync import MetricSync
 from lightning_megatron.lightning.step.micro_batches import split_batch
 from lightning_megatron.lightning.step.optimizers import OptimizerSet
 from lightning_megatron.lightning.step.per_token_loss import num_tokens_in, scale_with_tokens
@@ -26,12 +26,12 @@ class StepEngine:
     """Runs steps that are more than one forward on one rank.
 
     Args:
-        mesh: this rank's.
-        boundary: of the pipeline; ``None`` for a model in one piece.
+        mesh: mesh of this rank.
+        boundary: boundary of pipeline stages; ``None`` for a model in one piece.
         schedule: name of the pipeline schedule.
         micro_batch_size: samples of one forward; ``None`` for the whole batch.
-        device: where activations live.
-        dtype: of activations between stages.
+        device: device of activations.
+        dtype: dtype of activations between stages.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class StepEngine:
     ) -> None:
         self._mesh, self._device, self._schedule, self._size = mesh, device, schedule, micro_batch_size
         self._is_pipeline = boundary is not None
-        self._boundary = boundary or StageBoundary(1)  # a model in one piece asks it for its scale alone
-        self._logs = LogSharing(mesh.pp, device)
-        self._metrics = MetricSharing(mesh, device)
+        self._boundary = boundary or StageBoundary(1)  # a model in one piece reads only its scale
+        self._logs = LogSync(mesh.pp, device)
+        self._metrics = MetricSync(mesh, device)
         self._runtime = PipelineRuntime(mesh.pp, self._boundary.num_stages, device, dtype, mesh.weight_grads)
         mesh.weight_grads.enabled = self._is_pipeline and schedule == "zero-bubble"
 
@@ -57,11 +57,11 @@ class StepEngine:
         return self._boundary.loss_scale
 
     def plain_step(self, step: Callable[[], Any], scale: float) -> Any:
-        """One forward of a model in one piece, whose loss others differentiate.
+        """One forward of a model in one piece; the caller differentiates its loss.
 
         Args:
-            step: the user's.
-            scale: what the loss is multiplied with before backward.
+            step: the user's step.
+            scale: factor of the loss before backward.
         """
         with self._mesh.pp.during(Kind.FORWARD), self._boundary.at(0, None, scale) as backward_scale:
             output = step()
@@ -69,11 +69,11 @@ class StepEngine:
             return output
 
     def watch(self, module: LightningModule) -> None:
-        """Share the metric objects of a module with the ranks that have seen other samples."""
+        """Synchronize the metric objects of a module with the ranks that have seen other samples."""
         self._metrics.install(module)
 
     def split(self, batch: Any) -> MicroBatches | None:
-        """Micro-batches of a batch; ``None`` where one plain call of the step is all there is to do."""
+        """Micro-batches of a batch; ``None`` where one plain call of the step is enough."""
         micro_batches = split_batch(batch, self._size)
         return None if len(micro_batches) == 1 and not self._is_pipeline else micro_batches
 
@@ -88,14 +88,14 @@ class StepEngine:
         """Forward and backward of all micro-batches.
 
         Args:
-            module: the user's.
-            micro_batches: of one batch.
-            rest: what Lightning passes to the step after the batch.
-            scale: what a loss is multiplied with before backward, besides the share of its micro-batch.
-            optimizers: told when gradients are complete; ``None`` while batches are accumulated.
+            module: the user's module.
+            micro_batches: micro-batches of one batch.
+            rest: arguments that Lightning passes to the step after the batch.
+            scale: factor of a loss before backward, besides the share of its micro-batch.
+            optimizers: optimizers, told when gradients are complete; ``None`` while batches are accumulated.
 
         Returns:
-            What one ``training_step`` on the whole batch would have returned, without its graph.
+            Output of one ``training_step`` on the whole batch, without its graph.
         """
 
         def last_backward() -> AbstractContextManager[None]:
@@ -115,11 +115,11 @@ class StepEngine:
         """An evaluation step on all micro-batches, its outputs joined.
 
         Args:
-            module: the user's.
-            name: of the step method.
-            micro_batches: of one batch.
-            rest: what Lightning passes to the step after the batch.
-            broadcast: give the output to all stages; else only the last one has it.
+            module: the user's module.
+            name: name of the step method.
+            micro_batches: micro-batches of one batch.
+            rest: arguments that Lightning passes to the step after the batch.
+            broadcast: True to give the output to all stages; else only the last one has it.
         """
         work = EvaluationWork(module, getattr(module, name), micro_batches, rest, self._boundary)
         layout, axis = self._mesh.layout, self._mesh.pp

@@ -1,4 +1,4 @@
-"""What a user logs inside a step that runs once per micro-batch, and on one pipeline stage only.
+"""Logs of a step that runs once per micro-batch, and to its end on one pipeline stage only.
 
 Lightning expects one ``self.log`` of a name per batch, on every rank. While micro-batches run, calls are collected;
 afterwards the last stage tells the others what it collected, and each name is logged once, with the value that the
@@ -19,7 +19,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.lightning.step.metric_sync import last_value, show_step, step_reduction
+from lightning_megatron.lightning._private import set_shown_value
+from lightning_megatron.lightning.step.metric_sync import last_value, step_reduction
 from lightning_megatron.mesh import Axis
 from lightning_megatron.recorder.file_format import Kind
 
@@ -35,7 +36,7 @@ class _Entry:
     batch_size: int = 0
 
     def combined(self, device: torch.device) -> Tensor | None:
-        """The value of the whole batch; of a metric object, what it shows for this step, or ``None``."""
+        """The value of the whole batch; for a metric object, the value that it shows for this step, or ``None``."""
         if any(value is None for value in self.values):
             return None
         values = [v.detach() if isinstance(v, Tensor) else torch.tensor(float(v)) for v in self.values]
@@ -60,10 +61,10 @@ class _Line:
     """One name to log, without its value: the same on all ranks of a pipeline from one step to the next.
 
     Attributes:
-        name: logged under.
+        name: name in the log.
         options: keyword arguments of ``log``.
         metric: path of a torchmetrics object in the module, which is logged in place of the value.
-        has_value: whether there is a value: a metric that was only updated shows none for the step.
+        has_value: True if there is a value: a metric that was only updated shows none for the step.
     """
 
     name: str
@@ -76,7 +77,7 @@ class LogCapture:
     """Collects ``log`` calls of a module during one step, to replay them once.
 
     Args:
-        module: whose ``log`` (and so ``log_dict``) is collected.
+        module: module; calls of its ``log`` (and so ``log_dict``) are collected.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -86,9 +87,9 @@ class LogCapture:
 
     @contextmanager
     def micro_batch(self, weight: float, *, keep: bool = True) -> Iterator[None]:
-        """Collect what is logged inside, as of a micro-batch that is ``weight`` of the batch; or let it go unheard.
+        """Collect what is logged inside, for a micro-batch that is ``weight`` of the batch; or drop it.
 
-        An attribute of this one object hides its class's method for the time of the ``with``; nothing is patched.
+        An attribute of this one object hides the method of its class inside the ``with``; the class is not changed.
         """
         self._weight = weight
         previous: Callable[..., None] | None = self._module.__dict__.get("log")
@@ -112,7 +113,7 @@ class LogCapture:
         entry.batch_size += size or 0
 
     def lines(self) -> list[_Line]:
-        """What was collected, without values."""
+        """Collected names, without values."""
         logs_metrics = any(entry.metric is not None for entry in self._entries.values())
         modules = self._module.named_modules() if logs_metrics else ()
         paths = {id(module): path for path, module in modules if isinstance(module, Metric)}
@@ -139,61 +140,96 @@ class LogCapture:
             shown: Any = value
             if line.metric is not None:
                 shown = self._module.get_submodule(line.metric)
-                show_step(shown, value if line.has_value else None)
+                set_shown_value(shown, value if line.has_value else None)
             self._module.log(line.name, shown, **line.options)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """A ``log`` on a stage whose word does not count."""
+    """A ``log`` on a stage that is not the last."""
 
 
-class LogSharing:
-    """Brings what the last stage collected to the other stages of a pipeline.
+@dataclass(frozen=True)
+class _Header:
+    """Everything about the logs of a step but its numbers, which is the same from one step to the next.
 
-    What is logged is the same step after step, so that only values travel: one tensor of fixed length, with a number in
-    front that says whether the names have changed since; only then the names follow.
-
-    Args:
-        axis: the ranks of the pipeline.
-        device: of the tensor that travels.
+    Attributes:
+        lines: names that the step logs.
+        num_totals: number of totals, which come before the values of the lines.
     """
 
-    _ROOM = 63
+    lines: list[_Line]
+    num_totals: int
+
+    @property
+    def num_numbers(self) -> int:
+        """Number of all totals and values."""
+        return self.num_totals + len(self.lines)
+
+
+class LogSync:
+    """Sends what the last stage collected to the other stages of a pipeline.
+
+    One tensor of fixed length is broadcast: a flag, then the totals and values. The flag is 1 where the header has
+    changed since the last step of this name, or where there are too many numbers: then the header follows as an object,
+    with the numbers that did not fit.
+
+    Args:
+        axis: ranks of the pipeline.
+        device: device of the tensor.
+    """
+
+    _CAPACITY = 63
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._axis, self._device = axis, device
-        self._known: dict[str, tuple[list[_Line], int]] = {}
+        self._headers: dict[str, _Header] = {}
 
     def finish(self, step: str, capture: LogCapture, totals: Sequence[Tensor]) -> Sequence[Tensor]:
         """Log, on every stage, what the last one collected, and give every stage its totals.
 
         Args:
-            step: name of the step method, whose names are remembered.
-            capture: what this rank collected.
+            step: name of the step method; the header of each step is remembered.
+            capture: logs that this rank collected.
             totals: scalars of the batch (its loss), on the last stage.
         """
         if self._axis.size == 1:
             capture.replay(capture.lines(), capture.values(self._device))
             return totals
-        speaks = self._axis.rank == self._axis.size - 1
-        lines, first = (capture.lines(), len(totals)) if speaks else ([], 0)
-        values = [*totals, *capture.values(self._device)] if speaks else []
-        plain = [0.0 if v is None else v for v in values]
-        changed = speaks and ((lines, first) != self._known.get(step) or len(plain) > self._ROOM)
-        packed = torch.zeros(self._ROOM + 1, device=self._device)
-        if speaks:
-            row = [torch.as_tensor(v).to(self._device, torch.float32) for v in [float(changed), *plain[: self._ROOM]]]
-            packed[: len(row)] = torch.stack(row)
-        source = self._axis.ranks[-1]
-        self._axis.call(Kind.BROADCAST, packed).run(dist.broadcast, packed, source, group=self._axis.group)
-        rest: list[float] = []
+        is_source = self._axis.rank == self._axis.size - 1
+        own: _Header | None = None
+        numbers: list[Any] = []
+        if is_source:
+            own = _Header(capture.lines(), len(totals))
+            numbers = [0.0 if value is None else value for value in [*totals, *capture.values(self._device)]]
+        packed = self._pack(numbers, changed=own != self._headers.get(step)) if is_source else self._empty()
+        self._axis.call(Kind.BROADCAST, packed).run(
+            dist.broadcast, packed, self._axis.ranks[-1], group=self._axis.group
+        )
+        excess: list[float] = []
         if bool(packed[0]):
-            box = [(lines, first, [float(v) for v in plain[self._ROOM :]])]
-            own = {"group": self._axis.group, "device": self._device}
-            self._axis.call(Kind.BROADCAST_OBJECT).run(dist.broadcast_object_list, box, source, **own)
-            lines, first, rest = box[0]
-            self._known[step] = lines, first
-        lines, first = self._known[step]
-        numbers = [*packed[1 : 1 + min(first + len(lines), self._ROOM)].clone(), *rest]
-        capture.replay(lines, numbers[first:])
-        return numbers[:first]
+            sent = own, [float(number) for number in numbers[self._CAPACITY :]]
+            self._headers[step], excess = self._broadcast_header(sent)
+        header = self._headers[step]
+        received = [*packed[1 : 1 + min(header.num_numbers, self._CAPACITY)].clone(), *excess]
+        capture.replay(header.lines, received[header.num_totals :])
+        return received[: header.num_totals]
+
+    def _empty(self) -> Tensor:
+        return torch.zeros(1 + self._CAPACITY, device=self._device)
+
+    def _pack(self, numbers: Sequence[Any], *, changed: bool) -> Tensor:
+        """The flag, and as many numbers as fit."""
+        follows = changed or len(numbers) > self._CAPACITY
+        row = [float(follows), *numbers[: self._CAPACITY]]
+        packed = self._empty()
+        packed[: len(row)] = torch.stack([torch.as_tensor(v).to(self._device, torch.float32) for v in row])
+        return packed
+
+    def _broadcast_header(self, sent: tuple[_Header | None, list[float]]) -> tuple[_Header, list[float]]:
+        """The last stage's header and its numbers beyond the tensor; what other stages send is ignored."""
+        box: list[Any] = [sent]
+        own = {"group": self._axis.group, "device": self._device}
+        call = self._axis.call(Kind.BROADCAST_OBJECT)
+        call.run(dist.broadcast_object_list, box, self._axis.ranks[-1], **own)
+        header, excess = box[0]
+        return header, excess

@@ -15,15 +15,16 @@ from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_megatron.comm.objects import broadcast_object
+from lightning_megatron.lightning._private import mark_updated, shown_value
 from lightning_megatron.mesh import ParallelMesh
 
 
-class MetricSharing:
-    """What a metric asks when it is computed: whether there is something to gather, and what was gathered.
+class MetricSync:
+    """Synchronization of metric objects: answers whether there is something to gather, and gathers it.
 
     Args:
-        mesh: this rank's.
-        device: where metrics are.
+        mesh: mesh of this rank.
+        device: device of the metrics.
     """
 
     def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
@@ -31,29 +32,29 @@ class MetricSharing:
         self._metrics: list[Metric] = []
 
     def install(self, module: nn.Module) -> None:
-        """Let every metric in a module that does not already say with whom it shares, share as above."""
+        """Let every metric of a module sync here, except those with a process group or gather function of their own."""
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         for metric in self._metrics:
             if metric.process_group is None and metric.dist_sync_fn is None:
                 metric.dist_sync_fn = self.gather
                 metric.distributed_available_fn = self.is_needed
             if self._pipeline.size > 1:
-                # A metric answers from its cache until it is updated, which happens on the last stage only: the others
-                # would stay away from the gathering.
+                # A metric is updated on the last stage only. With a cache the other stages would answer from it, and
+                # would be missing in the gathering.
                 metric.compute_with_cache = False
 
     def step_is_over(self) -> None:
-        """On a stage that ran no whole step, let metrics look as if it had: else they warn that they are empty."""
+        """Count an update on stages that ran no whole step: metrics warn in ``compute`` if they were never updated."""
         if self._pipeline.rank < self._pipeline.size - 1:
             for metric in self._metrics:
-                metric._update_count += 1
+                mark_updated(metric)
 
     def is_needed(self) -> bool:
         """True if another rank has seen other samples, or has seen them when this one has not."""
         return self._replicas.size > 1 or self._pipeline.size > 1
 
     def gather(self, state: Tensor, group: Any = None) -> list[Tensor]:
-        """One state of a metric, of every replica that has its samples from a whole step."""
+        """One state of a metric, from every replica, as it is on the last stage."""
         parts = [state] if self._replicas.size == 1 else gather_all_tensors(state, self._replicas.group)
         if self._pipeline.size == 1:
             return parts
@@ -61,17 +62,12 @@ class MetricSharing:
 
 
 def last_value(metric: Metric) -> Tensor | None:
-    """What ``metric(...)`` last returned, which Lightning shows as the value of a step; only scalars are shown."""
-    value = metric._forward_cache
+    """The value of a step that Lightning shows for a metric: a scalar that ``metric(...)`` returned, or ``None``."""
+    value = shown_value(metric)
     return value.detach() if isinstance(value, Tensor) and value.numel() == 1 else None
 
 
 def step_reduction(metric: Metric) -> str:
-    """How the value of a batch comes of those of its micro-batches; for what is neither below, by their mean."""
+    """Reduction of a metric's micro-batch values: sum, max, min, else weighted mean."""
     kinds = {SumMetric: "sum", MaxMetric: "max", MinMetric: "min"}
     return next((name for kind, name in kinds.items() if isinstance(metric, kind)), "mean")
-
-
-def show_step(metric: Metric, value: Tensor | None) -> None:
-    """Let a metric show a value for the step just run, which came of several micro-batches or on another stage."""
-    metric._forward_cache = value  # type: ignore[assignment]  # torchmetrics declares None

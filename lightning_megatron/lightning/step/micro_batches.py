@@ -1,7 +1,7 @@
 """Cutting a batch into micro-batches, and putting outputs together again.
 
 A DataLoader batch is what one data-parallel replica trains on in one step. The strategy cuts it along the first
-dimension of its tensors; what is no tensor goes to every micro-batch.
+dimension of its tensors. Other objects go to every micro-batch as they are.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning._private import MockOptimizer
 from lightning_megatron.lightning.precision import PrecisionMode
-from lightning_megatron.lightning.step.per_token_loss import TokenWindow
+from lightning_megatron.lightning.step.per_token_loss import TokenCounter
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffers.buffer import Slot
 from lightning_megatron.optim.finite_check import FiniteCheck
@@ -145,7 +145,7 @@ class OptimizerSet:
         self.finite_checks = {s: FiniteCheck(s, params, mesh) for s in self.sharded} if check_finite else {}
         self._see_steps = [m for m in module.modules() if isinstance(m, AfterOptimizerStep)]
         self._forget_steps: list[ForgetStep] = [m for m in module.modules() if isinstance(m, ForgetStep)]
-        self._tokens = TokenWindow(mesh.dp)
+        self._tokens = TokenCounter(mesh.dp)
         self._is_automatic = module.automatic_optimization
         self._clears_itself = is_overridden("optimizer_zero_grad", module)
         self._probe: _Probe | None = None
@@ -248,9 +248,9 @@ class OptimizerSet:
             batches: what Lightning divides the loss of each accumulated batch by.
 
         Returns:
-            The same with the mean loss, see :meth:`TokenWindow.mean_of`.
+            The same with the mean loss, see :meth:`TokenCounter.normalize`.
         """
-        output = self._tokens.mean_of(output)
+        output = self._tokens.normalize(output)
         for sharded in self.sharded:
             sharded.grad_factor = self._tokens.gradient_factor(batches)
         return output

@@ -1,8 +1,8 @@
 """Losses that are sums over tokens, and their mean over all tokens of a step.
 
 Micro-batches, replicas and accumulated batches hold different numbers of tokens, so that a mean of their means is not
-the mean. How many tokens a step has is known only after its last forward. So the sums are differentiated, and the
-gradient that they leave is scaled once, before clipping.
+the mean. The number of tokens of a step is known only after its last forward. So the sums are differentiated, and their
+gradient is scaled once, before clipping.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ NUM_TOKENS = "num_tokens"
 
 
 def num_tokens_in(output: Any) -> Any:
-    """The number of tokens that a step's output says its loss is the sum of; ``None`` for a loss that is a mean."""
+    """The number of tokens over which a step's loss is a sum; ``None`` for a loss that is a mean."""
     return output.get(NUM_TOKENS) if isinstance(output, Mapping) else None
 
 
 def check_all_alike(one: Any, other: Any) -> None:
-    """Losses of one optimizer step are all sums, or all means.
+    """Refuse sums and means among the losses of one optimizer step.
 
     Args:
         one: number of tokens of a micro-batch or batch, or ``None``.
-        other: of another.
+        other: number of tokens of another one, or ``None``.
 
     Raises:
         MisconfigurationException: if they are not.
@@ -44,11 +44,11 @@ def check_all_alike(one: Any, other: Any) -> None:
 
 
 def check_stages_can_count(module: object, num_stages: int) -> None:
-    """Stages before the last weigh their experts' losses before anybody knows how many tokens there are.
+    """Refuse experts in stages before the last: their losses would be weighted before the number of tokens is known.
 
     Args:
-        module: whose ``training_step`` returned a number of tokens.
-        num_stages: of the pipeline.
+        module: module; its ``training_step`` returned a number of tokens.
+        num_stages: stages of the pipeline.
 
     Raises:
         MisconfigurationException: for a model with experts in more than one stage.
@@ -62,22 +62,22 @@ def check_stages_can_count(module: object, num_stages: int) -> None:
 
 
 def scale_with_tokens(scale: BackwardScale, tokens: Any) -> None:
-    """Let what is minimized besides a loss that is a sum over tokens weigh as it does beside a mean.
+    """Weight auxiliary losses beside a sum over tokens as they are weighted beside a mean.
 
     Args:
-        scale: of the loss.
-        tokens: how many the loss is the sum of; ``None`` for a mean.
+        scale: scale of the loss, which is multiplied by the number of tokens.
+        tokens: number of tokens over which the loss is a sum; ``None`` for a mean.
     """
     if tokens is not None:
         scale.value = scale.value * torch.as_tensor(tokens).detach().float()
 
 
-class TokenWindow:
-    """The tokens of one window of accumulation, over all its batches and replicas.
+class TokenCounter:
+    """Counter of the tokens of one optimizer step, over all its accumulated batches and replicas.
 
     Args:
-        axis: the ranks that read different samples. Ranks of a pipeline, and those that share a sequence, all know the
-            number of tokens of their replica, and count once.
+        axis: ranks that read different samples. Ranks of a pipeline, and those that share a sequence, all know the
+            number of tokens of their replica, which counts once.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -85,23 +85,23 @@ class TokenWindow:
         self.restart()
 
     def restart(self) -> None:
-        """The next batch begins a window."""
+        """Begin another optimizer step."""
         self._is_empty = True
         self._total: Tensor | None = None
 
-    def mean_of(self, output: Any) -> Any:
-        """Count a batch.
+    def normalize(self, output: Any) -> Any:
+        """Count a batch, and turn its loss into a mean.
 
         Args:
-            output: of a ``training_step`` on one replica's whole batch.
+            output: output of ``training_step`` for one replica's whole batch.
 
         Returns:
-            The same, with the mean loss of the batch over all replicas, and their number of tokens, in place of this
+            The output, with the mean loss of the batch over all replicas, and their number of tokens, in place of this
             replica's sums. The gradient of that loss is still the sum's. An output without a number of tokens is
             returned as it is.
 
         Raises:
-            MisconfigurationException: if one batch of a window says how many tokens it has, and another does not.
+            MisconfigurationException: if only some batches of a step have a number of tokens.
         """
         if output is None:
             return None
@@ -120,20 +120,20 @@ class TokenWindow:
         return {**output, "loss": mean, NUM_TOKENS: total}
 
     def gradient_factor(self, batches: int) -> Tensor | None:
-        """What makes the gradient of the mean loss of the gradient that the window's batches have left.
+        """Factor that turns the accumulated gradient (of the summed loss) into that of the mean loss.
 
         Args:
-            batches: what the loss of each batch has been divided by, which is Lightning's way to accumulate.
+            batches: number of accumulated batches; Lightning divides each loss by it.
 
         Returns:
-            A factor for gradients that have been averaged over replicas; 0 if there is no token. ``None`` if losses are
+            A factor for gradients that have been averaged over replicas: 0 if there is no token, ``None`` if losses are
             means.
         """
         return None if self._total is None else _inverse(self._total) * (batches * self._axis.size)
 
 
 def as_count(tokens: Any, device: torch.device) -> Tensor:
-    """A number of tokens as an fp32 scalar: rounding beyond 2^24 is that of any gradient."""
+    """A number of tokens as an fp32 scalar, which is exact up to 2^24."""
     count = torch.as_tensor(tokens, device=device).detach().float()
     if count.numel() != 1:
         raise MisconfigurationException(f"'{NUM_TOKENS}' must be one number; got shape {tuple(count.shape)}")

@@ -1,4 +1,4 @@
-"""What the schedule runs for Lightning: a user's own step methods, once per micro-batch and stage."""
+"""The work of pipeline stages: a user's own step methods, once per micro-batch and stage."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class _Work:
     """A step method on every micro-batch; implements ``pipeline.runtime.StageWork``.
 
     Args:
-        module: the user's.
-        step: its step method.
+        module: the user's module.
+        step: step method of the module.
         micro_batches: pieces of the batch with their weights.
-        rest: what Lightning passes after the batch.
-        boundary: of the pipeline.
+        rest: arguments that Lightning passes after the batch.
+        boundary: boundary of pipeline stages.
 
     Attributes:
-        logs: what the last stage logged.
+        logs: logs of the last stage.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class _Work:
         self.logs = LogCapture(module)
 
     def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
-        """The activation for the next stage; on the last one, what :meth:`on_last_stage` makes of the step's output."""
+        """The activation for the next stage; on the last one, the result of :meth:`on_last_stage`."""
         batch, weight = self._micro_batches[microbatch]
         is_last = stage == self._boundary.num_stages - 1
         scale = self.loss_scale(weight)
@@ -63,7 +63,7 @@ class _Work:
             try:
                 output = self._step(batch, *self._rest)
             except StageReached as reached:
-                reached.__traceback__ = None  # it holds every frame of the step, and so its tensors
+                reached.__traceback__ = None  # a traceback keeps every frame of the step alive, and so its tensors
                 return reached.hidden
         if not is_last:
             raise RuntimeError(
@@ -73,15 +73,15 @@ class _Work:
         return self.on_last_stage(output, weight, backward_scale)
 
     def on_last_stage(self, output: Any, weight: float, scale: BackwardScale) -> Tensor | None:
-        """What is differentiated, of a step's output on a micro-batch."""
+        """The tensor to differentiate, from a step's output on a micro-batch."""
         raise NotImplementedError
 
     def loss_scale(self, weight: float) -> float:
-        """What the loss of a micro-batch is multiplied with before backward."""
+        """Factor of the loss of a micro-batch before backward."""
         return weight
 
     def hidden_shape(self, microbatch: int) -> tuple[int, ...]:
-        """Asked of the module, for the micro-batch in question."""
+        """Shape of the activation between stages, which the module says for each micro-batch."""
         shape: tuple[int, ...] = self._module.hidden_shape(self._micro_batches[microbatch][0])  # type: ignore[operator]
         return shape
 
@@ -90,12 +90,12 @@ class TrainingWork(_Work):
     """``training_step`` on every micro-batch.
 
     Args:
-        module: the user's.
+        module: the user's module.
         micro_batches: pieces of the batch with their weights.
-        rest: what Lightning passes after the batch.
-        boundary: of the pipeline.
-        scale: what a loss is multiplied with, besides its weight, before backward.
-        last_backward: brackets the last backward of each stage.
+        rest: arguments that Lightning passes after the batch.
+        boundary: boundary of pipeline stages.
+        scale: factor of a loss before backward, besides its weight.
+        last_backward: context of the last backward of each stage.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class TrainingWork(_Work):
         return scaled
 
     def loss_scale(self, weight: float) -> float:
-        """The share of the micro-batch, and the scale of them all."""
+        """The share of the micro-batch, times the scale of the batch."""
         return weight * self._scale
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """As its owner says."""
+        """Context of the last backward of a stage."""
         return self._last_backward()
 
     @property
@@ -152,12 +152,12 @@ class TrainingWork(_Work):
         return [torch.stack(parts).sum() for parts in (self._losses, tokens) if parts]
 
     def output(self, totals: Sequence[Tensor]) -> Any:
-        """What one ``training_step`` on the whole batch would have returned, without its graph.
+        """Output of one ``training_step`` on the whole batch, without its graph.
 
         Besides the loss and the number of tokens, entries of a dict exist on the last stage only.
 
         Args:
-            totals: those of the last stage.
+            totals: totals of the last stage.
         """
         if not totals:
             return None
@@ -185,7 +185,7 @@ class EvaluationWork(_Work):
         self._outputs.append(output)
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """There is none."""
+        """No context: nothing is differentiated."""
         return nullcontext()
 
     def output(self) -> Any:

@@ -1,4 +1,4 @@
-"""A number that all ranks agree on without waiting for each other."""
+"""Agreement of all ranks on a number, without waiting for each other."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightning_megatron.recorder.file_format import Kind
 
 
 class Agreement:
-    """The greatest of the numbers that all ranks give, known one question later.
+    """The maximum of the numbers that all ranks give, known one question later.
 
-    A question is an all-reduce of one number that runs beside the next step; when that has ended, so has it, and all
-    ranks learn the same in the same step. All ranks ask equally often.
+    A question is an all-reduce of one number, which runs during the next step. So all ranks get the same answer in the
+    same step, without waiting for it. All ranks must ask equally often.
 
     Args:
         group: process group; ``None`` for a rank that is alone.
-        device: where the group's tensors live.
-        axis: those ranks, for the record of what this one does.
+        device: device of the group's tensors.
+        axis: ranks of the group, for the record of this rank's actions.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, axis: Axis | None = None) -> None:
@@ -28,7 +28,7 @@ class Agreement:
         self._under_way: Pending | None = None
 
     def ask(self, number: int) -> int:
-        """Give a number, and learn the greatest of the last question; unless that is 0 the new number is not asked."""
+        """Give a number, and return the maximum of the last question; unless that is 0, the new number is dropped."""
         last = self.answer()
         if last == 0:
             self._number.fill_(number)
@@ -39,7 +39,7 @@ class Agreement:
         return last
 
     def answer(self) -> int:
-        """The greatest of the last question, once; 0 if none was asked since."""
+        """The maximum of the last question, once; 0 if none was asked since."""
         if self._under_way is not None:
             self._under_way.wait()
             self._under_way = None
@@ -48,5 +48,5 @@ class Agreement:
         return found
 
     def ask_now(self, number: int) -> int:
-        """Give a number and wait for the greatest, that of the last question included."""
+        """Give a number and wait for the maximum, of this and the last question."""
         return self.ask(number) or self.answer()

@@ -1,4 +1,4 @@
-"""Lightning's requeueing on Slurm, without its signal handler, which saves while other ranks are in a collective."""
+"""Requeueing on Slurm without Lightning's signal handler, which saves while other ranks are in a collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def requeue_signal(trainer: Trainer) -> int | None:
-    """The signal after which the job is to be queued again; ``None`` where nobody wants that."""
+    """The signal after which the job is to be queued again; ``None`` for none."""
     strategy = trainer.strategy
     environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
@@ -25,7 +25,7 @@ def requeue_signal(trainer: Trainer) -> int | None:
 
 
 def lead_requeued_job(folder: str | os.PathLike[str], checkpoint: str) -> None:
-    """Let the name from which Lightning resumes a requeued job lead to a checkpoint. One rank calls this."""
+    """Link the name from which Lightning resumes a requeued job to a checkpoint; called by one rank."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     found = (re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", entry.name) for entry in folder.iterdir())
@@ -34,10 +34,10 @@ def lead_requeued_job(folder: str | os.PathLike[str], checkpoint: str) -> None:
 
 
 def requeue() -> bool:
-    """Put this Slurm job back into its queue. One rank calls this.
+    """Put this Slurm job back into its queue; called by one rank.
 
     Returns:
-        Whether Slurm has taken it; what it says otherwise is logged.
+        True if Slurm has accepted it; otherwise its error is logged.
     """
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = os.environ.get("SLURM_JOB_ID", "") if array is None else f"{array}_{task}"

@@ -19,14 +19,14 @@ from lightning_megatron.errors import Problem, nearest_names
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 SAME_PRESS = 1.0
-"""Seconds in which a second SIGINT is the first one once more: a launcher hands on what the terminal sent to all."""
+"""Seconds within which a second SIGINT counts as the first: a launcher forwards the one that a terminal sent to all."""
 
 LATE = 1.0
 """Seconds by which a signal may reach one rank later than another."""
 
 
 def signal_problems(names: Sequence[str]) -> list[Problem]:
-    """Names that no system has a signal of."""
+    """The faults of names that no system has a signal of."""
     known = {*(number.name for number in signal.Signals), "SIGUSR1", "SIGUSR2", "SIGHUP"}  # not every system has these
     unknown = (name for name in names if name not in known)
     return [Problem("signals", name, "no signal", nearest_names(name, sorted(known))) for name in unknown]
@@ -35,15 +35,15 @@ def signal_problems(names: Sequence[str]) -> list[Problem]:
 class StopSignals:
     """Handlers that do nothing but note a signal, since they may run in the middle of a collective.
 
-    SIGTERM is always listened to, and a handler of the user's own runs after this one. Of other signals those are left
-    alone that have a handler which is neither Python's default nor Lightning's.
+    SIGTERM is always handled, and a handler of the user's own runs after this one. Other signals are left alone if they
+    have a handler that is neither Python's default nor Lightning's.
 
     Args:
-        names: of the signals.
+        names: names of the signals.
 
     Attributes:
-        noted: numbers of the signals that came.
-        waits: whether a signal is noted; otherwise it ends this process, and those that it has launched, at once.
+        noted: numbers of the signals that have come.
+        waits: True if a signal is noted; if not, it ends this process, and those that it has launched, at once.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -62,20 +62,20 @@ class StopSignals:
         return bool(self._before)
 
     def add(self, number: int) -> None:
-        """Listen to one more signal from the next :meth:`listen` on."""
+        """Add a signal, from the next :meth:`listen` on."""
         if number not in self._numbers:
             self._numbers.append(number)
 
     def look(self) -> None:
-        """See who handles SIGTERM, before Lightning wraps that."""
+        """Note the handler of SIGTERM, before Lightning wraps it."""
         before = signal.getsignal(signal.SIGTERM)
         self._users = None if _is_nobodys(before) else before
 
     def listen(self, kill_children: Callable[[int], None] | None = None) -> None:
-        """Set the handlers. Only a main thread can; elsewhere, and where they are set already, nothing happens.
+        """Set the handlers, in the main thread, if they are not set; Python allows no other thread to do so.
 
         Args:
-            kill_children: sends a signal to the processes that this one has launched.
+            kill_children: function that sends a signal to the processes that this one has launched.
         """
         if self.are_heard or threading.current_thread() is not threading.main_thread():
             return
@@ -90,13 +90,13 @@ class StopSignals:
             signal.signal(number, self._note)
 
     def await_own(self, seconds: float = LATE) -> None:
-        """Wait until a signal comes that other ranks have had, since it would kill a process that is leaving."""
+        """Wait for a signal that other ranks have had: it would kill a process that has given its handlers back."""
         end = time.monotonic() + seconds
         while self.are_heard and not self.noted and time.monotonic() < end:
             time.sleep(0.01)
 
     def give_back(self) -> None:
-        """Put back the handlers that were there before."""
+        """Put back the previous handlers."""
         while self._before:
             number, before = self._before.popitem()
             signal.signal(number, signal.SIG_DFL if before is None else before)
@@ -116,7 +116,7 @@ class StopSignals:
 
 
 def end_at_once(number: int) -> None:
-    """Die of a signal, so that whoever waits sees which; a session at a keyboard is interrupted, and lives on."""
+    """Die of a signal, so that the exit status names it; an interactive session is interrupted and goes on."""
     if number == signal.SIGINT and hasattr(sys, "ps1"):
         raise KeyboardInterrupt
     signal.signal(number, signal.SIG_DFL)
@@ -124,10 +124,10 @@ def end_at_once(number: int) -> None:
 
 
 def handed_on(kill_children: Callable[[int], None]) -> AbstractContextManager[Any]:
-    """While a launcher is at work: SIGTERM ends its processes too, where no one else handles it.
+    """Forward SIGTERM to a launcher's processes in this context, unless it has a handler.
 
     Args:
-        kill_children: sends a signal to all of them.
+        kill_children: function that sends a signal to all of them.
     """
     stack = ExitStack()
     before = signal.getsignal(signal.SIGTERM)
@@ -143,7 +143,7 @@ def handed_on(kill_children: Callable[[int], None]) -> AbstractContextManager[An
 
 
 def _is_nobodys(handler: Handler) -> bool:
-    """True if it is Python's, Lightning's or ours, all of which are replaced; ``None`` was not set from Python."""
+    """True if a handler is Python's, Lightning's or ours, and may be replaced; ``None`` was not set from Python."""
     if handler in (signal.SIG_DFL, signal.default_int_handler):
         return True
     return getattr(handler, "__module__", "").startswith(("lightning.", "lightning_megatron."))

@@ -1,4 +1,4 @@
-"""The end of a DataLoader's workers: where a signal goes to all processes of a job, and where their rank is gone."""
+"""The end of DataLoader workers: after a signal to all processes of a job, and after the death of their rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 
 @dataclass(frozen=True)
 class PatientWorker:
-    """Start of a worker that leaves it to its rank when to end: the rank's last steps need its batches.
+    """Start of a worker that ends when its rank tells it to: the rank's last steps need its batches.
 
-    Of two SIGTERMs the second one counts: a rank that exits sends two. A worker that outlives its rank ends itself, in
-    the middle of a sample too, which torch's own look at the rank does not.
+    The second of two SIGTERMs counts: a rank that exits sends two. A worker without its rank ends itself, even in the
+    middle of a sample, where torch does not check for the rank.
 
     Attributes:
-        then: what else is to be called at the start; the user's.
+        then: the user's ``worker_init_fn``.
     """
 
     then: Callable[[int], None] | None
@@ -49,10 +49,10 @@ def _end_with_the_rank() -> None:
 
 
 def let_workers_outlive_signals(loader: object) -> None:
-    """Have the workers of a loader started so.
+    """Start the workers of a loader with :class:`PatientWorker`.
 
     Args:
-        loader: anything; only a ``DataLoader`` with workers is changed.
+        loader: any object; only a ``DataLoader`` with workers is changed.
     """
     if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, PatientWorker):
         loader.worker_init_fn = PatientWorker(loader.worker_init_fn)

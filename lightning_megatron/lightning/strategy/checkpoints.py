@@ -1,9 +1,9 @@
-"""A strategy that knows where the state of a run lies, and takes it to files and back."""
+"""The second layer of the strategy: the state of a run, saved to files and loaded from them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,19 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint import BackgroundWriter, Check, CheckpointError, SaveGuard, remove_unlinked
+from lightning_megatron.checkpoint import Check, CheckpointError, SaveGuard
 from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.lightning.checkpointing.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.checkpointing.optimizer_file import export_optimizers, import_optimizers
 from lightning_megatron.lightning.checkpointing.progress import follow_batch_size
-from lightning_megatron.lightning.checkpointing.random_state import random_state
-from lightning_megatron.lightning.checkpointing.trainer_state import (
-    continue_randomness,
-    load_trainer_checkpoint,
-    save_trainer_checkpoint,
-)
+from lightning_megatron.lightning.checkpointing.trainer_state import load_trainer_checkpoint, save_trainer_checkpoint
 from lightning_megatron.lightning.pretrained.hugging_face import take_settings
 from lightning_megatron.lightning.step.optimizers import Holder, OptimizerSet
-from lightning_megatron.lightning.strategy.folders import FolderStrategy
+from lightning_megatron.lightning.strategy.folders import SaveFolders
+from lightning_megatron.lightning.strategy.mesh import MeshStrategy
+from lightning_megatron.lightning.strategy.randomness import ResumedRandomness
+from lightning_megatron.lightning.strategy.settings import JobSettings, LightningParts
+from lightning_megatron.lightning.strategy.writers import AsyncWriter, DirectWriter
 from lightning_megatron.lightning.validation.saving import address_problems
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -35,25 +33,26 @@ from lightning_megatron.optim.zero import ShardedOptimizer
 _log = logging.getLogger(__name__)
 
 
-class CheckpointStrategy(FolderStrategy):
+class CheckpointStrategy(MeshStrategy):
     """Sharded checkpoints of the model and of optimizers on flat buffers.
 
+    Args:
+        job: settings of the job.
+        parts: objects that any strategy of Lightning may be given.
+
     Attributes:
-        save_guard: what looks at a checkpoint before it gets its name.
+        save_guard: check of a checkpoint before it gets its name; ``None`` for no check.
     """
 
-    save_guard: SaveGuard | None = None
-
-    _async_save: bool = False
-    _verify_on_load: bool = True
-    _check_for_nan: bool = True
-    _writer: BackgroundWriter | None = None
-    _removals: Sequence[Path] = ()
-    _distributed_optimizer: bool = True
-    _optimizer_set: OptimizerSet | None = None
-    _loaded_model: dict[str, Any] | None = None
-    _saved_randomness: dict[str, Any] | None = None
-    _validation_randomness: dict[str, Any] | None = None
+    def __init__(self, job: JobSettings, parts: LightningParts) -> None:
+        super().__init__(job, parts)
+        self.save_guard: SaveGuard | None = None
+        self._folders = SaveFolders(self, job.timeout)
+        self._writer = DirectWriter()
+        self._randomness = ResumedRandomness()
+        self._optimizer_set: OptimizerSet | None = None
+        self._loaded_model: dict[str, Any] | None = None
+        self._saved: dict[str, int] = {}
 
     @property
     def sharded_optimizers(self) -> tuple[ShardedOptimizer, ...]:
@@ -61,7 +60,7 @@ class CheckpointStrategy(FolderStrategy):
         return () if self._optimizer_set is None else tuple(self._optimizer_set.sharded)
 
     def _release_optimizers(self) -> None:
-        """Let go of the parameters; where new optimizers come, so does the strategy of an earlier Trainer."""
+        """Release the parameters; before new optimizers, the strategy of an earlier Trainer does so, too."""
         module = self.lightning_module
         if module is not None and self._is_fitting:
             earlier = vars(module).get("_megatron_holder")
@@ -101,12 +100,12 @@ class CheckpointStrategy(FolderStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Parameters and optimizer state are loaded where they lie, so they must be there first."""
+        """Always: parameters and optimizer state are loaded in place, so they must exist first."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Optimizer state is loaded with the model."""
+        """Never: optimizer state is loaded with the model."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -119,8 +118,8 @@ class CheckpointStrategy(FolderStrategy):
         """The module's ``state_dict`` with main values in the place of parameters, on the host; all ranks call this.
 
         After ``bf16-mixed`` and ``16-mixed`` the module's parameters are half precision; these are the fp32 values that
-        have been trained. They are there from the begin of a ``fit`` to the begin of the next. As in ``state_dict``, a
-        rank has its shard of what tensor and pipeline parallelism cut.
+        have been trained. They exist from the start of a ``fit`` to that of the next. As in ``state_dict``, a rank has
+        its shard of parameters that tensor and pipeline parallelism split.
         """
         assert self.lightning_module is not None
         self._settle_params()
@@ -131,7 +130,7 @@ class CheckpointStrategy(FolderStrategy):
         return {name: mains[value] if value in mains else _on_host(value) for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: optimizer state goes from where it lies to the files, see :meth:`save_checkpoint`."""
+        """Empty: :meth:`save_checkpoint` writes optimizer state straight to the files."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -150,10 +149,10 @@ class CheckpointStrategy(FolderStrategy):
         raise_if_any(address_problems("filepath", filepath))
         self._settle_finite()
         self._settle_params()
-        path, lost = self.broadcast((str(filepath), self._folders.lost() if self._folders else ""))
+        path, lost = self.broadcast((str(filepath), self._folders.lost()))
         if lost:
             raise CheckpointError(f"saving {path}: {lost}")
-        is_fitting = self._is_fitting
+        is_fitting, has_optimizers = self._is_fitting, "optimizer_states" in checkpoint
         if not is_fitting:
             self.finish_save()
         save_trainer_checkpoint(
@@ -162,19 +161,20 @@ class CheckpointStrategy(FolderStrategy):
             self.lightning_module,
             self.sharded_optimizers,
             self._saving_mesh(checkpoint),
-            sharded=self._distributed_optimizer,
+            sharded=self._job.optimizer.shard,
             guard=self.save_guard,
-            finite=self._check_for_nan,
-            progress=self._next_progress(checkpoint["global_step"]) if "optimizer_states" in checkpoint else None,
-            writer=self._writer if is_fitting else None,
+            finite=self._job.check_for_nan,
+            progress=self._folders.next_progress(checkpoint["global_step"]) if has_optimizers else None,
+            writer=self._writer.thread if is_fitting else None,
         )
+        self._note_path(filepath, checkpoint)
 
     @property
     def _is_fitting(self) -> bool:
-        """True if steps go on after a save; if not, whoever saves may copy the files next, or exit."""
+        """True if steps go on after a save; if not, the caller may copy the files next, or exit."""
         try:
             state = self.lightning_module.trainer.state  # type: ignore[union-attr]
-        except RuntimeError:  # a module that nobody but this strategy has been given
+        except RuntimeError:  # a module without a Trainer
             return False
         return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
@@ -199,67 +199,81 @@ class CheckpointStrategy(FolderStrategy):
         raise_if_any(address_problems("ckpt_path", checkpoint_path))
         self.finish_save()
         path, check = str(checkpoint_path), self.load_check
-        if self._goes_on_from_last:
-            path, check = self._newest_good(check), "sizes"  # it has been looked at
-        checkpoint, self._saved_randomness = load_trainer_checkpoint(
+        if self._folders.goes_on_from_last:
+            path, check = self._folders.newest_good(check), "sizes"  # its content has been checked
+        checkpoint, randomness = load_trainer_checkpoint(
             self.broadcast(path),
             self.lightning_module,
             self.sharded_optimizers,
             self.mesh,
-            sharded=self._distributed_optimizer,
+            sharded=self._job.optimizer.shard,
             weights_only=weights_only,
             check=check,
-            finite=self._check_for_nan,
+            finite=self._job.check_for_nan,
         )
-        self._went_on(path, checkpoint.get("global_step", 0))
+        self._folders.went_on(path, checkpoint.get("global_step", 0))
         take_settings(self.lightning_module, checkpoint)
-        if self._saved_randomness is not None:
-            continue_randomness(self._saved_randomness, self.mesh)
+        self._randomness.load(randomness, self.mesh)
         self._loaded_model = dict(checkpoint["state_dict"])
         follow_batch_size(checkpoint, getattr(self.lightning_module.trainer, "datamodule", None))
+        self._note_path(checkpoint_path, checkpoint)
         return checkpoint
+
+    # Going back
+
+    @property
+    def saved_in_run(self) -> Mapping[str, int]:
+        """Paths of the checkpoints that this run has written or has gone on from, with their steps."""
+        return self._saved
+
+    def _note_path(self, path: Any, checkpoint: Mapping[str, Any]) -> None:
+        if self._mesh is not None and "optimizer_states" in checkpoint:
+            self._saved[str(path)] = int(checkpoint["global_step"])
+
+    def rewind(self, path: str) -> None:
+        """Load parameters, buffers and optimizer state from a checkpoint; called by all ranks between two steps.
+
+        Steps, samples, learning rates and their schedules, the loss scale and random numbers go on as they are: the
+        samples since the checkpoint are not read again. Reading them again would lead to the same state again.
+
+        Args:
+            path: path of a checkpoint with optimizer state.
+
+        Raises:
+            CheckpointError: if it cannot be loaded.
+        """
+        module = self.lightning_module
+        assert module is not None
+        self.finish_save()
+        self.finish_param_gather()
+        settings = [optimizer.group_settings() for optimizer in self.sharded_optimizers]
+        checkpoint, _ = load_trainer_checkpoint(
+            path,
+            module,
+            self.sharded_optimizers,
+            self.mesh,
+            sharded=self._job.optimizer.shard,
+            weights_only=None,
+            check=self.load_check,
+            finite=self._job.check_for_nan,
+        )
+        for optimizer, today in zip(self.sharded_optimizers, settings, strict=True):
+            optimizer.load_group_settings(today)
+        self._loaded_model = dict(checkpoint["state_dict"])
+        module.on_load_checkpoint(checkpoint)
+        self.load_model_state_dict(checkpoint, strict=module.strict_loading)
 
     @property
     def load_check(self) -> Check:
-        """The extent to which the files of a checkpoint are held against what was written, before it is loaded."""
-        return "hashes" if self._verify_on_load else "sizes"
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Resume in mid-epoch with the random numbers of the uninterrupted run.
-
-        A loader that begins draws a seed from torch's generator, which it would not have done in mid-epoch.
-        """
-        if self._saved_randomness is not None and batch_idx > 0:
-            continue_randomness(self._saved_randomness, self.mesh)
-        self._saved_randomness = None
-        if self._writer is not None:
-            self._writer.catch_up()
-        if self.lightning_module is not None:
-            warn_of_missed_saves(self.lightning_module.trainer)
-
-    def on_validation_start(self) -> None:
-        """Draw in a validation that is begun anew the random numbers that it drew before."""
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.sanity_checking:
-            return
-        if self._saved_randomness is not None:
-            continue_randomness(self._saved_randomness, self.mesh)
-        self._validation_randomness = random_state(self.mesh.rng)
-
-    def on_validation_end(self) -> None:
-        """Let the first batch after a validation that was begun anew continue from here, as the uninterrupted run."""
-        assert self.lightning_module is not None
-        self._validation_randomness = None
-        if self._saved_randomness is not None and not self.lightning_module.trainer.sanity_checking:
-            self._saved_randomness = random_state(self.mesh.rng)
+        """Extent to which the files of a checkpoint are compared with its manifest before it is loaded."""
+        return "hashes" if self._job.saving.verify_on_load else "sizes"
 
     def rewind_validation(self) -> None:
-        """Set every generator to where the validation under way began, which a resumed run begins anew."""
-        if self._validation_randomness is not None:
-            continue_randomness(self._validation_randomness, self.mesh)
+        """Set every generator to its state at the start of the current validation, which a resumed run repeats."""
+        self._randomness.rewind_validation(self.mesh)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what a hook has put into ``state_dict``; :meth:`load_checkpoint` has filled the parameters."""
+        """Load the entries of ``state_dict`` that a hook has changed; :meth:`load_checkpoint` has loaded the others."""
         assert self.lightning_module is not None
         given, self._loaded_model = self._loaded_model or {}, None
         edited = {name: value for name, value in checkpoint["state_dict"].items() if value is not given.get(name)}
@@ -268,7 +282,7 @@ class CheckpointStrategy(FolderStrategy):
             self.refresh_main_params()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: :meth:`load_checkpoint` has filled the optimizers."""
+        """No action: :meth:`load_checkpoint` has filled the optimizers."""
 
     def export_optimizer_state(
         self, path: str | Path, memory_level: str = "serial_per_dp_groups", ranks_per_node: int | None = None
@@ -279,23 +293,23 @@ class CheckpointStrategy(FolderStrategy):
 
         Args:
             path: the file, on a file system that the nodes share; it has its name when it is complete.
-            memory_level: how much of it is in host memory at once: ``"parallel_node_0"``, ``"parallel_multi_node"``,
+            memory_level: part of it that is in host memory at once: ``"parallel_node_0"``, ``"parallel_multi_node"``,
                 ``"serial_per_node"`` or ``"serial_per_dp_groups"``.
-            ranks_per_node: processes on a node; ``None`` for those that this Trainer has started.
+            ranks_per_node: processes on a node; ``None`` for the Trainer's number.
 
         Returns:
-            What it took of this rank's host memory.
+            Host memory that it took on this rank.
         """
         through = self._collectors(memory_level, ranks_per_node)
         self._settle_params()
-        return export_optimizers(path, self.sharded_optimizers, through, sharded=self._distributed_optimizer)
+        return export_optimizers(path, self.sharded_optimizers, through, sharded=self._job.optimizer.shard)
 
     def load_optimizer_state(
         self, path: str | Path, memory_level: str = "serial_per_dp_groups", ranks_per_node: int | None = None
     ) -> HostMemory:
         """Fill the optimizers, and the parameters from their main values, from such a file; arguments as there."""
         through = self._collectors(memory_level, ranks_per_node)
-        return import_optimizers(path, self.sharded_optimizers, through, sharded=self._distributed_optimizer)
+        return import_optimizers(path, self.sharded_optimizers, through, sharded=self._job.optimizer.shard)
 
     def _collectors(self, level: str, ranks_per_node: int | None) -> Collectors:
         if not self.sharded_optimizers:
@@ -303,31 +317,27 @@ class CheckpointStrategy(FolderStrategy):
         return Collectors(self.mesh, level, ranks_per_node or max(1, self.world_size // self.num_nodes))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint; one rank does it, and not before the newer one is durable.
+        """Remove a checkpoint, on one rank, once the newer one is durable and no link leads to it.
 
-        Nor while a link leads to it: ``ModelCheckpoint`` leads its link to the newer one only after this.
+        ``ModelCheckpoint`` changes its link to the newer one only after this call.
         """
-        if not self.is_global_zero:
-            return
-        if self._writer is None:
-            self._removals = remove_unlinked([*self._removals, Path(filepath).absolute()])
-        else:
-            self._writer.remove(filepath)
+        if self.is_global_zero:
+            self._writer.remove(Path(filepath))
 
-    # Saving in the background
+    # Writers
 
     def _open_saving(self, trainer: Trainer) -> None:
-        """Have the folders of a fit to itself, and a writer for them where it saves in the background.
+        """Close the folders of a fit to other runs, and start a writer in the background if asked for.
 
         Raises:
             CheckpointError: if another run saves there.
         """
-        self._close_writer()  # of a fit that an error ended before its teardown
+        self._close_writer()  # left by a fit that an error ended before its teardown
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._hold_folders(trainer)
-        if self._async_save:
-            self._writer = BackgroundWriter(self.mesh, self._timeout)
+        self._folders.hold(trainer)
+        if self._job.saving.run_async:
+            self._writer = AsyncWriter(self.mesh, self._job.timeout, self._writer.removals)
 
     def finish_save(self) -> None:
         """Wait until the checkpoint that is being written in the background, if any, is durable; called by all ranks.
@@ -335,23 +345,21 @@ class CheckpointStrategy(FolderStrategy):
         Raises:
             CheckpointError: if it has failed. Where another exception is ending the run, this one is logged instead.
         """
-        if self._writer is not None:
-            with self._unless_interrupted():
-                self._writer.wait()
+        with self._unless_interrupted():
+            self._writer.wait()
 
     def _close_writer(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with self._unless_interrupted():
-                writer.close()
+        writer, self._writer = self._writer, DirectWriter(self._writer.removals)
+        with self._unless_interrupted():
+            writer.close()
 
-    def _end_run(self) -> None:
-        """Leave whole parameters and durable files, and their folders to other runs."""
+    def _end_saving(self) -> None:
+        """Leave whole parameters and durable files, and open their folders to other runs."""
         self.finish_param_gather()
         try:
             self._close_writer()
         finally:
-            self._leave_folders()
+            self._folders.release()
 
     @contextmanager
     def _unless_interrupted(self) -> Generator[None, None, None]:
@@ -361,31 +369,6 @@ class CheckpointStrategy(FolderStrategy):
             if self.lightning_module is None or not self.lightning_module.trainer.interrupted:
                 raise
             _log.error("%s", error)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks.
-
-        ``ModelCheckpoint(save_last="link")`` calls this when it has led its link to a checkpoint that may not be there.
-        """
-        if self._writer is not None and self.is_global_zero:
-            self._writer.keep_links()
-        self._removals = remove_unlinked(self._removals)
-        super().barrier(name)
-
-    def on_train_start(self) -> None:
-        """Refuse to begin with weights that are NaN or infinite, from wherever a script has taken them.
-
-        Raises:
-            NonFiniteError: on all ranks.
-        """
-        if self._check_for_nan and self._optimizer_set is not None:
-            self._optimizer_set.check_params()
-
-    def on_train_end(self) -> None:
-        """Leave whole parameters behind, and durable checkpoints."""
-        self._settle_finite()
-        self.finish_param_gather()
-        self.finish_save()
 
 
 def _on_host(value: Any) -> Any:

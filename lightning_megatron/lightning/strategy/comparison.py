@@ -1,20 +1,15 @@
-"""A strategy whose ranks compare what they were given, at each start and before anything waits for another rank."""
+"""Comparison of what ranks were given, at each start and before anything waits for another rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.lightning.comparison.compare import RankComparison
-from lightning_megatron.lightning.comparison.facts import (
-    Statement,
-    loader_statement,
-    optimizer_statement,
-    start_statement,
-)
-from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
+from lightning_megatron.lightning.comparison.facts import Statement, loader_statement, optimizer_statement
+from lightning_megatron.lightning.strategy.mesh import MeshStrategy
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.recorder.call import Call
 from lightning_megatron.recorder.file_format import Kind
@@ -23,84 +18,62 @@ _AFTER_RESTORING = ("_CheckpointConnector.resume_end", "run-stage")
 """Lightning's names of barriers."""
 
 
-class ComparedStrategy(CheckpointStrategy):
+class StartComparison:
     """Ranks that were given different settings, models, data or code are named before the first step.
 
-    Attributes:
-        settings: arguments of the strategy, as given.
+    Every method raises a ``ConfigError`` on all ranks, with every difference.
+
+    Args:
+        strategy: strategy of this rank.
+        may_differ: names of facts that are left out.
     """
 
-    settings: Mapping[str, Any] = {}
+    def __init__(self, strategy: MeshStrategy, may_differ: Sequence[str]) -> None:
+        self._strategy, self._may_differ = strategy, may_differ
+        self._comparison: RankComparison | None = None
+        self._knows_restoring = False
 
-    _may_differ: Sequence[str] = ()
-    _comparison: RankComparison | None = None
-    _restores = False
+    @property
+    def has_begun(self) -> bool:
+        """True if the ranks of this run have been compared."""
+        return self._comparison is not None
 
-    def _compare_ranks(self, trainer: Trainer | None, *objects: object) -> None:
-        """Compare everything that is given before ranks talk; the layout, too, so over the store where they meet alone.
+    def begin(self, store: Store, statement: Statement) -> None:
+        """Compare what is given before ranks talk: the layout, too, and so over the store alone."""
+        ranks = self._strategy.global_rank, self._strategy.world_size
+        self._knows_restoring, self._comparison = False, RankComparison(store, *ranks, self._may_differ)
+        self._compare(statement)
 
-        Args:
-            trainer: the Trainer.
-            *objects: what it was handed.
-
-        Raises:
-            ConfigError: on all ranks, with every difference.
-        """
-        if self.num_nodes * self.num_processes == 1:
-            return
-        if self.lightning_module is not None and trainer is not None:
-            self.lightning_module.trainer = trainer  # Lightning's next step
-        self._take_device()
-        store, ranks = self._meet(), (self.global_rank, self.world_size)
-        if store is not None:
-            self._restores, self._comparison = False, RankComparison(store, *ranks, self._may_differ)
-            given = self.lightning_module, objects
-            self._compare(start_statement(self.settings, self._wished_layout, *ranks, *given))
-
-    def setup_environment(self) -> None:
-        """Compare, if no launcher has seen to it."""
-        super().setup_environment()
-        if self._comparison is None:
-            self._compare_ranks(None)
-
-    def _end_run(self) -> None:
-        """Let the next run compare anew."""
+    def restart(self) -> None:
+        """Let the next run compare again."""
         self._comparison = None
-        super()._end_run()
+
+    def optimizers(self, module: LightningModule | None) -> None:
+        """Compare optimizers that the user has configured, and the model, which has been built by now."""
+        if self._comparison is not None and module is not None:
+            given, stage = self._strategy, self._strategy.mesh.pp.rank
+            self._compare(optimizer_statement(module, given.optimizers, given.lr_scheduler_configs, stage))
+
+    def loader(self, dataloader: object, trainer: Trainer) -> None:
+        """Compare what a loader says of itself, before Lightning asks all ranks for its length."""
+        stage = None if trainer.state.stage is None else trainer.state.stage.dataloader_prefix
+        given = stage or "val", self._strategy.mesh.dp.rank
+        self._compare(loader_statement(dataloader, *given, may_be_empty=may_stay_away(trainer)))
+
+    def restoring(self) -> None:
+        """Compare that this rank loads a checkpoint."""
+        self._compare_restoring(True)
+
+    def barrier(self, name: str | None) -> None:
+        """Compare, at the first barrier after restoring, that this rank has loaded nothing."""
+        if name in _AFTER_RESTORING:
+            self._compare_restoring(False)
+
+    def _compare_restoring(self, restores: bool) -> None:
+        if self._comparison is not None and not self._knows_restoring:
+            self._knows_restoring = True
+            self._compare(Statement({"trainer.ckpt_path": "a checkpoint" if restores else None}))
 
     def _compare(self, statement: Statement) -> None:
         if self._comparison is not None:
-            Call(self._recorder.main, Kind.RENDEZVOUS, "world", 0).run(self._comparison.compare, statement)
-
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        """Let the user configure optimizers, and compare them, and the model that has been built by now."""
-        super().setup_optimizers(trainer)
-        if self._comparison is not None and self.lightning_module is not None:
-            stage = self.mesh.pp.rank
-            given = self.lightning_module, self.optimizers, self.lr_scheduler_configs, stage
-            self._compare(optimizer_statement(*given))
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Compare what a loader says of itself, before Lightning asks all ranks for its length."""
-        if self._comparison is not None and self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            stage = None if trainer.state.stage is None else trainer.state.stage.dataloader_prefix
-            given = stage or "val", self.mesh.dp.rank
-            self._compare(loader_statement(dataloader, *given, may_be_empty=may_stay_away(trainer)))
-        return super().process_dataloader(dataloader)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint, once it is sure that all ranks do."""
-        self._compare_restoring(True)
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; a rank without a checkpoint comes to the end of restoring all the same."""
-        if name in _AFTER_RESTORING:
-            self._compare_restoring(False)
-        super().barrier(name)
-
-    def _compare_restoring(self, restores: bool) -> None:
-        if self._comparison is not None and not self._restores:
-            self._restores = True
-            self._compare(Statement({"trainer.ckpt_path": "a checkpoint" if restores else None}))
+            Call(self._strategy.recorder.main, Kind.RENDEZVOUS, "world", 0).run(self._comparison.compare, statement)

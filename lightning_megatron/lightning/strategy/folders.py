@@ -1,9 +1,9 @@
-"""A strategy whose runs have their folders to themselves, and go on from the newest good checkpoint there."""
+"""The folders of a run: closed to other runs, and searched for the newest good checkpoint."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,54 +19,59 @@ from lightning_megatron.lightning.strategy.mesh import MeshStrategy
 T = TypeVar("T")
 
 
-class FolderStrategy(MeshStrategy):
-    """Rank 0 looks into the folders of checkpoints, and all ranks do what it finds."""
+class SaveFolders:
+    """Folders of checkpoints: rank 0 looks into them, and all ranks do what it finds.
 
-    _folders: RunFolders | None = None
-    _goes_on_from_last: bool = False
-    _found_none: bool = False
-    _went_on_from: Progress | None = None
-    _generation: int | None = None
+    Args:
+        strategy: strategy of this rank.
+        timeout: limit for another run to leave the folders.
 
-    @abstractmethod
-    def _start_ranks(self) -> None:
-        """Start the process groups, if they are not there."""
+    Attributes:
+        goes_on_from_last: True from the start of a fit with ``ckpt_path="last"`` until its checkpoint is chosen.
+    """
 
-    def _begin_fit(self, trainer: Trainer, ckpt_path: Any) -> Any:
-        """Look for the last checkpoint where one is asked for, before Lightning does; called by all ranks.
+    def __init__(self, strategy: MeshStrategy, timeout: timedelta) -> None:
+        self._strategy, self._timeout = strategy, timeout
+        self._held: RunFolders | None = None
+        self._found_none = False
+        self._went_on_from: Progress | None = None
+        self._generation: int | None = None
+        self.goes_on_from_last = False
+
+    def begin_fit(self, trainer: Trainer, ckpt_path: Any) -> bool:
+        """Forget the fit before; True if this one asks for the last checkpoint."""
+        self.release()
+        self._went_on_from = self._generation = None
+        self._found_none = False
+        self.goes_on_from_last = asks_for_last(trainer, ckpt_path)
+        return self.goes_on_from_last
+
+    def find_last(self, trainer: Trainer) -> str | None:
+        """Look for the last checkpoint before Lightning does; called by all ranks.
 
         Lightning goes by names and times of files, each rank for itself, and begins anew where there is no such file.
 
         Returns:
-            The path to go on from, or what was given.
+            The path to go on from; ``None`` if there is none.
 
         Raises:
             CheckpointError: where there are checkpoints and none is good, or another run saves there.
         """
-        self._leave_folders()
-        self._went_on_from = self._generation = None
-        self._found_none = False
-        self._goes_on_from_last = asks_for_last(trainer, ckpt_path)
-        if not self._goes_on_from_last:
-            return ckpt_path
-        assert self.lightning_module is not None
-        self.lightning_module.trainer = trainer  # Lightning's next step
-        self._start_ranks()
 
         def look() -> str | None:
-            self._folders = RunFolders(trainer)
-            if not self._folders.found() and not self._folders.are_held():
-                return None  # nor is a folder made: loggers and callbacks look if it is there
-            self._folders.hold(patience(self._timeout, True))
-            found = self._folders.last()
+            self._held = RunFolders(trainer)
+            if not self._held.found() and not self._held.are_held():
+                return None  # no folder is made: loggers and callbacks look if it is there
+            self._held.hold(patience(self._timeout, True))
+            found = self._held.last()
             return None if found is None else str(found)
 
         found = self._on_rank_0(look)
-        self._goes_on_from_last, self._found_none = found is not None, found is None
-        return ckpt_path if found is None else found
+        self.goes_on_from_last, self._found_none = found is not None, found is None
+        return found
 
-    def _hold_folders(self, trainer: Trainer) -> None:
-        """Keep other runs out of the folders that this one saves in, until it ends; called by all ranks.
+    def hold(self, trainer: Trainer) -> None:
+        """Close the folders that this run saves in to other runs, until it ends; called by all ranks.
 
         Raises:
             CheckpointError: if another one saves there, or has saved there where this one was to go on from the last
@@ -74,31 +79,35 @@ class FolderStrategy(MeshStrategy):
         """
 
         def hold() -> None:
-            self._folders = self._folders or RunFolders(trainer)
-            self._folders.hold(patience(self._timeout, False))
-            if self._found_none and (found := self._folders.last()) is not None:
+            self._held = self._held or RunFolders(trainer)
+            self._held.hold(patience(self._timeout, False))
+            if self._found_none and (found := self._held.last()) is not None:
                 text = "has been saved since this run looked for the last checkpoint, by another one: start it again"
                 raise CheckpointError(f"{found} {text}")
 
         self._on_rank_0(hold)
 
-    def _leave_folders(self) -> None:
-        """Let other runs have them."""
-        folders, self._folders = self._folders, None
+    def release(self) -> None:
+        """Open the folders to other runs."""
+        folders, self._held = self._held, None
         if folders is not None:
             folders.release()
 
-    def _newest_good(self, check: Check) -> str:
-        """The newest good checkpoint of the folders, which one warning says if it is not the newest; all ranks call it.
+    def lost(self) -> str:
+        """Reason why the folders are no longer held, as rank 0 knows it; empty if they are."""
+        return self._held.lost() if self._held else ""
+
+    def newest_good(self, check: Check) -> str:
+        """The newest good checkpoint, with a warning if it is not the newest; called by all ranks.
 
         Args:
-            check: the extent to which files are held against what was written.
+            check: extent to which files are compared with the manifest.
 
         Raises:
             CheckpointError: if there is none; it lists what is wrong with each.
         """
-        self._goes_on_from_last = False
-        found = self._on_rank_0(lambda: [] if self._folders is None else self._folders.found())
+        self.goes_on_from_last = False
+        found = self._on_rank_0(lambda: [] if self._held is None else self._held.found())
         while True:
             best, passed = newest_good(found)
             if best is None:
@@ -113,33 +122,33 @@ class FolderStrategy(MeshStrategy):
 
     def _damage(self, candidate: Candidate, check: Check) -> str:
         try:
-            faults = faults_of(candidate.path, self.mesh, check)
+            faults = faults_of(candidate.path, self._strategy.mesh, check)
         except CheckpointError as error:  # a file can no longer be read
             return str(error)
         return str(faults[0]) if faults else ""
 
-    def _went_on(self, path: str, step: int) -> None:
-        """Note what this run goes on from; rank 0 alone needs it."""
-        if self.is_global_zero and self._folders is not None:
+    def went_on(self, path: str, step: int) -> None:
+        """Note the checkpoint that this run goes on from; rank 0 alone needs it."""
+        if self._strategy.is_global_zero and self._held is not None:
             progress = read_manifest(Path(path)).progress if is_checkpoint(path) else None
             self._went_on_from, self._generation = progress or Progress(0, step), None
 
-    def _next_progress(self, step: int) -> Progress | None:
-        """Place of a save among those of its folder; rank 0 alone asks."""
-        if self._generation is None and self._folders is not None:
-            self._generation = self._folders.next_progress(self._went_on_from, step).generation
+    def next_progress(self, step: int) -> Progress | None:
+        """Order of a save among those of its folder; on rank 0 alone."""
+        if self._generation is None and self._held is not None:
+            self._generation = self._held.next_progress(self._went_on_from, step).generation
         return None if self._generation is None else Progress(self._generation, step)
 
     def _on_rank_0(self, step: Callable[[], T]) -> T:
         outcome: tuple[T | None, CheckpointError | None] = None, None
-        if self.is_global_zero:
+        if self._strategy.is_global_zero:
             try:
                 outcome = step(), None
             except CheckpointError as fault:
                 outcome = None, fault
             except Exception as fault:  # the others wait for an answer
                 outcome = None, CheckpointError(f"{type(fault).__name__}: {fault}")
-        result, error = self.broadcast(outcome)
+        result, error = self._strategy.broadcast(outcome)
         if error is not None:
             raise error
         return result

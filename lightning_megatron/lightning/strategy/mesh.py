@@ -1,16 +1,14 @@
-"""A Lightning strategy whose ranks stand on a mesh: who they are, whose data they read, how they talk."""
+"""The first layer of the strategy: ranks on a mesh, their process groups, data and collectives."""
 
 from __future__ import annotations
 
 import logging
 import os
 from abc import abstractmethod
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -33,53 +31,44 @@ from lightning_megatron.lightning.dataloaders import (
     shuffle_by_epoch,
     start_workers_safely,
 )
+from lightning_megatron.lightning.precision import MegatronPrecision
+from lightning_megatron.lightning.strategy.settings import JobSettings, LightningParts
 from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.ops.registry import Ops
 from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.recorder.recorder import Recorder
 
 _log = logging.getLogger(__name__)
 
+_MEANS = {"mean": ("SUM", True), "avg": ("SUM", True)}
+
 
 class MeshStrategy(ParallelStrategy):
-    """The part of a strategy that training, optimizers and checkpoints are built on.
+    """Ranks, devices and collectives, on which checkpoints and training are built.
 
     Args:
-        layout: how many ranks each kind of parallelism takes; what is left is data parallel.
-        process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
-        timeout: after which a collective that nobody answers fails.
-        accelerator: as in Lightning's strategies.
-        parallel_devices: as in Lightning's strategies.
-        cluster_environment: as in Lightning's strategies.
-        precision_plugin: as in Lightning's strategies.
+        job: settings of the job.
+        parts: objects that any strategy of Lightning may be given.
 
     Attributes:
-        num_nodes: set by the Trainer.
+        num_nodes: number of nodes, set by the Trainer.
+        recorder: record of this rank's actions.
     """
 
-    def __init__(
-        self,
-        layout: ParallelLayout,
-        process_group_backend: str | None,
-        timeout: timedelta,
-        accelerator: Accelerator | None,
-        parallel_devices: list[torch.device] | None,
-        cluster_environment: ClusterEnvironment | None,
-        precision_plugin: Precision | None,
-    ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
+    def __init__(self, job: JobSettings, parts: LightningParts) -> None:
+        devices_and_environment = parts.parallel_devices, parts.cluster_environment
+        super().__init__(parts.accelerator, *devices_and_environment, None, parts.precision_plugin)
         self.num_nodes = 1
-        self._wished_layout = layout
-        self._backend = process_group_backend
-        self._timeout = timeout
+        self.recorder = Recorder()
+        self._job = job
         self._mesh: ParallelMesh | None = None
-        self._recorder = Recorder()
         self._store: Store | None = None
         self._seed = 0
 
     @property
     def _accelerator(self) -> Accelerator | None:
-        """Lightning's own attribute, where its Trainer looks for an accelerator that came with the strategy."""
+        """Lightning's own attribute, which its Trainer reads for an accelerator that was given to the strategy."""
         return self._given_accelerator or preferred_accelerator(self.parallel_devices)
 
     @_accelerator.setter
@@ -87,11 +76,27 @@ class MeshStrategy(ParallelStrategy):
         self._given_accelerator = accelerator
 
     @property
+    def ops(self) -> Ops:
+        """Implementations of ops that models choose from, on the devices of the Trainer."""
+        assert self.parallel_devices is not None
+        return Ops(self.parallel_devices[0].type, self._job.ops, self._job.fp8)
+
+    @property
+    def precision_plugin(self) -> MegatronPrecision:
+        """Always a :class:`MegatronPrecision`: whatever Lightning assigns is translated."""
+        # Lightning's own attribute: its connector reads there a plugin that was given to the strategy.
+        return MegatronPrecision.of(self._precision_plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else MegatronPrecision.of(precision_plugin)
+
+    @property
     def mesh(self) -> ParallelMesh:
-        """This rank's groups; there once the Trainer has set up its environment.
+        """Process groups of this rank, from ``setup_environment`` on.
 
         Raises:
-            RuntimeError: before that.
+            RuntimeError: before ``setup_environment``.
         """
         if self._mesh is None:
             raise RuntimeError("the mesh exists from `configure_model` on, once the Trainer has started its processes")
@@ -100,11 +105,11 @@ class MeshStrategy(ParallelStrategy):
     @property
     def layout(self) -> ParallelLayout:
         """The layout for the Trainer's number of devices."""
-        return self._wished_layout.resolve(self.world_size) if self._mesh is None else self._mesh.layout
+        return self._job.layout.resolve(self.world_size) if self._mesh is None else self._mesh.layout
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which share of the data this rank reads."""
+        """Number of the share of the data that this rank reads."""
         return self.mesh.dp.rank
 
     @property
@@ -130,7 +135,7 @@ class MeshStrategy(ParallelStrategy):
 
     @abstractmethod
     def check(self, *objects: object, trainer: Trainer | None = None) -> None:
-        """Refuse what cannot work: left to the strategy, which alone LightningCLI offers because of it."""
+        """Refuse what cannot work. Abstract, so that LightningCLI offers only the complete strategy."""
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -140,7 +145,7 @@ class MeshStrategy(ParallelStrategy):
     # Starting
 
     def _take_device(self) -> None:
-        """Take this process's card, and room for its connections."""
+        """Take this process's card, and raise the limit of open files for its connections."""
         files = raise_open_files(self.world_size)
         if files.fault:
             rank_zero_warn(f"{files.subject}: {files.value}; {files.fault}")
@@ -154,14 +159,14 @@ class MeshStrategy(ParallelStrategy):
         self._take_device()
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero helpers who we are."""
+        """Tell the cluster environment and Lightning's rank-zero helpers the rank of this process."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = pl_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _meet(self) -> Store | None:
-        """The store where all ranks meet; ``None`` where there is but one."""
+        """The store where all ranks meet; ``None`` for a rank that is alone."""
         assert self.cluster_environment is not None
         if self.world_size == 1:
             self._store = None
@@ -173,23 +178,23 @@ class MeshStrategy(ParallelStrategy):
             os.environ.setdefault("MASTER_PORT", str(self.cluster_environment.main_port))
             ranks = self.global_rank, self.world_size
             if self.num_nodes == 1 and not dist.is_torchelastic_launched():
-                self._store = loopback_store(self.cluster_environment.main_port, *ranks, self._timeout)
+                self._store = loopback_store(self.cluster_environment.main_port, *ranks, self._job.timeout)
             else:
-                self._store, _, _ = next(rendezvous("env://", *ranks, timeout=self._timeout))
+                self._store, _, _ = next(rendezvous("env://", *ranks, timeout=self._job.timeout))
         return self._store
 
     def _create_mesh(self) -> ParallelMesh:
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group(
-                self._backend or devices.kind_of(self.root_device).backend,
+                self._job.process_group_backend or devices.kind_of(self.root_device).backend,
                 store=self._store,
                 rank=self.global_rank,
                 world_size=self.world_size,
-                timeout=self._timeout,
+                timeout=self._job.timeout,
             )
         if not dist.is_initialized():
-            return ParallelMesh.single(self.root_device, self._recorder)
-        return ParallelMesh.create(self._wished_layout, self.root_device, self._timeout, self._recorder)
+            return ParallelMesh.single(self.root_device, self.recorder)
+        return ParallelMesh.create(self._job.layout, self.root_device, self._job.timeout, self.recorder)
 
     def _agree_on_seed(self) -> None:
         """Ranks that build shards of one model must draw the same numbers, also if the user has not seeded anything."""
@@ -212,7 +217,7 @@ class MeshStrategy(ParallelStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    # Talking
+    # Collectives
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -231,7 +236,7 @@ class MeshStrategy(ParallelStrategy):
 
     def _axis(self, name: Literal["world", "host"]) -> Axis:
         """All ranks, also before there is a mesh."""
-        return Axis(name, action_log=self._recorder.main) if self._mesh is None else getattr(self._mesh, name)
+        return Axis(name, action_log=self.recorder.main) if self._mesh is None else getattr(self._mesh, name)
 
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
@@ -239,7 +244,7 @@ class MeshStrategy(ParallelStrategy):
         """Reduce over ``group``; by default over data-parallel ranks, so that each sample counts once.
 
         Context-parallel ranks have seen the same samples: a model gives them all the whole loss and whole logits.
-        A mean is a sum divided by us: not every backend has one.
+        A mean is a sum and a division: not every backend has a mean.
         """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
@@ -247,12 +252,9 @@ class MeshStrategy(ParallelStrategy):
         if group is None and axis.size == 1:
             return tensor
         group = axis.group if group is None else group
-        operations = {"mean": "SUM", "avg": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN"}
-        how = reduce_op.lower() if isinstance(reduce_op, str) else "mean" if reduce_op is None else None
-        operation = reduce_op if how is None else getattr(dist.ReduceOp, operations.get(how, how.upper()))
-        mean = how in ("mean", "avg")
+        operation, mean = _operation(reduce_op)
         out = tensor.float() if mean and not tensor.is_floating_point() else tensor.clone()
-        known = axis if group is axis.group else Axis("a group of the caller's", action_log=self._recorder.main)
+        known = axis if group is axis.group else Axis("a group of the caller's", action_log=self.recorder.main)
         known.call(Kind.ALL_REDUCE, out).run(dist.all_reduce, out, op=operation, group=group)
         return out / dist.get_world_size(group) if mean else out
 
@@ -265,7 +267,7 @@ class MeshStrategy(ParallelStrategy):
         return bool(votes == self.world_size) if all else bool(votes > 0)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Say which rank failed, and where in the model: of many tracebacks one is the cause."""
+        """Log the rank that failed, with its place in the model: of many tracebacks one is the cause."""
         if self._mesh is None or not self._mesh.is_distributed or isinstance(exception, SystemExit):
             return
         layout, pp = self._mesh.layout, self._mesh.pp
@@ -280,3 +282,12 @@ class MeshStrategy(ParallelStrategy):
         for name in ("megatron", "megatron_hpu"):
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=cls.__doc__.splitlines()[0])  # type: ignore[union-attr]
+
+
+def _operation(reduce_op: dist.ReduceOp | str | None) -> tuple[Any, bool]:
+    """Torch's operation for Lightning's name of it, and True if its result is to be divided by the number of ranks."""
+    if reduce_op is not None and not isinstance(reduce_op, str):
+        return reduce_op, False
+    name = "mean" if reduce_op is None else reduce_op.lower()
+    operation, mean = _MEANS.get(name, (name.upper(), False))
+    return getattr(dist.ReduceOp, operation), mean

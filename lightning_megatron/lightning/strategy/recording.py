@@ -1,4 +1,4 @@
-"""A strategy that writes down what its rank does, and names the rank that a failed job is to be blamed on."""
+"""The record of a rank's actions, and the watch over the others', which names the rank that made a job fail."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,21 +16,21 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_megatron.comm.rendezvous import Store
+from lightning_megatron.lightning._private import trainer_of
 from lightning_megatron.lightning.children import GRACE
 from lightning_megatron.lightning.launcher import CheckedLauncher
 from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
-from lightning_megatron.lightning.strategy.stopping import StoppableStrategy
+from lightning_megatron.lightning.strategy.mesh import MeshStrategy
 from lightning_megatron.machine.transport import is_lost_connection
-from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.recorder.call import Call, PeerLostError, peer_lost_error
 from lightning_megatron.recorder.file_format import Kind, State
 from lightning_megatron.recorder.process import ProcessState
-from lightning_megatron.recorder.recorder import note_process_state
+from lightning_megatron.recorder.recorder import Recorder, note_process_state
 from lightning_megatron.recorder.runs import remove_finished, remove_old, run_folder
 from lightning_megatron.recorder.watch import PeerWatch
 
 _log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -37,12 +38,12 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
     """Bracket a method of the strategy in the record of its rank.
 
     Args:
-        kind: what it is.
+        kind: kind of the phase.
     """
 
     def around(method: Method) -> Method:
         @wraps(method)
-        def inside(self: RecordedStrategy, *args: Any, **kwargs: Any) -> Any:
+        def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
             with self.during(kind):
                 return method(self, *args, **kwargs)
 
@@ -51,114 +52,141 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
     return around
 
 
-class RecordedStrategy(StoppableStrategy):
-    """Every rank's actions are kept, and watched by the others."""
+class ActionRecord:
+    """The record of this rank, in a file that outlives it, and the watch over the other ranks' records.
 
-    _record_actions: bool = True
-    _watch_of_peers: PeerWatch | None = None
-    _marks: HookMarks | None = None
-    _makes_group: bool = False
+    Args:
+        strategy: strategy of this rank.
+        timeout: limit for a collective.
+        to_file: True if the record is written to a file.
+    """
 
-    # The record
+    def __init__(self, strategy: MeshStrategy, timeout: timedelta, to_file: bool) -> None:
+        self._strategy, self._timeout, self._to_file = strategy, timeout, to_file
+        self._watch: PeerWatch | None = None
+        self._marks: HookMarks | None = None
+        self._makes_group = False
+
+    @property
+    def _recorder(self) -> Recorder:
+        return self._strategy.recorder
 
     @contextmanager
     def during(self, kind: Kind, detail: str = "") -> Iterator[None]:
-        """Bracket a phase in the record of this rank.
+        """Bracket a phase.
 
         Args:
-            kind: which.
-            detail: what it is about, such as a path.
+            kind: kind of the phase.
+            detail: subject of it, such as a path.
         """
-        action_log, module = self._recorder.main, self.lightning_module
+        action_log, trainer = self._recorder.main, trainer_of(self._strategy.lightning_module)
         if self._marks is not None:
             self._marks.end()
-        if module is not None and module._trainer is not None:
-            action_log.step = module._trainer.global_step
+        if trainer is not None:
+            action_log.step = trainer.global_step
         with action_log.during(kind, detail):
             yield
 
-    def _meet(self) -> Store | None:
-        """Meet the other ranks; who does not come is named."""
-        self._makes_group = self.world_size > 1 and not dist.is_initialized()
-        if not self._makes_group:
-            return super()._meet()
-        assert self.cluster_environment is not None
-        self._open_record(run_folder(self._root, str(self.cluster_environment.main_port)))
-        self._watch_peers()
-        return Call(self._recorder.main, Kind.RENDEZVOUS, "world", 0).run(super()._meet)
+    def mark(self, kind: Kind) -> None:
+        """Begin a phase that ends with the next one."""
+        if self._marks is not None:
+            self._marks.begin(kind)
 
-    def _create_mesh(self) -> ParallelMesh:
-        """Connect to the other ranks; who does not come is named."""
-        if not self._makes_group:
-            return super()._create_mesh()
-        return Call(self._recorder.main, Kind.RENDEZVOUS, "world", 0).run(super()._create_mesh)
+    # Starting
 
-    def _begin_record(self, trainer: Trainer | None) -> None:
-        """Write where rank 0 does; the groups are there."""
-        self._recorder = self.mesh.recorder
+    def meet(self, meet: Callable[[], Result]) -> Result:
+        """Meet the other ranks at the store; an error names those that do not come.
+
+        Args:
+            meet: function that meets them.
+        """
+        strategy = self._strategy
+        self._makes_group = strategy.world_size > 1 and not dist.is_initialized()
+        if self._makes_group:
+            assert strategy.cluster_environment is not None
+            self._open(run_folder(self._root, str(strategy.cluster_environment.main_port)))
+            self._watch_peers()
+        return self.connect(meet)
+
+    def connect(self, connect: Callable[[], Result]) -> Result:
+        """Connect to the other ranks; an error names those that do not come.
+
+        Args:
+            connect: function that connects to them.
+        """
+        return Call(self._recorder.main, Kind.RENDEZVOUS, "world", 0).run(connect) if self._makes_group else connect()
+
+    def begin(self, trainer: Trainer | None) -> None:
+        """Write to the folder of rank 0; the process groups exist."""
+        strategy = self._strategy
+        strategy.recorder = strategy.mesh.recorder
         if self._recorder.folder is None:
-            self._open_record(run_folder(self._root, f"{os.getpid()}-{time.time_ns()}"), only=self.is_global_zero)
+            self._open(run_folder(self._root, f"{os.getpid()}-{time.time_ns()}"), only=strategy.is_global_zero)
         own = self._recorder.folder
-        theirs = self.broadcast(None if own is None else str(own))
+        theirs = strategy.broadcast(None if own is None else str(own))
         if theirs is not None and (own is None or str(own) != theirs) and os.path.isdir(theirs):
             self._recorder.close(remove=True)
-            self._open_record(Path(theirs))
-        about = {"host": socket.gethostname(), "device": str(self.root_device), "mesh": repr(self.mesh)}
+            self._open(Path(theirs))
+        about = {"host": socket.gethostname(), "device": str(strategy.root_device), "mesh": repr(strategy.mesh)}
         self._recorder.describe(about)
         self._watch_peers()
         if trainer is not None and self._recorder.folder is not None:
             self._marks = HookMarks(self._recorder.main)
             self._marks.attach(trainer)
 
-    def _open_record(self, folder: Path, only: bool = True) -> None:
-        if not (self._record_actions and only):
+    def _open(self, folder: Path, only: bool = True) -> None:
+        if not (self._to_file and only):
             return
+        rank, world_size = self._strategy.global_rank, self._strategy.world_size
         try:
-            if self.is_global_zero:
+            if self._strategy.is_global_zero:
                 remove_old(self._root)
-            self._recorder.open(folder, self.global_rank, self.world_size)
-            self._recorder.describe({"host": socket.gethostname(), "device": str(self.root_device)})
+            self._recorder.open(folder, rank, world_size)
+            self._recorder.describe({"host": socket.gethostname(), "device": str(self._strategy.root_device)})
         except OSError as error:
-            _log.warning("actions of rank %d are not written down: %s", self.global_rank, error)
+            _log.warning("actions of rank %d are not written down: %s", rank, error)
 
     def _watch_peers(self) -> None:
-        if self._watch_of_peers is not None:
-            self._watch_of_peers.stop()
-            self._watch_of_peers = None
-        if self._recorder.folder is not None and self.world_size > 1:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        strategy = self._strategy
+        if self._recorder.folder is not None and strategy.world_size > 1:
             seconds, own = self._timeout.total_seconds(), (self._makes_group, self._end_children, self._dead_children)
-            rank, first = self.global_rank, self.node_rank * self.num_processes
-            local = range(first, first + self.num_processes)
-            self._watch_of_peers = PeerWatch(self._recorder, rank, local, self.world_size, seconds, *own)
-            self._watch_of_peers.start()
+            rank, first = strategy.global_rank, strategy.node_rank * strategy.num_processes
+            local = range(first, first + strategy.num_processes)
+            self._watch = PeerWatch(self._recorder, rank, local, strategy.world_size, seconds, *own)
+            self._watch.start()
 
     @property
     def _root(self) -> str:
-        module = self.lightning_module
-        return "." if module is None or module._trainer is None else str(module._trainer.default_root_dir)
+        trainer = trainer_of(self._strategy.lightning_module)
+        return "." if trainer is None else str(trainer.default_root_dir)
 
     # Processes that this one has launched
 
     def _end_children(self) -> None:
-        if isinstance(self.launcher, CheckedLauncher):
-            for rank in self.launcher.end_children():
+        launcher = self._strategy.launcher
+        if isinstance(launcher, CheckedLauncher):
+            for rank in launcher.end_children():
                 if self._recorder.folder is not None:
                     note_process_state(self._recorder.folder, rank, ProcessState.ENDED_BY_LAUNCHER, 0)
 
     def _dead_children(self) -> Mapping[int, int]:
-        return self.launcher.dead_children() if isinstance(self.launcher, CheckedLauncher) else {}
+        launcher = self._strategy.launcher
+        return launcher.dead_children() if isinstance(launcher, CheckedLauncher) else {}
 
     # The end
 
     def note_error(self, error: BaseException) -> None:
-        """Write down that the run of this rank ends in an error, and who is to blame for it.
+        """Write down that the run of this rank ends in an error, and the rank that caused it.
 
         Args:
-            error: a lost connection that nobody has named a rank for gets a note that does.
+            error: error; a lost connection that names no rank gets a note that does.
         """
         self._recorder.main.keep_failed(error)
-        if self._watch_of_peers is not None and self.launcher is not None:
-            self._watch_of_peers.give_time(GRACE)
+        if self._watch is not None and self._strategy.launcher is not None:
+            self._watch.give_time(GRACE)
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, PeerLostError):
             cause = cause.__cause__
@@ -166,7 +194,7 @@ class RecordedStrategy(StoppableStrategy):
             self._recorder.set_state(State.FINISHED)
         elif cause is not None:
             self._recorder.set_state(State.LOST, str(cause))
-        elif is_lost_connection(error) and self._watch_of_peers is not None:
+        elif is_lost_connection(error) and self._watch is not None:
             named = peer_lost_error(self._recorder.main, "a collective")
             if hasattr(error, "add_note"):
                 error.add_note(str(named))
@@ -175,48 +203,26 @@ class RecordedStrategy(StoppableStrategy):
         else:
             self._recorder.set_state(State.RAISED, f"{type(error).__name__}: {error}")
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Write it down before anything else."""
-        self.note_error(exception)
-        super().on_exception(exception)
-
-    def _end_run(self) -> None:
-        """Close the record; a run that all ranks have finished leaves none."""
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Bracket the end of a run, and close the record; a run that all ranks have finished leaves none."""
         try:
             with self.during(Kind.END):
-                super()._end_run()
+                yield
         except BaseException as error:
             self.note_error(error)
             raise
         finally:
-            if self._marks is not None:
-                self._marks.detach()
-            if self._watch_of_peers is not None:
-                self._watch_of_peers.stop()
-            self._watch_of_peers = self._marks = None
-            folder = self._recorder.folder
-            self._recorder.set_state(State.FINISHED)
-            self._recorder.close()
-            if folder is not None:
-                remove_finished(folder)
+            self._close()
 
-    # Phases that others carry out
-
-    def on_validation_end(self) -> None:
-        """In the middle of an epoch, the next batch of training is waited for."""
-        super().on_validation_end()
+    def _close(self) -> None:
         if self._marks is not None:
-            self._marks.begin(Kind.DATA)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As of :class:`~lightning_megatron.lightning.strategy.checkpoints.CheckpointStrategy`."""
-        with self.during(Kind.SAVE, str(filepath)):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As of :class:`~lightning_megatron.lightning.strategy.checkpoints.CheckpointStrategy`."""
-        with self.during(Kind.LOAD, str(checkpoint_path)):
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self._marks is not None:
-            self._marks.begin(Kind.LOAD)  # hooks that look at it come next
-        return checkpoint
+            self._marks.detach()
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = self._marks = None
+        folder = self._recorder.folder
+        self._recorder.set_state(State.FINISHED)
+        self._recorder.close()
+        if folder is not None:
+            remove_finished(folder)

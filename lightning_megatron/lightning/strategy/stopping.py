@@ -1,4 +1,4 @@
-"""A strategy that brings a KillSwitch along, and lets those of its Trainer have the signals while a run lasts."""
+"""The kill switches of a run: they have the signals while it lasts."""
 
 from __future__ import annotations
 
@@ -6,47 +6,46 @@ from lightning.pytorch import Trainer
 
 from lightning_megatron.lightning.callbacks.kill_switch import KillSwitch, attach, detach, kill_switches
 from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
-from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
 
 
-class StoppableStrategy(CheckpointStrategy):
-    """Signals that ask a run to end are obeyed by all ranks together."""
+class RunSwitches:
+    """Switches through which all ranks obey a signal together: those of the Trainer's callbacks, and one of our own.
 
-    _save_on_signal: bool = True
-    _own_switch: KillSwitch | None = None
-    _run_of: Trainer | None = None
+    Args:
+        save_on_signal: True if a run whose user has no ``KillSwitch`` gets one.
+    """
+
+    def __init__(self, save_on_signal: bool) -> None:
+        self._save_on_signal = save_on_signal
+        self._own: KillSwitch | None = None
+        self._trainer: Trainer | None = None
 
     @property
-    def _switches(self) -> list[KillSwitch]:
-        return [] if self._run_of is None else kill_switches(self._run_of)
+    def _all(self) -> list[KillSwitch]:
+        return [] if self._trainer is None else kill_switches(self._trainer)
 
-    def setup_environment(self) -> None:
-        """Bring a switch along, where the user has none."""
-        super().setup_environment()
-        self._run_of = None if self.lightning_module is None else self.lightning_module.trainer
-        if self._run_of is not None and self._save_on_signal:
-            self._own_switch = KillSwitch(always_save=False)
-            attach(self._own_switch, self._run_of)
+    def open(self, trainer: Trainer | None) -> None:
+        """Add a switch to the Trainer's callbacks."""
+        self._trainer = trainer
+        if trainer is not None and self._save_on_signal:
+            self._own = KillSwitch(always_save=False)
+            attach(self._own, trainer)
 
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; right after Lightning has set its signal handlers, set others in their place."""
-        super().barrier(name)
-        if name == "run-stage" and self._run_of is not None:
-            for switch in self._switches:
-                switch.listen(self._run_of)
+    def listen(self) -> None:
+        """Set signal handlers, in the place of those that Lightning has just set."""
+        if self._trainer is not None:
+            for switch in self._all:
+                switch.listen(self._trainer)
 
-    def process_dataloader(self, dataloader: object) -> object:
+    def protect_workers(self, dataloader: object) -> None:
         """Let workers outlive signals that go to all processes of a job."""
-        dataloader = super().process_dataloader(dataloader)
-        if self._switches:
+        if self._all:
             let_workers_outlive_signals(dataloader)
-        return dataloader
 
-    def _end_run(self) -> None:
-        """Give signals back to Lightning, which gives them back, too."""
-        for switch in self._switches:
+    def close(self) -> None:
+        """Give signals back to Lightning, which gives them back as well."""
+        for switch in self._all:
             switch.give_back()
-        if self._run_of is not None and self._own_switch is not None:
-            detach(self._own_switch, self._run_of)
-        self._own_switch = self._run_of = None
-        super()._end_run()
+        if self._trainer is not None and self._own is not None:
+            detach(self._own, self._trainer)
+        self._own = self._trainer = None

@@ -1,4 +1,4 @@
-"""What of Lightning does not go together with this strategy, each with what to do instead."""
+"""Lightning features that this strategy does not support, each with the alternative."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_megatron.arguments import Rules, argument_problems, at_least
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import Problem, nearest_names
 
-# By name of a class anywhere in the callback's ancestry: not every supported Lightning has all of them.
+# Names of classes among the callback's bases: not every supported Lightning has all of these classes.
 _CALLBACKS: Mapping[str, str] = {
     "BatchSizeFinder": "each trial would need a new split into micro-batches: set batch_size and micro_batch_size",
     "ModelPruning": "masked parameters do not fit the optimizer's flat buffers: prune the trained model in one process",
@@ -34,17 +34,17 @@ def is_data_parallel_alone(layout: ParallelLayout) -> bool:
 
 @runtime_checkable
 class ChecksJob(Protocol):
-    """A callback that can say, before a process is started, what it does not go together with."""
+    """A callback that checks, before a process is started, the job that it is part of."""
 
     def job_problems(self, callbacks: Sequence[Callback], modules: Sequence[LightningModule]) -> list[Problem]:
-        """Faults of the Trainer's other callbacks and of the module, if it is known."""
+        """Faults of the Trainer's other callbacks, and of the module if it is known."""
         ...
 
 
 def callback_problems(
     callbacks: Sequence[Callback], layout: ParallelLayout, modules: Sequence[LightningModule]
 ) -> list[Problem]:
-    """Callbacks that cannot work, under a layout and with the user's module, if it is known."""
+    """Callbacks that cannot work under a layout, or with the user's module if it is known."""
     found = []
     for callback in callbacks:
         ancestry = {base.__name__ for base in type(callback).__mro__}
@@ -64,7 +64,7 @@ _TRAINER_RULES: Rules = {"accumulate_grad_batches": at_least(1), "gradient_clip_
 
 
 def trainer_problems(trainer: Trainer) -> list[Problem]:
-    """Arguments of the Trainer that Lightning does not look at, and that would divide by zero or do nothing."""
+    """Arguments of the Trainer that Lightning does not check, and that would divide by zero or do nothing."""
     values = {name: getattr(trainer, name) for name in _TRAINER_RULES}
     hints = {"accumulate_grad_batches": int, "gradient_clip_val": float | None}
     return argument_problems(values, hints, _TRAINER_RULES, {"accumulate_grad_batches": 1, "gradient_clip_val": None})
@@ -84,9 +84,9 @@ def _averaging_problems(name: str, layout: ParallelLayout, modules: Sequence[Lig
 def plugin_problems(
     checkpoint_io: CheckpointIO, layer_sync: LayerSync | None, layout: ParallelLayout, device: torch.device
 ) -> list[Problem]:
-    """Plugins and flags that Lightning has handed to the strategy and that it cannot honour."""
+    """Plugins and flags of the Trainer that this strategy does not support."""
     found = []
-    if type(checkpoint_io) is not TorchCheckpointIO:  # Lightning's default, which nobody asks to write anything
+    if type(checkpoint_io) is not TorchCheckpointIO:  # TorchCheckpointIO is Lightning's default, and is never called
         found.append(checkpoint_io_problem("plugins", checkpoint_io))
     if layer_sync is not None and not is_data_parallel_alone(layout):
         reason = (
@@ -100,12 +100,12 @@ def plugin_problems(
 
 
 def compile_problems(objects: Iterable[object], device: torch.device, backend: str | None) -> list[Problem]:
-    """Modules that do not say which of their parts are to be compiled, unknown backends, and devices of their own way.
+    """Modules without a list of parts to compile, unknown backends, and devices that compile by themselves.
 
     Args:
-        objects: what the user hands to the Trainer.
-        device: of this process.
-        backend: of ``torch.compile``.
+        objects: objects handed to the Trainer.
+        device: device of this process.
+        backend: backend of ``torch.compile``.
     """
     if devices.is_lazy(device):
         return [Problem("compile", True, "PT_HPU_LAZY_MODE=1 is set, and lazy mode compiles by itself", (False,))]
@@ -119,7 +119,12 @@ def compile_problems(objects: Iterable[object], device: torch.device, backend: s
 
 
 def checkpoint_io_problem(argument: str, checkpoint_io: CheckpointIO) -> Problem:
-    """Any plugin that writes checkpoints; wherever it was given."""
+    """The fault of a plugin that writes checkpoints.
+
+    Args:
+        argument: name of the argument that it was given as.
+        checkpoint_io: the plugin.
+    """
     advice = "leave it out"
     if isinstance(checkpoint_io, AsyncCheckpointIO):
         advice = "to save in the background set async_save=True of the strategy"
@@ -128,12 +133,12 @@ def checkpoint_io_problem(argument: str, checkpoint_io: CheckpointIO) -> Problem
 
 
 def module_problems(module: LightningModule, layout: ParallelLayout, trainer: Trainer | None) -> list[Problem]:
-    """What a module does that cannot work; a module compiled whole is refused by Lightning itself."""
+    """Features of a module that cannot work; Lightning itself refuses a module compiled as a whole."""
     return _context_problems(module, layout.cp) + _pipeline_problems(module, layout.pp, trainer)
 
 
 def _context_problems(module: LightningModule, cp: int) -> list[Problem]:
-    """Attention would take whole sequences for shards, and train on something else without a word."""
+    """The fault of a module that does not split sequences: attention would take whole ones for shards, silently."""
     if cp == 1 or getattr(module, "splits_context", False):
         return []
     reason = (

@@ -1,4 +1,4 @@
-"""Settings of the strategy that a module leaves unused: its numbers are right, and devices do work twice."""
+"""Settings of the strategy that a module leaves unused: results are right, but devices repeat each other's work."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_megatron.recompute import RecomputePlan
 
 
 def warn_of_idle(module: LightningModule, layout: ParallelLayout, plan: RecomputePlan) -> None:
-    """Warn where nothing of a module is split over ranks, or computed again, that the strategy offers for that.
+    """Warn of kinds of parallelism, or a plan of recomputation, that no part of a module uses.
 
     Args:
-        module: with its model built.
-        layout: of the job.
-        plan: of recomputation.
+        module: module, with its model built.
+        layout: layout of the job.
+        plan: plan of recomputation.
     """
     name, specs = type(module).__name__, [spec for _, _, spec in named_specs(module)]
     if layout.tp > 1 and specs and all(spec.tp_dim is None for spec in specs):

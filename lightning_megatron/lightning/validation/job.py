@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import Check, Rules, above, at_least
 from lightning_megatron.checkpoint.directory.newest import is_checkpoint
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
-from lightning_megatron.config.layout import BATCH_RULES, BatchShape, HasBatchShape, HasModelShape, ParallelLayout
+from lightning_megatron.config.layout import (
+    BATCH_RULES,
+    BatchShape,
+    HasBatchShape,
+    HasModelShape,
+    ModelShape,
+    ParallelLayout,
+)
 from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, problems_of
 from lightning_megatron.lightning.pretrained.hugging_face import hf_problems
 from lightning_megatron.lightning.pretrained.saved_shape import path_problems
+from lightning_megatron.lightning.strategy.settings import JobSettings
 from lightning_megatron.lightning.validation.features import (
     callback_problems,
     checkpoint_io_problem,
@@ -31,8 +39,8 @@ from lightning_megatron.lightning.validation.saving import saving_problems
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.ops.registry import Ops, parse_op_modes
 from lightning_megatron.optim.reach import vouching_problems
-from lightning_megatron.pipeline.partition import LayerSplit, parse_layout
-from lightning_megatron.recompute import RecomputePlan, granularity_problems
+from lightning_megatron.pipeline.partition import parse_layout
+from lightning_megatron.recompute import granularity_problems
 
 RULES: Rules = {
     "recompute": Check(granularity_problems),
@@ -68,7 +76,7 @@ ELSEWHERE = {
 
 @runtime_checkable
 class ChecksData(Protocol):
-    """Something handed to the Trainer that can look at its files before a process is started: a data module."""
+    """An object for the Trainer that can check its files before a process is started: a data module."""
 
     def data_problems(self) -> list[Problem]:
         """Every fault of the files that its arguments name."""
@@ -76,7 +84,7 @@ class ChecksData(Protocol):
 
 
 def backend_problems(backend: str | None, device: torch.device) -> list[Problem]:
-    """A backend of collectives that there is not, or not for the devices of this job."""
+    """A backend of collectives that does not exist here, or not for the devices of this job."""
     known = devices.collective_backends(device)
     by_device = dict(part.split(":", 1) for part in (backend or "").split(",") if ":" in part)  # "cpu:a,other:b"
     if backend is None or by_device.get(device.type, backend) in known:
@@ -85,66 +93,112 @@ def backend_problems(backend: str | None, device: torch.device) -> list[Problem]
     return [Problem("process_group_backend", backend, reason, (*known, None))]
 
 
-def job_problems(
-    objects: Sequence[object],
-    trainer: Trainer | None,
-    layout: ParallelLayout,
-    split: LayerSplit,
-    recompute: RecomputePlan,
-    ops: Ops,
-    micro_batch_size: int | None,
-    dtype: torch.dtype,
-) -> list[Problem]:
-    """Faults of what the user hands to the Trainer, under a layout.
+@dataclass(frozen=True)
+class Job:
+    """Everything that is known of a job before its processes start.
 
-    Args:
-        objects: module, loaders, data module, path of a checkpoint.
-        trainer: whose callbacks are looked at.
-        layout: for the job's number of ranks.
-        split: how layers are shared out over stages.
-        recompute: what is computed again.
-        ops: what arithmetic is chosen from.
-        micro_batch_size: samples of one forward.
-        dtype: of the parameters.
+    Attributes:
+        settings: settings of the strategy.
+        layout: layout for the job's number of ranks.
+        ops: implementations of ops, on the job's devices.
+        dtype: dtype of parameters.
+        objects: objects handed to the Trainer: module, loaders, data module, path of a checkpoint.
+        trainer: the Trainer, if there is one.
     """
-    model = next((item.model_shape for item in objects if isinstance(item, HasModelShape)), None)
-    batch = next((item.batch_shape for item in objects if isinstance(item, HasBatchShape)), None)
-    if batch is None:  # a plain DataLoader says only its batch size
-        sizes = (getattr(item, "batch_size", None) for item in objects)
-        batch = BatchShape(next((size for size in sizes if isinstance(size, int)), None))
-    batch = replace(batch, micro_batch_size=micro_batch_size)
-    modules = [item for item in objects if isinstance(item, LightningModule)]
-    found = []
-    if trainer is not None:
-        found += callback_problems(trainer.callbacks, layout, modules) + trainer_problems(trainer)  # type: ignore[attr-defined]
-    found += saving_problems(objects, trainer)
-    for module in modules:
-        found += module_problems(module, layout, trainer)
-    for data in (item for item in objects if isinstance(item, ChecksData)):
-        found += data.data_problems()
-    # Whether layers can be shared out is the split's to say where the user wants it uneven.
-    shared_out = ("pp", "vpp", "pp x vpp")
-    found += [p for p in layout.problems(model=model, batch=batch) if split.is_even or p.argument not in shared_out]
+
+    settings: JobSettings
+    layout: ParallelLayout
+    ops: Ops
+    dtype: torch.dtype
+    objects: Sequence[object]
+    trainer: Trainer | None = None
+
+    @property
+    def modules(self) -> list[LightningModule]:
+        """Modules among the objects."""
+        return [item for item in self.objects if isinstance(item, LightningModule)]
+
+    @property
+    def model(self) -> ModelShape | None:
+        """Shape of the model, if a module says it."""
+        return next((item.model_shape for item in self.objects if isinstance(item, HasModelShape)), None)
+
+    @property
+    def batch(self) -> BatchShape:
+        """Shape of batches, as far as it is known: a plain DataLoader says only its batch size."""
+        batch = next((item.batch_shape for item in self.objects if isinstance(item, HasBatchShape)), None)
+        if batch is None:
+            sizes = (getattr(item, "batch_size", None) for item in self.objects)
+            batch = BatchShape(next((size for size in sizes if isinstance(size, int)), None))
+        return replace(batch, micro_batch_size=self.settings.micro_batch_size)
+
+
+def job_problems(job: Job) -> list[Problem]:
+    """Every fault of a job that can be known before its processes start, one function a subject."""
+    subjects = (
+        trainer_faults,
+        saving_faults,
+        module_faults,
+        data_faults,
+        layout_faults,
+        precision_faults,
+        expert_faults,
+        weight_faults,
+        op_faults,
+        recompute_faults,
+    )
+    return [problem for subject in subjects for problem in subject(job)]
+
+
+def trainer_faults(job: Job) -> list[Problem]:
+    """Callbacks and arguments of the Trainer."""
+    if job.trainer is None:
+        return []
+    callbacks: Sequence[Callback] = job.trainer.callbacks  # type: ignore[attr-defined]
+    return callback_problems(callbacks, job.layout, job.modules) + trainer_problems(job.trainer)
+
+
+def saving_faults(job: Job) -> list[Problem]:
+    """Faults of the first save."""
+    return saving_problems(job.objects, job.trainer)
+
+
+def module_faults(job: Job) -> list[Problem]:
+    """Features of modules that the layout does not support."""
+    return [problem for module in job.modules for problem in module_problems(module, job.layout, job.trainer)]
+
+
+def data_faults(job: Job) -> list[Problem]:
+    """Faults of the files that data modules read."""
+    return [problem for data in job.objects if isinstance(data, ChecksData) for problem in data.data_problems()]
+
+
+def layout_faults(job: Job) -> list[Problem]:
+    """Sizes of the model and the batch that the layout cannot split."""
+    model, split = job.model, job.settings.split
+    # With an uneven split, the split itself checks the number of layers.
+    by_split = () if split.is_even else ("pp", "vpp", "pp x vpp")
+    found = [p for p in job.layout.problems(model=model, batch=job.batch) if p.argument not in by_split]
     if model is not None and not split.is_even:
-        found += split.problems(model.num_layers, layout.pp, layout.vpp)
-    if model is not None and dtype == torch.float64:
-        reason = "this package's norms, attention and losses compute in fp32: '64-true' is for modules of your own"
-        found.append(Problem("precision", "64-true", reason, ("32-true",)))
-    if isinstance(model, MoEConfig) and model.num_experts:
-        found += expert_problems(model, layout, batch, dtype)
-    if isinstance(model, TransformerConfig):
-        paths = [item for item in objects if isinstance(item, str | os.PathLike)]
-        found += [problem for path in paths if is_hf_directory(path) for problem in hf_problems(path, model)]
-        found += [problem for path in paths if is_checkpoint(path) for problem in path_problems(path, model)]
-    if model is not None:
-        found += ops.model_problems(layout, model)
-    return found + recompute.problems(layout, model)
+        found += split.problems(model.num_layers, job.layout.pp, job.layout.vpp)
+    return found
 
 
-def expert_problems(model: MoEConfig, layout: ParallelLayout, batch: BatchShape, dtype: torch.dtype) -> list[Problem]:
-    """What experts cannot do with these batches and this dtype."""
+def precision_faults(job: Job) -> list[Problem]:
+    """Precisions in which this package's models do not compute."""
+    if job.model is None or job.dtype != torch.float64:
+        return []
+    reason = "this package's norms, attention and losses compute in fp32: '64-true' is for modules of your own"
+    return [Problem("precision", "64-true", reason, ("32-true",))]
+
+
+def expert_faults(job: Job) -> list[Problem]:
+    """Batches and dtypes that experts cannot compute with."""
+    model, batch, layout = job.model, job.batch, job.layout
+    if not isinstance(model, MoEConfig) or not model.num_experts:
+        return []
     found = []
-    if model.moe_dynamic and dtype == torch.float16:
+    if model.moe_dynamic and job.dtype == torch.float16:
         reason = "moe_dynamic computes in bf16 or fp32"
         found.append(Problem("precision", "16-mixed", reason, ("bf16-mixed", "32-true")))
     samples = batch.micro_batch_size or batch.batch_size
@@ -152,3 +206,23 @@ def expert_problems(model: MoEConfig, layout: ParallelLayout, batch: BatchShape,
         tokens = batch.seq_length * samples // (layout.tp * layout.cp)
         found += bins_problems(model, tokens)
     return found
+
+
+def weight_faults(job: Job) -> list[Problem]:
+    """Weights of another shape than the model's, in a Hugging Face directory or a checkpoint."""
+    model = job.model
+    if not isinstance(model, TransformerConfig):
+        return []
+    paths = [item for item in job.objects if isinstance(item, str | os.PathLike)]
+    found = [problem for path in paths if is_hf_directory(path) for problem in hf_problems(path, model)]
+    return found + [problem for path in paths if is_checkpoint(path) for problem in path_problems(path, model)]
+
+
+def op_faults(job: Job) -> list[Problem]:
+    """Implementations of ops that the model cannot use."""
+    return [] if job.model is None else job.ops.model_problems(job.layout, job.model)
+
+
+def recompute_faults(job: Job) -> list[Problem]:
+    """Settings of recomputation that the model cannot use."""
+    return job.settings.recompute.problems(job.layout, job.model)

@@ -23,7 +23,7 @@ def saving_problems(objects: Sequence[object], trainer: Trainer | None) -> list[
 
     Args:
         objects: module, loaders, data module, path of a checkpoint.
-        trainer: whose callbacks and loggers are looked at.
+        trainer: the Trainer; its callbacks and loggers are checked.
     """
     found = [p for item in objects if isinstance(item, str | os.PathLike) for p in address_problems("ckpt_path", item)]
     if trainer is None:
@@ -39,7 +39,7 @@ def saving_problems(objects: Sequence[object], trainer: Trainer | None) -> list[
 
 
 def saves_checkpoints(trainer: Trainer) -> bool:
-    """True if anybody has asked for checkpoints."""
+    """True if the Trainer saves checkpoints."""
     return bool(trainer.checkpoint_callbacks) and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
 
@@ -49,7 +49,7 @@ def saves_checkpoints(trainer: Trainer) -> bool:
 def address_problems(argument: str, path: Any) -> list[Problem]:
     """The problem of a path that is an address of fsspec, such as ``s3://bucket/run``; none for any other."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else str(path)
-    # A Path has made one stroke of two; one letter before the colon is a drive.
+    # A Path turns two slashes into one; a single letter before the colon is a drive.
     match = re.match(r"([A-Za-z][A-Za-z0-9+.:-]+):/", text)
     if match is None:
         return []
@@ -59,7 +59,7 @@ def address_problems(argument: str, path: Any) -> list[Problem]:
 
 
 def trainer_address_problems(trainer: Trainer) -> list[Problem]:
-    """The same for every folder that the Trainer saves in."""
+    """The problems of the folders that the Trainer saves in, if they are addresses."""
     found = address_problems("default_root_dir", trainer.default_root_dir)
     follows_logger = False
     for callback in trainer.checkpoint_callbacks:
@@ -77,7 +77,7 @@ def trainer_address_problems(trainer: Trainer) -> list[Problem]:
 
 
 def hyper_parameter_problems(owner: LightningModule | LightningDataModule) -> list[Problem]:
-    """Hyper-parameters without a plain form. Lightning itself leaves out, with a warning, what cannot be pickled."""
+    """Hyper-parameters without a plain form. Lightning leaves out, with a warning, those that cannot be pickled."""
     kept = {name: value for name, value in owner.hparams.items() if is_picklable(value)}
     found = []
     for where, kind in _faults(kept):
@@ -91,12 +91,12 @@ def hyper_parameter_problems(owner: LightningModule | LightningDataModule) -> li
 
 
 def callback_state_problems(trainer: Trainer) -> list[Problem]:
-    """States of callbacks without a plain form, as far as they show at the start."""
+    """States of callbacks without a plain form, as far as they exist at the start."""
     found = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         try:
             state = callback.state_dict()
-        except Exception:  # it may rely on what only setup makes
+        except Exception:  # it may need attributes that only setup makes
             continue
         for where, kind in _faults(state):
             reason = f"a checkpoint holds primitives, containers and tensors, and no {kind}: return something plain"

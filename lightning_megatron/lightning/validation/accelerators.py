@@ -1,0 +1,23 @@
+"""Checks of the accelerator that Lightning has chosen."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_megatron import device as devices
+from lightning_megatron.errors import Problem
+from lightning_megatron.lightning._private import trainer_argument
+from lightning_megatron.lightning.accelerator import NAME
+
+
+def accelerator_problems(used: torch.device) -> list[Problem]:
+    """The fault of a Gaudi that is left idle: Lightning creates strategies given by name after it has chosen a device.
+
+    Args:
+        used: device that Lightning has chosen.
+    """
+    by_name = isinstance(trainer_argument("strategy"), str)
+    if not by_name or used.type == NAME or trainer_argument("accelerator") != "auto" or not devices.hpu_available():
+        return []
+    reason = f"would take {used.type}, although there is a Gaudi: to a strategy given by its name it must be said"
+    return [Problem("accelerator", "auto", reason, (NAME, used.type))]
