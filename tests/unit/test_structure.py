@@ -19,9 +19,6 @@ NOT_YET = {
     "lightning/callbacks",
     "lightning/pretrained",
     "lightning/step",
-    "lightning/stopping",
-    "lightning/strategy",
-    "lightning/validation",
     "optim",
     "optim/buffers",
 }
