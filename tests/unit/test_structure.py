@@ -15,8 +15,6 @@ NOT_YET = {
     "checkpoint/formats/hf",
     "checkpoint/formats/megatron",
     "comm",
-    "lightning",
-    "lightning/callbacks",
     "lightning/pretrained",
     "lightning/step",
     "optim",
