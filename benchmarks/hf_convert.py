@@ -19,12 +19,10 @@ import torch
 
 from lightning_megatron.checkpoint.formats.hf import FAMILIES
 from lightning_megatron.checkpoint.formats.hf.write import write_hf
-from lightning_megatron.checkpoint.formats.translate import Split, to_theirs
-from lightning_megatron.checkpoint.formats.weight_map import WeightMap
+from lightning_megatron.checkpoint.formats.weight_map import Split, WeightMap
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.params import spec_registry
 
 MB = 1e6
 
@@ -44,16 +42,10 @@ print(1024 * (kilobytes("VmHWM") - before))
 """
 
 
-def shapes_of(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Our tensors of a model, by name."""
-    with torch.device("meta"):
-        return {name: spec.global_shape for name, spec in spec_registry(GPTModel(config)).items()}
-
-
-def random_splits(shapes: dict[str, tuple[int, ...]], rules: WeightMap) -> Iterator[Split]:
+def random_splits(shapes: dict[str, tuple[int, ...]], weight_map: WeightMap) -> Iterator[Split]:
     """Random weights, made when they are written."""
     tensors = {name: LazyTensor(shape, torch.float32, partial(torch.randn, shape)) for name, shape in shapes.items()}
-    return to_theirs(tensors, rules)
+    return weight_map.to_foreign(tensors)
 
 
 def growth(*words: str) -> float:
@@ -83,7 +75,7 @@ def main() -> None:
             add_bias_linear=False,
             tie_embeddings=False,
         )
-        shapes, family = shapes_of(config), FAMILIES["llama"]
+        shapes, family = parameter_shapes(config), FAMILIES["llama"]
         sizes = {name: 4 * torch.Size(shape).numel() for name, shape in shapes.items()}
         layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
         with tempfile.TemporaryDirectory() as home:

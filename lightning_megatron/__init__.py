@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_megatron.lightning.datamodule import MegatronDataModule
     from lightning_megatron.lightning.module import GPTModule, LlamaModule, MixtralModule
     from lightning_megatron.lightning.precision import MegatronPrecision
-    from lightning_megatron.lightning.pretrained.restore import load_module, read_checkpoint
+    from lightning_megatron.lightning.pretrained.load_module import load_module, read_checkpoint
     from lightning_megatron.lightning.strategy.megatron import MegatronHPUStrategy, MegatronStrategy
 
 _MODULES = {
@@ -49,7 +49,7 @@ _MODULES = {
     "lightning.datamodule": ("MegatronDataModule",),
     "lightning.module": ("GPTModule", "LlamaModule", "MixtralModule"),
     "lightning.precision": ("MegatronPrecision",),
-    "lightning.pretrained.restore": ("load_module", "read_checkpoint"),
+    "lightning.pretrained.load_module": ("load_module", "read_checkpoint"),
     "lightning.strategy.megatron": ("MegatronHPUStrategy", "MegatronStrategy"),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}

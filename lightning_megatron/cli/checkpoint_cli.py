@@ -18,8 +18,8 @@ from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, module_arguments
 from lightning_megatron.lightning.module import GPTModule
-from lightning_megatron.lightning.pretrained.hugging_face import weighed_config
-from lightning_megatron.lightning.pretrained.saved_shape import refuse_unfilled_model
+from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled_checkpoint
+from lightning_megatron.lightning.pretrained.hugging_face import checked_hf_config
 from lightning_megatron.models.presets import PRESETS
 
 _WORDS = ("last", "best", "hpc", "registry")
@@ -78,7 +78,7 @@ def _arguments(path: str | os.PathLike[str], module_class: type, given: Mapping[
     """
     is_ours = issubclass(module_class, GPTModule)
     if is_hf_directory(path):
-        return {"init_args": {"config": asdict(weighed_config(path))}} if is_ours and "config" not in given else {}
+        return {"init_args": {"config": asdict(checked_hf_config(path))}} if is_ours and "config" not in given else {}
     try:
         saved = module_arguments(path)
     except CheckpointError:
@@ -87,7 +87,7 @@ def _arguments(path: str | os.PathLike[str], module_class: type, given: Mapping[
         return {}  # loading reports the fault, or supports the older format
     config = config_of(saved) if is_ours else None
     if config is not None:
-        refuse_unfilled_model(path, {"hyper_parameters": saved})  # before the model is built
+        refuse_unfilled_checkpoint(path, {"hyper_parameters": saved})  # before the model is built
         saved = {name: value for name, value in saved.items() if not hasattr(config, name)} | {"config": asdict(config)}
     known = inspect.signature(module_class).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())

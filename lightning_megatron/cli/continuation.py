@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron.data import build_tokenizer
 from lightning_megatron.device import best_available
 from lightning_megatron.lightning.module import GPTModule
-from lightning_megatron.lightning.pretrained.restore import load_module, module_arguments
+from lightning_megatron.lightning.pretrained.load_module import load_module, module_arguments
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.models.generate import generate
 

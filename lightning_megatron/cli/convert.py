@@ -75,7 +75,7 @@ def convert_parser() -> argparse.ArgumentParser:
 def convert_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron convert`` with these arguments; returns the exit code (2: the user's error)."""
     args = convert_parser().parse_args(argv)
-    import torch  # seconds, with Lightning, which --help need not wait
+    import torch  # takes seconds with Lightning; --help must not wait for it
 
     from lightning_megatron.checkpoint import CheckpointError
     from lightning_megatron.lightning.pretrained.convert import (
@@ -104,10 +104,10 @@ def convert_command(argv: Sequence[str]) -> int:
 
 
 def transformer_config(text: str) -> TransformerConfig:
-    """The preset of that name, or what a JSON file says.
+    """The preset of that name, or the configuration in a JSON file.
 
     Raises:
-        argparse.ArgumentTypeError: if it is neither, or is no configuration.
+        argparse.ArgumentTypeError: if it is neither, or the fields are no configuration.
     """
     from lightning_megatron.config.transformer import TransformerConfig
     from lightning_megatron.files.small import read_object

@@ -14,8 +14,8 @@ from torch import nn
 from lightning_megatron.config.layout import ModelShape
 from lightning_megatron.lightning.checkpointing.hyper_parameters import build_module, read_meta, target_device
 from lightning_megatron.lightning.placement import Placement
-from lightning_megatron.lightning.pretrained.saved_shape import refuse_unfilled_model
-from lightning_megatron.lightning.pretrained.weights import Weights
+from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled_checkpoint
+from lightning_megatron.lightning.pretrained.load_weights import PendingWeights
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import named_specs
@@ -40,7 +40,7 @@ class MegatronModule(LightningModule):
 
     splits_context = False
 
-    _weights: Weights | None = None
+    _weights: PendingWeights | None = None
     _is_built = False
     _megatron_placement: Placement | None = None
 
@@ -107,8 +107,8 @@ class MegatronModule(LightningModule):
         device = target_device(map_location)
         meta = read_meta(checkpoint_path)
         module = build_module(cls, meta, checkpoint_path, kwargs, hparams_file)
-        refuse_unfilled_model(checkpoint_path, meta)
-        module._load(Weights.of(checkpoint_path, module.strict_loading if strict is None else strict, meta))
+        refuse_unfilled_checkpoint(checkpoint_path, meta)
+        module._load(PendingWeights.of(checkpoint_path, module.strict_loading if strict is None else strict, meta))
         return module.to(device)
 
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
@@ -124,9 +124,9 @@ class MegatronModule(LightningModule):
         Raises:
             CheckpointError: if there is no such checkpoint, it is damaged, or does not fit.
         """
-        self._load(Weights.of(path, strict))
+        self._load(PendingWeights.of(path, strict))
 
-    def _load(self, weights: Weights) -> None:
+    def _load(self, weights: PendingWeights) -> None:
         self._weights = weights
         if self._is_built or type(self).configure_model is LightningModule.configure_model:
             self._take_weights()

@@ -19,7 +19,7 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, DataError, Problem, raise_if_any
 from lightning_megatron.lightning.base_module import MegatronModule
 from lightning_megatron.lightning.placement import Placement, carry_over
-from lightning_megatron.lightning.pretrained.hugging_face import hf_config, hf_problems, weighed_config
+from lightning_megatron.lightning.pretrained.hugging_face import checked_hf_config, hf_config, hf_problems
 from lightning_megatron.lightning.text_batch import (
     check_keys,
     id_fault,
@@ -137,7 +137,7 @@ class GPTModule(MegatronModule):
             CheckpointError: if there is no such directory, or its files are at fault.
             ConfigError: for a model that this package cannot reproduce, or fields that do not fit its weights.
         """
-        module = cls(weighed_config(path) if weights else hf_config(path), **arguments)
+        module = cls(checked_hf_config(path) if weights else hf_config(path), **arguments)
         module.hf_settings = read_settings(path)
         if weights:
             module.load_hf(path)

@@ -132,7 +132,7 @@ class Ops:
         if mode == "off":
             return []
         found, off = [], ("linear_fp8=off",)
-        if getattr(model, "num_experts", 0):
+        if model.num_experts:
             found.append(Problem("ops", f"linear_fp8={mode}", "experts multiply in the dtype of their weights", off))
         if layout.cp > 1:
             reason = f"Intel's own fp8 is for cp=1, and ours has not been tried with cp={layout.cp}"

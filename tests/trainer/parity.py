@@ -13,9 +13,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronHPUStrategy, TransformerConfig
 from lightning_megatron.checkpoint.formats.hf import FAMILIES
+from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.device import hpu_available
 from lightning_megatron.params import load_full
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from tests.foreign import to_native
 
 STEPS, BATCH, LENGTH, VOCABULARY, SEED = 10, 8, 12, 131, 5
 LR, DECAY, BETAS, EPS, CLIP = 1e-3, 0.1, (0.9, 0.95), 1e-8, 1.0
@@ -108,7 +110,7 @@ def case_of(model: Any) -> Case:
     mapping = FAMILIES[family]
     # The vocabulary is padded to a multiple of 4 tp: at tp=4 by 13 rows, which split unevenly over the ranks.
     config = TransformerConfig(**mapping.config_from_hf(model.config.to_dict()), vocab_multiple=4)
-    tensors = mapping.weight_map(config).to_ours(model.state_dict())
+    tensors = to_native(mapping.weight_map(config), model.state_dict(), parameter_shapes(config))
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (STEPS * BATCH, LENGTH), generator=generator)
     return Case(family, config, {name: tensor.clone() for name, tensor in tensors.items()}, tokens)

@@ -22,8 +22,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron import MegatronStrategy, MixtralModule, TransformerConfig
 from lightning_megatron.checkpoint.formats.hf import FAMILIES
+from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.params import ShardRanks, load_full
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from tests.foreign import to_native
 
 BOUND = 1e-5
 STEPS, BATCH, LENGTH, VOCABULARY, SEED = 10, 8, 12, 61, 5
@@ -191,7 +193,7 @@ def hf_reference(layers: int, folder: Path) -> tuple[TransformerConfig, dict[str
     model.save_pretrained(folder)
     mapping = FAMILIES["mixtral"]
     config = TransformerConfig(**mapping.config_from_hf(model.config.to_dict()), vocab_multiple=4)
-    tensors = mapping.weight_map(config).to_ours(load_file(folder / "model.safetensors"))
+    tensors = to_native(mapping.weight_map(config), load_file(folder / "model.safetensors"), parameter_shapes(config))
 
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]

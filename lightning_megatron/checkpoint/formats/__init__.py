@@ -1,1 +1,1 @@
-"""Checkpoints of other programs: their files, and their tensors by our names."""
+"""Checkpoints of other programs: files, configurations, and tensors by our names."""

@@ -1,4 +1,4 @@
-"""Configurations of other programs."""
+"""Reader of other programs' configurations, which collects every fault."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.errors import ConfigError, Problem, is_whole
+from lightning_megatron.errors import ConfigError, Problem, divisors, is_whole, nearest_to
 
 _KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
@@ -15,19 +15,19 @@ _KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
     str: ((str,), "a text"),
     dict: ((dict,), "a mapping"),
 }
-"""By the type of a default: what a file may hold in its place, and what that is called."""
+"""Types that a file may hold in place of a default, and a name for them, by the type of the default."""
 
 
-class Fields:
-    """Reads another program's configuration, and collects what we have no counterpart for.
+class ConfigReader:
+    """Reader of another program's configuration that collects every value our model has no counterpart for.
 
-    A value of another type than the other program's own is a fault: a number in quotes is no number. So is null, except
-    where the other program takes it for its default.
+    A value of another type than the other program's own is a fault: a number in quotes is no number. Null is a fault,
+    too, unless the other program takes it for its default.
 
     Args:
-        config: the contents of ``config.json``, or whatever else holds it.
-        source: what to call it in messages.
-        nulls: whether null stands for the default everywhere, as it does among the arguments of a command line.
+        config: the contents of ``config.json``, or of another program's arguments.
+        source: words for it in messages.
+        nulls: True if null stands for the default everywhere, as it does among the arguments of a command line.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Fields:
         self._problems: list[Problem] = []
 
     def required(self, name: str) -> int:
-        """A whole number that must be there; 0 where it is not, and the fault noted."""
+        """A whole number that must be there; if it is not, 0, and a fault is noted."""
         value = self._config.get(name)
         if value is None:
             self.refuse(name, None, f"missing in the {self._source}")
@@ -48,12 +48,12 @@ class Fields:
         return 0
 
     def get(self, name: str, default: Any, *, null: bool = False) -> Any:
-        """A field, or what the other program takes where it is left out.
+        """A field, or the other program's default if it is left out.
 
         Args:
             name: its name.
-            default: what is taken; its type is what the field must have. ``None`` takes any.
-            null: whether null in the file stands for the default too.
+            default: the other program's default; the field must be of the same type. ``None`` allows any.
+            null: True if null in the file stands for the default too.
         """
         if name not in self._config:
             return default
@@ -67,25 +67,33 @@ class Fields:
         return value
 
     def expect(self, name: str, default: Any, allowed: Sequence[Any], reason: str, *, null: bool = False) -> Any:
-        """A field of which we know only some values."""
+        """A field that our model can reproduce for some values only."""
         value = self.get(name, default, null=null)
         if value not in allowed:
             self.refuse(name, value, reason, tuple(allowed))
         return value
 
     def refuse(self, name: str, value: Any, reason: str, allowed: tuple[Any, ...] = ()) -> None:
-        """Note a value that we cannot reproduce."""
+        """Note a value that our model cannot reproduce."""
         self._problems.append(Problem(name, value, reason, allowed))
 
-    def take_over(self, part: Fields, name: str) -> None:
-        """Note what is wrong with a part of the configuration, under its name."""
+    def take_over(self, part: ConfigReader, name: str) -> None:
+        """Note the faults of a part of the configuration, under its name."""
         self._problems += [replace(problem, argument=f"{name}.{problem.argument}") for problem in part._problems]
 
     def finish(self) -> None:
-        """Raise with everything noted.
+        """Raise an error with every fault that was noted.
 
         Raises:
-            ConfigError: if there was anything.
+            ConfigError: if there was any.
         """
         if self._problems:
             raise ConfigError(self._problems)
+
+
+def refuse_uneven_heads(reader: ConfigReader, config: Mapping[str, Any], model: str) -> None:
+    """Note a ``hidden_size`` that does not split over the heads: with ``head_dim`` ours may have it, theirs may not."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if hidden % heads:
+        reason = f"{model} takes only what divides hidden_size={hidden}, also where head_dim is given"
+        reader.refuse("num_attention_heads", heads, reason, nearest_to(heads, divisors(hidden)))

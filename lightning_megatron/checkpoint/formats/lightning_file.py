@@ -1,4 +1,4 @@
-"""Lightning's single files, as its one-device strategies write them: whole tensors under the names of the module."""
+"""Lightning's single files, as its one-device strategies write them: whole tensors by the module's names."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class SingleFile:
-    """An opened file; its tensors are mapped, and read where a rank needs them.
+    """An opened file; its tensors are mapped, and each rank reads the parts that it needs.
 
     Attributes:
-        values: what it holds, by the keys of our checkpoints.
-        meta: all but tensors of the model and its optimizers.
-        layout: that of no checkpoint of ours.
+        values: its values, by the keys of this package's checkpoints.
+        meta: everything but tensors of the model and its optimizers.
+        layout: empty; the file was written by one process.
     """
 
     values: Mapping[str, Any]
@@ -45,12 +45,12 @@ class SingleFile:
 
     @classmethod
     def open(cls, path: Path, state: State, weights_only: bool) -> SingleFile:
-        """Read all but tensors.
+        """Read everything but the values of tensors.
 
         Args:
             path: the file.
-            state: what is to be filled from it: it knows true shapes, and which parameters an optimizer has.
-            weights_only: refuse a file that holds objects.
+            state: the state to fill, which tells true shapes and the parameters of each optimizer.
+            weights_only: True to refuse a file that holds objects.
 
         Raises:
             CheckpointError: if it is no such file, or its optimizers do not fit the state's.
@@ -75,7 +75,7 @@ class SingleFile:
 
     @property
     def metadata(self) -> Metadata:
-        """Names and shapes, as a checkpoint of ours tells them."""
+        """Names and shapes, as in the metadata of this package's checkpoints."""
         return Metadata({key: _entry(value) for key, value in self.values.items()})
 
     def read(self, state: State) -> None:
@@ -90,12 +90,12 @@ class SingleFile:
 
 
 def record_faults(path: Path, rank: int, ranks: int) -> list[Fault]:
-    """Records of a file whose check sum is wrong, which ``torch.load`` does not look at.
+    """Records of a file whose check sum is wrong; ``torch.load`` does not compare it.
 
     Args:
         path: the file; if it is no archive, opening it says so.
-        rank: which of the ranks that share the reading this is.
-        ranks: their number.
+        rank: number of this rank among those that share the reading.
+        ranks: number of these ranks.
 
     Raises:
         CheckpointError: if they are packed.
@@ -137,7 +137,7 @@ def _entry(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _stripped(value: Any, true: tuple[int, ...] | None) -> Any:
-    """Without the padding of a vocabulary, which is zero in parameters and optimizer state alike."""
+    """A tensor without the padding of the vocabulary, which is zero in parameters and in optimizer state."""
     if true is None or not torch.is_tensor(value) or value.dim() != len(true) or tuple(value.shape) == true:
         return value
     inner = value
@@ -151,7 +151,7 @@ def _stripped(value: Any, true: tuple[int, ...] | None) -> Any:
 def _optimizer_values(
     index: int, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One optimizer's state by names: the file numbers parameters, in order of definition inside each group."""
+    """State of an optimizer by names; the file numbers parameters, in the order of definition inside each group."""
     prefix = optimizer_family(index)
     place = {Key.parse(key).name: number for number, key in enumerate(model)}
     if len(groups) != len(saved["param_groups"]):

@@ -1,7 +1,8 @@
-"""Tensors in one file at places that are known before any of them is: safetensors' format, written out of order.
+"""Files in the format of safetensors: the header read and written in one place, and parts at the places it names.
 
-The header holds names, dtypes, shapes and places, so that each part of each tensor can be written by whoever holds it,
-and the bytes of the file do not depend on who that was.
+A file is the length of the header (8 bytes, little-endian), the header as JSON, and the bytes of the tensors end to
+end. The header follows from names, dtypes and shapes alone. So tensors can be written one by one, or each part of each
+tensor by the rank that holds it, and the bytes of the file do not depend on which rank that was.
 """
 
 from __future__ import annotations
@@ -10,24 +11,44 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_megatron.checkpoint.directory.atomic_dir import sync_directory, sync_file
-from lightning_megatron.checkpoint.formats.hf.directory import SAFETENSORS_DTYPES
-from lightning_megatron.checkpoint.formats.hf.write import header_bytes
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.params import Box
 
-Known = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes by their names in a header."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 8
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a file by name, in the order of its bytes."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the file.
+    """A tensor of a file.
 
     Attributes:
         dtype: its dtype.
@@ -41,37 +62,30 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Its length."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        """Length in bytes."""
+        return num_bytes(self.dtype, self.shape)
 
 
-def unfinished(path: Path) -> Path:
-    """Where ``path`` is written before it is complete."""
-    return path.with_name(f".{path.name}.saving")
+def num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Length in bytes of a tensor of this dtype and shape."""
+    return torch.Size(shape).numel() * dtype.itemsize
 
 
-def begin(path: Path, known: Known) -> dict[str, Entry]:
-    """Make the unfinished file in its full length, with the header; returns where each tensor goes."""
-    header = header_bytes(dict(known))
-    entries, place = {}, len(header)
-    for name, (dtype, shape) in known.items():
-        entries[name] = Entry(dtype, shape, place)
-        place += entries[name].num_bytes
-    with unfinished(path).open("wb") as stream:
-        stream.write(header)
-        stream.truncate(place)
-    return entries
-
-
-def finish(path: Path) -> None:
-    """Give the unfinished file its name, once its bytes are on the disk."""
-    sync_file(unfinished(path))
-    os.replace(unfinished(path), path)
-    sync_directory(path.parent)
+def header_bytes(layout: Layout) -> bytes:
+    """The beginning of a file with these tensors, in this order and end to end."""
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name, (dtype, shape) in layout.items():
+        end = place + num_bytes(dtype, shape)
+        content[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (place, end)}
+        place = end
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """What the header of a file says.
+    """The tensors that the header of a file lists.
 
     Raises:
         CheckpointError: if it is no such file, or is truncated.
@@ -81,7 +95,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length))
         found = {
-            name: Entry(SAFETENSORS_DTYPES[e["dtype"]], tuple(e["shape"]), 8 + length + e["data_offsets"][0])
+            name: Entry(DTYPES[e["dtype"]], tuple(e["shape"]), 8 + length + e["data_offsets"][0])
             for name, e in header.items()
             if name != "__metadata__"
         }
@@ -92,20 +106,77 @@ def read_entries(path: Path) -> dict[str, Entry]:
     return found
 
 
+def read_lazily(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a file that another program wrote; only the header is read, and held against the file's length.
+
+    Raises:
+        CheckpointError: if it is no such file, is truncated, or holds a dtype that no model here has.
+    """
+    found = {}
+    with _opened(path) as stream:
+        for name in stream.keys():  # noqa: SIM118 - it is no mapping
+            part = stream.get_slice(name)
+            if (kind := part.get_dtype()) not in DTYPES:
+                raise CheckpointError(f"{path}: {name} is of dtype {kind}, which no model of ours has")
+            found[name] = LazyTensor(tuple(part.get_shape()), DTYPES[kind], partial(_read_whole, path, name))
+    return found
+
+
+def _read_whole(path: Path, name: str) -> Tensor:
+    # The file is opened for each tensor: what it maps into memory goes when the tensor goes.
+    with _opened(path) as stream:
+        tensor: Tensor = stream.get_tensor(name)
+        return tensor
+
+
+def _opened(path: Path) -> Any:
+    if not path.is_file():  # a pipe would wait to be opened
+        raise CheckpointError(f"{path}: {'no ordinary file' if path.exists() else 'missing'}")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: truncated or no file of its kind: {error}") from None
+
+
+def unfinished_path(path: Path) -> Path:
+    """The path under which a file is written until it is complete."""
+    return path.with_name(f".{path.name}.saving")
+
+
+def create_unfinished(path: Path, layout: Layout) -> dict[str, Entry]:
+    """Create the unfinished file in its full length, with the header; returns the place of each tensor."""
+    header = header_bytes(layout)
+    entries, place = {}, len(header)
+    for name, (dtype, shape) in layout.items():
+        entries[name] = Entry(dtype, shape, place)
+        place += entries[name].num_bytes
+    with unfinished_path(path).open("wb") as stream:
+        stream.write(header)
+        stream.truncate(place)
+    return entries
+
+
+def publish_unfinished(path: Path) -> None:
+    """Give the unfinished file its name, once its bytes are on the disk."""
+    sync_file(unfinished_path(path))
+    os.replace(unfinished_path(path), path)
+    sync_directory(path.parent)
+
+
 def write_part(path: Path, entry: Entry, box: Box, value: Tensor) -> None:
     """Write a box of a tensor into the unfinished file."""
     if value.numel():
-        _part(unfinished(path), entry, box, "r+").copy_(value)
+        _mapped(unfinished_path(path), entry, box, "r+").copy_(value)
 
 
 def read_part(path: Path, entry: Entry, box: Box) -> Tensor:
     """Read a box of a tensor into memory of its own."""
     if not torch.Size(box.sizes).numel():
         return torch.empty(box.sizes, dtype=entry.dtype)
-    return _part(path, entry, box, "c").clone()
+    return _mapped(path, entry, box, "c").clone()
 
 
-def _part(file: Path, entry: Entry, box: Box, mode: str) -> Tensor:
+def _mapped(file: Path, entry: Entry, box: Box, mode: str) -> Tensor:
     mapped = np.memmap(file, np.uint8, mode, entry.start, (entry.num_bytes,))  # type: ignore[call-overload]
     view = torch.from_numpy(mapped).view(entry.dtype).view(entry.shape)
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):

@@ -1,7 +1,7 @@
-"""The unpacked size that a file claims, held against its own length before anything is made of it.
+"""Comparison of the size that a file claims to unpack to with its own length, before memory is allocated for it.
 
-``torch.save`` compresses nothing, so whatever is in its archives takes at most the bytes of the file; and a table of
-tensors can speak of no more than its files hold. A few kilobytes that stand for gigabytes are refused.
+``torch.save`` does not compress, so the contents of its archives take at most the bytes of the file, and the tensors of
+a table take at most the bytes of the files that it names. A few kilobytes that claim to be gigabytes are refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def refuse_packed(file: Path) -> None:
 
 
 def refuse_packed_items(directory: Path, places: Iterable[Place]) -> None:
-    """The same for archives inside the files of a checkpoint.
+    """Raise for such an archive inside the files of a checkpoint.
 
     Raises:
         CheckpointError: naming the file.
@@ -48,11 +48,11 @@ def refuse_packed_items(directory: Path, places: Iterable[Place]) -> None:
     for name, found in by_file.items():
         with (directory / name).open("rb") as stream:
             for place in sorted(found, key=lambda place: place.offset):
-                _refuse_packed(_Stretch(stream, place), place.length, str(directory / name))
+                _refuse_packed(_FilePart(stream, place), place.length, str(directory / name))
 
 
 def refuse_oversized(directory: Path, metadata: Metadata) -> None:
-    """Raise where the tensors of a table take more bytes than the files that it names have.
+    """Raise if the tensors of a table take more bytes than the files that it names.
 
     Raises:
         CheckpointError: naming the table.
@@ -69,7 +69,7 @@ def refuse_oversized(directory: Path, metadata: Metadata) -> None:
 
 
 def refuse_odd(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise for tensors of a file that are no numbers in memory, or views that stretch few numbers over many.
+    """Raise for tensors of a file that are not plain (sparse, quantized), or are views larger than the file.
 
     Raises:
         CheckpointError: naming file and tensor.
@@ -92,8 +92,8 @@ def _refuse_packed(stream: Any, length: int, name: str) -> None:
         raise CheckpointError(f"{name}: an archive of {length} bytes that unpacks to {unpacked}: torch.save packs none")
 
 
-class _Stretch(io.RawIOBase):
-    """A part of a file as a file."""
+class _FilePart(io.RawIOBase):
+    """A part of a file, read like a file."""
 
     def __init__(self, stream: IO[bytes], place: Place) -> None:
         self._stream, self._place, self._at = stream, place, 0

@@ -1,55 +1,92 @@
-"""Between the tensors of another program's model and ours, one rule a tensor.
+"""Rules between the tensors of another program's model and ours, and whole models through them, tensor by tensor.
 
-A rule names one of our full tensors, the tensors of theirs it is made of, and the two functions between them. So a
-family is a list of rules, and whoever streams a large checkpoint can go through it tensor by tensor.
+A rule names one of our full tensors (native), the tensors of the other program that it is made of (foreign), and the
+two functions between them. So a family is a list of rules, and a conversion holds one rule's tensors at a time.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.errors import ConfigError, Problem, nearest_names
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.errors import CheckpointError, ConfigError, Problem, nearest_names
+from lightning_megatron.finite import amount, not_finite
 
 _SHOWN_NAMES = 8
+_SHOWN_FAULTS = 10
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our tensors and what it is made of.
+    """One of our tensors and the foreign tensors that it is made of.
 
     Attributes:
-        ours: global name, as in ``GPTModel.state_dict()``.
-        theirs: names in the other model.
-        join: their tensors, in the order of ``theirs``, to ours.
-        split: the inverse.
-        repeats: further names under which their files may hold the same (tied) tensor.
+        native: global name, as in ``GPTModel.state_dict()``.
+        foreign: names in the other model.
+        join: function of the foreign tensors, in the order of ``foreign``, that gives ours.
+        split: inverse of ``join``.
+        repeats: further names under which the files may hold the same (tied) tensor.
     """
 
-    ours: str
-    theirs: tuple[str, ...]
+    native: str
+    foreign: tuple[str, ...]
     join: Callable[..., Tensor]
     split: Callable[[Tensor], Sequence[Tensor]]
     repeats: tuple[str, ...] = ()
 
 
-def same(ours: str, theirs: str, *repeats: str) -> Rule:
+def same(native: str, foreign: str, *repeats: str) -> Rule:
     """A tensor that both sides hold alike."""
-    return Rule(ours, (theirs,), lambda x: x, lambda x: (x,), repeats)
+    return Rule(native, (foreign,), lambda x: x, lambda x: (x,), repeats)
 
 
-def transposed(ours: str, theirs: str) -> Rule:
-    """A matrix that they store as ``[in, out]``."""
-    return Rule(ours, (theirs,), lambda x: x.t().contiguous(), lambda x: (x.t().contiguous(),))
+def transposed(native: str, foreign: str) -> Rule:
+    """A matrix that the other program stores as ``[in, out]``."""
+    return Rule(native, (foreign,), lambda x: x.t().contiguous(), lambda x: (x.t().contiguous(),))
 
 
-def stacked(ours: str, *theirs: str) -> Rule:
-    """Tensors of theirs along a new first dimension of ours (gate and up: ``[2, F, H]``)."""
-    return Rule(ours, theirs, lambda *xs: torch.stack(xs), lambda x: tuple(part.contiguous() for part in x.unbind()))
+def stacked(native: str, *foreign: str) -> Rule:
+    """Foreign tensors along a new first dimension of ours (gate and up: ``[2, F, H]``)."""
+    return Rule(native, foreign, lambda *xs: torch.stack(xs), lambda x: tuple(part.contiguous() for part in x.unbind()))
+
+
+def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
+    """``[N D, ...]``, ``[G D, ...]`` twice, to rows ``[q.., k, v]`` of each query group, end to end.
+
+    Raises:
+        ConfigError: if the rows do not split over the groups.
+    """
+    if q.shape[0] % groups or k.shape[0] % groups or k.shape != v.shape:
+        reason = f"queries of {q.shape[0]} rows, keys of {k.shape[0]} and values of {v.shape[0]} do not form groups"
+        raise ConfigError([Problem("num_query_groups", groups, reason)])
+    return torch.cat([x.unflatten(0, (groups, -1)) for x in (q, k, v)], dim=1).flatten(0, 1)
+
+
+def split_qkv(fused: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of :func:`fuse_qkv`."""
+    queries = heads // groups
+    head_dim = fused.shape[0] // (heads + 2 * groups)
+    q, k, v = fused.unflatten(0, (groups, -1)).split([queries * head_dim, head_dim, head_dim], dim=1)
+    return q.flatten(0, 1).contiguous(), k.flatten(0, 1).contiguous(), v.flatten(0, 1).contiguous()
+
+
+@dataclass(frozen=True)
+class Split:
+    """Foreign tensors that one of ours gives, made together.
+
+    Attributes:
+        tensors: tensors on the meta device, which show shape and dtype, by foreign name.
+        materialize: function that computes their values, in the same order.
+    """
+
+    tensors: Mapping[str, Tensor]
+    materialize: Callable[[], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -58,88 +95,109 @@ class WeightMap:
 
     Attributes:
         rules: one for each of our tensors.
-        ignored: pattern of their names that hold no parameter (buffers of older versions).
-        prefix: of their names; files of the model without its head leave it out.
-        theirs: what to call their tensors in messages.
+        ignored: pattern of foreign names that hold no parameter (buffers of older versions).
+        prefix: beginning of foreign names; files of the model without its head leave it out.
+        label: words for foreign tensors in messages.
     """
 
     rules: tuple[Rule, ...]
     ignored: str
     prefix: str
-    theirs: str = "Hugging Face tensors"
+    label: str = "Hugging Face tensors"
 
-    def their_name(self, name: str) -> str | None:
-        """The full name of a tensor in one of their files; ``None`` if it holds nothing of ours."""
+    @property
+    def native_names(self) -> set[str]:
+        """Global names of our tensors."""
+        return {rule.native for rule in self.rules}
+
+    def to_native(
+        self, foreign: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, LazyTensor]:
+        """Our tensors; values are joined, and compared with repeats in the files, when they are materialized.
+
+        Args:
+            foreign: tensors of a directory of the other program.
+            shapes: required shapes by global name; tensors of the model that are not named here are left out.
+
+        Raises:
+            ConfigError: naming foreign tensors that are missing, or that the model has no place for.
+            CheckpointError: naming tensors of another shape.
+        """
+        file_names = self._file_names(foreign)
+        faults, found = [], {}
+        for rule in self.rules:
+            if rule.native not in shapes:
+                continue
+            parts = [foreign[file_names[name]] for name in rule.foreign]
+            try:
+                joined = rule.join(*(part.on_meta() for part in parts))
+            except (RuntimeError, ValueError, AssertionError) as error:  # the last: torch 2.6, of a stack
+                faults.append(f"{_shown(rule, parts)}: cannot be joined to {rule.native}: {error}")
+                continue
+            shape, required = tuple(joined.shape), shapes[rule.native]
+            if shape != required:
+                made = f"{rule.native} {list(shape)}"
+                faults.append(f"{_shown(rule, parts)}: makes {made}, and the model's is {list(required)}")
+            repeats = {name: foreign[file_names[name]] for name in rule.repeats if name in file_names}
+            found[rule.native] = LazyTensor(shape, joined.dtype, partial(_joined, rule, parts, repeats))
+        if faults:
+            more = [f"... and {len(faults) - _SHOWN_FAULTS} more"] if len(faults) > _SHOWN_FAULTS else []
+            text = ["the tensors do not fit the model:", *faults[:_SHOWN_FAULTS], *more]
+            raise CheckpointError("\n  - ".join(text))
+        return found
+
+    def to_foreign(self, native: Mapping[str, LazyTensor]) -> Iterator[Split]:
+        """Foreign tensors, in the order of the rules, from all of ours.
+
+        Raises:
+            ConfigError: naming tensors of ours that are missing, or that the family has no place for.
+        """
+        _refuse_other_names("tensors", native, self.native_names)
+        for rule in self.rules:
+            whole = native[rule.native]
+            on_meta = dict(zip(rule.foreign, rule.split(whole.on_meta()), strict=True))
+            yield Split(on_meta, partial(_split, rule, whole))
+
+    def _file_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Names in the files, by full name, of the tensors that the rules need and of repeats that are there."""
+        found = {full: name for name in names if (full := self._full_name(name)) is not None}
+        needed = {name for rule in self.rules for name in rule.foreign}
+        repeats = {name for rule in self.rules for name in rule.repeats}
+        _refuse_other_names(self.label, found.keys() - repeats, needed)
+        return {name: found[name] for name in needed | (repeats & found.keys())}
+
+    def _full_name(self, name: str) -> str | None:
+        """The full name of a tensor in a file; ``None`` if it holds no parameter."""
         if re.search(self.ignored, name):
             return None
         known = name.startswith((self.prefix, "lm_head."))
         return name if known else self.prefix + name
 
-    def to_ours(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors of our model from a Hugging Face ``state_dict``.
 
-        Raises:
-            ConfigError: naming tensors that are missing, or that the model has no place for.
-        """
-        found = self.located(tensors)
-        ours = {rule.ours: rule.join(*(tensors[found[name]] for name in rule.theirs)) for rule in self.rules}
-        for rule in self.rules:
-            for name in rule.repeats:
-                if name in found:
-                    check_tied(rule, ours[rule.ours], name, tensors[found[name]])
-        return ours
-
-    def located(self, names: Iterable[str]) -> dict[str, str]:
-        """The name in their files of every tensor that the rules need, and of repeats that are there, by its full name.
-
-        Raises:
-            ConfigError: naming tensors that are missing, or that the model has no place for.
-        """
-        found = {full: name for name in names if (full := self.their_name(name)) is not None}
-        needed = {name for rule in self.rules for name in rule.theirs}
-        repeats = {name for rule in self.rules for name in rule.repeats}
-        _same_names(self.theirs, found.keys() - repeats, needed)
-        return {name: found[name] for name in needed | (repeats & found.keys())}
-
-    def check_ours(self, names: Iterable[str]) -> None:
-        """Compare the names of our tensors with those of the rules.
-
-        Raises:
-            ConfigError: naming tensors that are missing, or that the family has no place for.
-        """
-        _same_names("tensors", names, {rule.ours for rule in self.rules})
-
-    def to_hf(self, tensors: Mapping[str, Tensor], *, repeats: bool = False) -> dict[str, Tensor]:
-        """A Hugging Face ``state_dict`` from full tensors of our model, vocabulary padding stripped.
-
-        Args:
-            tensors: by global name.
-            repeats: show tied tensors under all their names, as ``state_dict()`` does and files do not.
-
-        Raises:
-            ConfigError: naming tensors that are missing, or that the family has no place for.
-        """
-        self.check_ours(tensors)
-        out: dict[str, Tensor] = {}
-        for rule in self.rules:
-            out |= dict(zip(rule.theirs, rule.split(tensors[rule.ours]), strict=True))
-            if repeats:
-                out |= dict.fromkeys(rule.repeats, tensors[rule.ours])
-        return out
+def _joined(rule: Rule, parts: Sequence[LazyTensor], repeats: Mapping[str, LazyTensor]) -> Tensor:
+    foreign = [part.materialize() for part in parts]
+    for name in not_finite(zip(rule.foreign, foreign, strict=True)):
+        bad = amount(foreign[rule.foreign.index(name)])
+        raise CheckpointError(f"{name}, of which {rule.native} is made: {bad}")
+    joined = rule.join(*foreign)
+    for name, repeat in repeats.items():
+        if not torch.equal(joined, rule.join(repeat.materialize()).to(joined.dtype)):
+            original = rule.foreign[0]
+            reason = f"the configuration ties it to {original}, and their values differ: say there that it does not"
+            raise ConfigError([Problem("tensor", name, reason)])
+    return joined
 
 
-def check_tied(rule: Rule, joined: Tensor, name: str, repeat: Tensor) -> None:
-    """Compare a tied tensor with the one that the files hold under its other name.
-
-    Raises:
-        ConfigError: if they differ, so that the model they are of does not tie them.
-    """
-    if not torch.equal(joined, rule.join(repeat).to(joined.dtype)):
-        reason = f"the configuration ties it to {rule.theirs[0]}, and their values differ: say there that it does not"
-        raise ConfigError([Problem("tensor", name, reason)])
+def _split(rule: Rule, whole: LazyTensor) -> Sequence[Tensor]:
+    return rule.split(whole.materialize())
 
 
-def _same_names(what: str, given: Iterable[str], needed: Iterable[str]) -> None:
+def _shown(rule: Rule, parts: Sequence[LazyTensor]) -> str:
+    pairs = [f"{name} {list(part.shape)}" for name, part in zip(rule.foreign, parts, strict=True)]
+    return ", ".join(pairs[:3]) + (", ..." if len(pairs) > 3 else "")
+
+
+def _refuse_other_names(what: str, given: Iterable[str], needed: Iterable[str]) -> None:
     given, needed = set(given), set(needed)
     found = []
     for verb, names, near in (("unknown", given - needed, needed - given), ("missing", needed - given, given - needed)):

@@ -112,7 +112,7 @@ def export_state(
     known = _known(mesh, state, packed)
     is_rank_zero, memory = mesh.rank == 0, HostMemory()
     try:
-        entries = _from_first(mesh, action, lambda: safetensors_file.begin(path, known))
+        entries = _from_first(mesh, action, lambda: safetensors_file.create_unfinished(path, known))
         for step in steps:
             held = {place: x for group in step for place, x in _gather(group, offered, own, known, mesh, memory)}
             on_all_ranks(mesh, action, partial(_write, path, entries, held))
@@ -120,11 +120,11 @@ def export_state(
             memory.release()
         plain = {(key, Box.whole(tuple(value.shape))): value for key, value in packed.items()}
         on_all_ranks(mesh, action, partial(_write, path, entries, plain if is_rank_zero else {}))
-        on_all_ranks(mesh, action, lambda: safetensors_file.finish(path) if is_rank_zero else None)
+        on_all_ranks(mesh, action, lambda: safetensors_file.publish_unfinished(path) if is_rank_zero else None)
     except CheckpointError:
         if is_rank_zero:
             with suppress(OSError):
-                safetensors_file.unfinished(path).unlink()
+                safetensors_file.unfinished_path(path).unlink()
         raise
     return memory
 
@@ -257,7 +257,7 @@ def _write(path: Path, entries: Mapping[str, Entry], held: Mapping[_Place, Tenso
     for (key, box), value in held.items():
         safetensors_file.write_part(path, entries[key], box, value)
     if held:  # each collector waits for its own pages: rank 0 cannot for those of another node
-        sync_file(safetensors_file.unfinished(path))
+        sync_file(safetensors_file.unfinished_path(path))
 
 
 def _refuse_misfit(state: State, entries: Mapping[str, Entry]) -> None:

@@ -40,10 +40,11 @@ from lightning_megatron.lightning.checkpointing.weight_versions import (
     with_repeats,
     without_repeats,
 )
+from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
+from lightning_megatron.lightning.pretrained.foreign_weights import is_foreign
 from lightning_megatron.lightning.pretrained.hugging_face import kept_settings
-from lightning_megatron.lightning.pretrained.load import fresh_run, is_foreign
-from lightning_megatron.lightning.pretrained.saved_shape import compare
-from lightning_megatron.lightning.pretrained.weights import IMPORTED_FROM, load_weights, trained_names
+from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, fresh_run
+from lightning_megatron.lightning.pretrained.load_weights import load_weights, trained_names
 from lightning_megatron.lightning.step.finetuning import rejoin_groups
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -139,7 +140,7 @@ def load_trainer_checkpoint(
     weights_only = weights_only is None or weights_only
     meta = load(path, {}, mesh, weights_only=weights_only, check=check).meta
     refuse_other_writers(path, meta)
-    compare(path, meta, getattr(module, "model_shape", None))
+    check_checkpoint(path, meta, getattr(module, "model_shape", None))
     if IMPORTED_FROM in meta:
         return _load_imported(path, module, optimizers, mesh), None
     if optimizers and "optimizer_states" not in meta:

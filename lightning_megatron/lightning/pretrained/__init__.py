@@ -1,1 +1,1 @@
-"""Weights from elsewhere, and weights without a Trainer."""
+"""Weights from files: of other programs, of this package, into modules with and without a Trainer."""

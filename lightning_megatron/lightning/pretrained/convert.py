@@ -1,4 +1,4 @@
-"""Between other programs' directories and checkpoints, tensor by tensor, in one process and without a model."""
+"""Conversion of other programs' directories to checkpoints and back, tensor by tensor, without building a model."""
 
 from __future__ import annotations
 
@@ -22,58 +22,55 @@ from lightning_megatron.checkpoint.formats.hf.settings import (
 )
 from lightning_megatron.checkpoint.formats.hf.write import write_hf
 from lightning_megatron.checkpoint.formats.megatron import open_megatron
-from lightning_megatron.checkpoint.formats.translate import to_theirs
 from lightning_megatron.checkpoint.keys import model_key
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.load import open_checkpoint
+from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of
-from lightning_megatron.lightning.module import GPTModule
-from lightning_megatron.lightning.pretrained.hugging_face import open_hf, weighed_config
-from lightning_megatron.lightning.pretrained.load import fresh_run
+from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled_checkpoint
+from lightning_megatron.lightning.pretrained.hugging_face import open_hf
+from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, fresh_run
 from lightning_megatron.lightning.pretrained.megatron import megatron_config, megatron_tensors
-from lightning_megatron.lightning.pretrained.saved_shape import refuse_unfilled_model
-from lightning_megatron.lightning.pretrained.weights import IMPORTED_FROM
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.gpt import GPTModel
 
-Path = str | os.PathLike[str]
 _PREFIX = model_key("model.")  # the checkpoint's model, and the attribute of GPTModule that holds it
 
 
-def hf_to_checkpoint(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Make a checkpoint of a Hugging Face directory: the start of a run, without optimizer state.
+def hf_to_checkpoint(source: PathLike, target: PathLike, *, dtype: torch.dtype | None = None) -> None:
+    """Convert a Hugging Face directory to a checkpoint that begins a run, without optimizer state.
 
     Args:
         source: the directory.
         target: the checkpoint to make.
-        dtype: of its tensors; ``None`` for that of the files. Whatever it is, loading converts to the module's.
+        dtype: dtype of its tensors; ``None`` for that of the files. Loading converts to the module's in any case.
 
     Raises:
         CheckpointError: naming files and tensors at fault, or if ``target`` exists.
         ConfigError: for a model that ours cannot reproduce.
     """
     _refuse_existing(target)
-    config = weighed_config(source)
-    _begin(target, config, open_hf(source, _on_meta(config)), source, dtype)
+    config, tensors = open_hf(source)
+    _save(target, config, tensors, source, dtype)
 
 
 def megatron_to_checkpoint(
-    source: Path,
-    target: Path,
+    source: PathLike,
+    target: PathLike,
     *,
     config: TransformerConfig | None = None,
     allow_pickle: bool = False,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Make a checkpoint of one of Megatron's: the start of a run, without optimizer state.
+    """Convert a checkpoint of Megatron's to one that begins a run, without optimizer state.
 
     Args:
         source: the folder that Megatron saved to, or that of one iteration; formats ``torch_dist`` and ``torch``.
         target: the checkpoint to make.
-        config: the model; ``None`` reads it from Megatron's command line, which needs ``allow_pickle``.
-        allow_pickle: read files that hold objects; all of the format ``torch`` do. Nothing that they name is run.
-        dtype: of its tensors; ``None`` for that of the files.
+        config: the model's configuration; ``None`` reads it from Megatron's command line, which needs ``allow_pickle``.
+        allow_pickle: True to read files that hold objects, as all of the format ``torch`` do; nothing in them is run.
+        dtype: dtype of its tensors; ``None`` for that of the files.
 
     Raises:
         CheckpointError: naming files and tensors at fault, or if ``target`` exists.
@@ -82,39 +79,35 @@ def megatron_to_checkpoint(
     _refuse_existing(target)
     checkpoint = open_megatron(source, allow_pickle=allow_pickle)
     config = config or megatron_config(checkpoint, source)
-    _begin(target, config, megatron_tensors(checkpoint, _on_meta(config)), source, dtype)
+    tensors = megatron_tensors(checkpoint, config, parameter_shapes(config))
+    _save(target, config, tensors, source, dtype)
 
 
-def _refuse_existing(target: Path) -> None:
+def _refuse_existing(target: PathLike) -> None:
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already: remove it or give another name")
 
 
-def _on_meta(config: TransformerConfig) -> GPTModel:
-    with torch.device("meta"):
-        return GPTModel(config)
-
-
-def _begin(
-    target: Path,
+def _save(
+    target: PathLike,
     config: TransformerConfig,
     tensors: Mapping[str, LazyTensor],
-    source: Path,
+    source: PathLike,
     dtype: torch.dtype | None,
 ) -> None:
     state = {_PREFIX + name: tensor.to(dtype) for name, tensor in tensors.items()}
     known = {IMPORTED_FROM: os.fspath(source), SETTINGS: read_settings(source)}
-    meta = fresh_run(GPTModule(config).hparams) | known
+    meta = fresh_run({"config": asdict(config)}) | known
     save(target, dict(state), meta, ParallelMesh.single())
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The files of an exported directory beside the weights.
+    """The contents of an exported directory beside the weights.
 
     Attributes:
         token_ids: ``bos_token_id``, ``eos_token_id``, ``pad_token_id``, as far as they are known.
-        generation: whether there is a ``generation_config.json``.
+        generation: True if there is a ``generation_config.json``.
         tokenizer: names of the tokenizer's files.
     """
 
@@ -135,27 +128,27 @@ class Exported:
 
 
 def checkpoint_to_hf(
-    source: Path,
-    target: Path,
+    source: PathLike,
+    target: PathLike,
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
-    tokenizer: Path | None = None,
+    tokenizer: PathLike | None = None,
 ) -> Exported:
-    """Write the model of a checkpoint, saved under any layout, as transformers reads it.
+    """Convert a checkpoint, saved under any layout, to a directory that transformers reads.
 
-    Special tokens and generation settings are those of the Hugging Face directory that the run began with; where it
-    began with none, those of ``tokenizer``.
+    Special tokens and generation settings are those of the Hugging Face directory that the run began with, or, if there
+    was none, those of ``tokenizer``.
 
     Args:
         source: the checkpoint of a :class:`GPTModule`.
         target: the directory to make.
-        dtype: of its tensors; ``None`` for that of the checkpoint.
+        dtype: dtype of its tensors; ``None`` for that of the checkpoint.
         max_shard_size: bytes of one file at most.
         tokenizer: directory whose tokenizer and chat template are copied; ``None`` for none.
 
     Returns:
-        What was written beside the weights.
+        The contents of the directory beside the weights.
 
     Raises:
         CheckpointError: if the checkpoint is damaged or is not of such a module, if ``tokenizer`` holds none, or if
@@ -171,20 +164,19 @@ def checkpoint_to_hf(
     beside: dict[str, Any] = {file.name: file for file in copied}
     if "generation_config" in settings:
         beside[GENERATION] = settings["generation_config"]
-    ours = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if key.startswith(_PREFIX)}
-    rules = family.weight_map(config)
-    # Beside parameters, modules may keep how they were used (bins of capacities), which no other program knows.
-    known = {rule.ours for rule in rules.rules}
-    used = {name for name, tensor in ours.items() if name not in known and not tensor.dtype.is_floating_point}
-    splits = to_theirs({name: tensor for name, tensor in ours.items() if name not in used}, rules)
+    native = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if key.startswith(_PREFIX)}
+    weight_map = family.weight_map(config)
+    # Counters of a module (bins of capacities) have no counterpart in another program.
+    used = {name for name in native.keys() - weight_map.native_names if not native[name].dtype.is_floating_point}
+    splits = weight_map.to_foreign({name: tensor for name, tensor in native.items() if name not in used})
     write_hf(target, contents, splits, dtype=dtype, max_shard_size=max_shard_size, beside=beside)
     ids = {name: contents[name] for name in TOKEN_IDS if contents.get(name) is not None}
     return Exported(ids, GENERATION in beside, tuple(file.name for file in copied))
 
 
-def _config_of(meta: Mapping[str, Any], source: Path) -> TransformerConfig:
+def _config_of(meta: Mapping[str, Any], source: PathLike) -> TransformerConfig:
     config = config_of(meta.get("hyper_parameters") or {})
     if config is None:
         raise CheckpointError(f"{source} is no checkpoint of a GPTModule: it holds no configuration of a transformer")
-    refuse_unfilled_model(source, meta)
+    refuse_unfilled_checkpoint(source, meta)
     return config

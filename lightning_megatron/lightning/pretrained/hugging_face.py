@@ -1,136 +1,97 @@
-"""Hugging Face directories for our models: their configuration, and their tensors by our names."""
+"""Hugging Face directories: their configuration, their tensors by our names, and their settings beside the model."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from math import prod
+from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.checkpoint.formats.hf import family_of
+from lightning_megatron.checkpoint.formats.hf import Family, family_of
 from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, read_config, read_tensors
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS
-from lightning_megatron.checkpoint.formats.translate import to_ours
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.errors import Problem, raise_if_any
-from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.params import named_specs
-
-Path = str | os.PathLike[str]
-
-_TOO_MANY = 4  # times as many parameters as there are numbers to fill them
-
-# Fields that decide how a model is trained or laid out, and not what it computes from its weights; those of the
-# capacity of experts are among them.
-_OF_TRAINING = {
-    "init_std",
-    "hidden_dropout",
-    "attention_dropout",
-    "label_smoothing",
-    "vocab_multiple",
-    "moe_load_balancing",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_input_jitter_eps",
-    "moe_token_dispatcher",
-    "moe_token_drop_policy",
-    "moe_pad_to_capacity",
-    "moe_dynamic",
-}
+from lightning_megatron.errors import Problem
+from lightning_megatron.files import PathLike
+from lightning_megatron.lightning.pretrained.config_check import difference_problems, refuse_unfilled
 
 
-def hf_config(path: Path) -> TransformerConfig:
+def hf_config(path: PathLike) -> TransformerConfig:
     """The configuration that ``config.json`` of a directory describes.
 
     Raises:
         CheckpointError: if there is no such file.
         ConfigError: naming every value that our model cannot reproduce.
     """
-    given = read_config(path)
-    return TransformerConfig(**family_of(given).config_from_hf(given))
+    return _family_and_config(path)[1]
 
 
-def weighed_config(path: Path) -> TransformerConfig:
-    """The same, of a directory whose weights are to fill the model: one that they cannot fill is not even built.
+def checked_hf_config(path: PathLike) -> TransformerConfig:
+    """The configuration of a directory whose weights are there and fill most of a model of this size.
 
     Raises:
         CheckpointError: also if the weights are missing, or are a small part of what is described.
         ConfigError: naming every value that our model cannot reproduce.
     """
     config = hf_config(path)
-    tensors = read_tensors(path)
-    refuse_unfilled(f"{os.fspath(path)}/{CONFIG}", config, [tensor.shape for tensor in tensors.values()])
+    _refuse_unfilled(path, config, read_tensors(path))
     return config
 
 
-def refuse_unfilled(source: str, config: TransformerConfig, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raise where a description asks for far more memory than what lies beside it; less is told tensor by tensor.
-
-    Args:
-        source: the file that describes.
-        config: the model.
-        shapes: of the tensors beside it.
+def open_hf(path: PathLike) -> tuple[TransformerConfig, dict[str, LazyTensor]]:
+    """The configuration of a directory, and all tensors of its model by our names.
 
     Raises:
-        CheckpointError: with both sizes.
+        CheckpointError: naming files and tensors at fault.
+        ConfigError: naming every value that our model cannot reproduce.
     """
-    there = sum(prod(shape) for shape in shapes)
-    if config.num_layers > len(shapes) or config.num_parameters() > _TOO_MANY * there:
-        raise CheckpointError(
-            f"{source} describes {config.num_layers} layers of {config.hidden_size} features with a vocabulary of"
-            f" {config.vocab_size}, and the weights beside it are {len(shapes)} tensors of {there} numbers"
-        )
+    family, config = _family_and_config(path)
+    tensors = read_tensors(path)
+    _refuse_unfilled(path, config, tensors)
+    return config, family.weight_map(config).to_native(tensors, parameter_shapes(config))
 
 
-def hf_problems(path: Path, config: TransformerConfig) -> list[Problem]:
-    """What a model of this configuration would compute otherwise than the Hugging Face one."""
-    ours, theirs = computed(config), computed(hf_config(path))
-    return [
-        Problem(name, ours.get(name), f"{path} has {theirs.get(name)!r}", (theirs.get(name),))
-        for name in dict.fromkeys((*ours, *theirs))
-        if ours.get(name) != theirs.get(name)
-    ]
+def hf_tensors(
+    path: PathLike, config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, LazyTensor]:
+    """Some tensors of a directory by our names, for a model that exists.
+
+    Args:
+        path: the directory.
+        config: the model's configuration.
+        shapes: required shapes by global name; other tensors are left out.
+
+    Raises:
+        CheckpointError: naming files and tensors at fault.
+        ConfigError: naming tensors that are missing, or that the model has no place for.
+    """
+    family = family_of(read_config(path))
+    return family.weight_map(config).to_native(read_tensors(path), shapes)
 
 
-def computed(config: TransformerConfig) -> dict[str, Any]:
-    """What decides the logits, in one spelling."""
-    found = {
-        field.name: getattr(config, field.name)
-        for field in fields(config)
-        if field.name not in _OF_TRAINING and not field.name.startswith("moe_capacity")
-    }
-    if config.position_embedding != "learned":
-        del found["max_position_embeddings"]  # no weight depends on it
-    if not config.num_experts:
-        return {name: value for name, value in found.items() if not name.startswith("moe_")}
-    with_experts = tuple(filter(config.has_experts, range(config.num_layers)))
-    if len(with_experts) == config.num_layers:
-        del found["ffn_hidden_size"]
-    return found | {"moe_layers": with_experts, "moe_ffn_hidden_size": config.expert_ffn_hidden_size}
+def hf_problems(path: PathLike, config: TransformerConfig) -> list[Problem]:
+    """Differences by which a model of this configuration would compute something else than the Hugging Face one."""
+    return difference_problems(path, config, hf_config(path))
 
 
 def take_settings(module: object, checkpoint: Mapping[str, Any]) -> None:
-    """Give a module what its checkpoint knows of the Hugging Face directory that its run began with."""
+    """Give a module the settings, from its checkpoint, of the Hugging Face directory that its run began with."""
     if checkpoint.get(SETTINGS) and hasattr(module, "hf_settings"):
         module.hf_settings = checkpoint[SETTINGS]
 
 
 def kept_settings(module: object) -> dict[str, Any]:
-    """The entry of a checkpoint that a later run takes them from; none where the module knows nothing of them."""
+    """The entry of a checkpoint that a later run takes them from; empty where the module has none."""
     settings = getattr(module, "hf_settings", None)
     return {SETTINGS: settings} if settings else {}
 
 
-def open_hf(path: Path, model: GPTModel) -> dict[str, LazyTensor]:
-    """The tensors of a directory that the parts of a model on this rank need, each read when it is made.
+def _family_and_config(path: PathLike) -> tuple[Family, TransformerConfig]:
+    given = read_config(path)
+    family = family_of(given)
+    return family, TransformerConfig(**family.config_from_hf(given))
 
-    Raises:
-        CheckpointError: naming files and tensors at fault.
-        ConfigError: naming every difference of the configurations.
-    """
-    raise_if_any(hf_problems(path, model.config))
-    rules = family_of(read_config(path)).weight_map(model.config)
-    return to_ours(read_tensors(path), rules, {name: spec.global_shape for name, _, spec in named_specs(model)})
+
+def _refuse_unfilled(path: PathLike, config: TransformerConfig, tensors: Mapping[str, LazyTensor]) -> None:
+    refuse_unfilled(f"{os.fspath(path)}/{CONFIG}", config, [tensor.shape for tensor in tensors.values()])

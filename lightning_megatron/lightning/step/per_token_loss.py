@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_reduce
+from lightning_megatron.config.layout import ModelShape
 from lightning_megatron.mesh import Axis
 from lightning_megatron.stage import BackwardScale
 
@@ -53,8 +54,8 @@ def check_stages_can_count(module: object, num_stages: int) -> None:
     Raises:
         MisconfigurationException: for a model with experts in more than one stage.
     """
-    num_experts: int = getattr(getattr(module, "model_shape", None), "num_experts", 0)
-    if num_stages > 1 and num_experts:
+    shape: ModelShape | None = getattr(module, "model_shape", None)
+    if num_stages > 1 and shape is not None and shape.num_experts:
         raise MisconfigurationException(
             f"'{NUM_TOKENS}' does not go with experts in a pipeline: the losses that balance them would be divided by"
             " the number of tokens; return a mean, or use pp=1"

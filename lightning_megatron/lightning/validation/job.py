@@ -26,8 +26,8 @@ from lightning_megatron.config.layout import (
 from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, problems_of
+from lightning_megatron.lightning.pretrained.config_check import checkpoint_problems
 from lightning_megatron.lightning.pretrained.hugging_face import hf_problems
-from lightning_megatron.lightning.pretrained.saved_shape import path_problems
 from lightning_megatron.lightning.strategy.settings import JobSettings
 from lightning_megatron.lightning.validation.features import (
     callback_problems,
@@ -215,7 +215,7 @@ def weight_faults(job: Job) -> list[Problem]:
         return []
     paths = [item for item in job.objects if isinstance(item, str | os.PathLike)]
     found = [problem for path in paths if is_hf_directory(path) for problem in hf_problems(path, model)]
-    return found + [problem for path in paths if is_checkpoint(path) for problem in path_problems(path, model)]
+    return found + [problem for path in paths if is_checkpoint(path) for problem in checkpoint_problems(path, model)]
 
 
 def op_faults(job: Job) -> list[Problem]:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.hf import FAMILIES, family_of
-from lightning_megatron.checkpoint.formats.hf.qkv import fuse_qkv, split_qkv
+from lightning_megatron.checkpoint.formats.weight_map import fuse_qkv, split_qkv
+from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.params import ShardRanks, load_full, spec_registry
+from tests.foreign import to_foreign, to_native
 
 transformers = pytest.importorskip("transformers")
 load_file = pytest.importorskip("safetensors.torch").load_file
@@ -86,9 +88,10 @@ def ours(config: dict[str, Any]) -> TransformerConfig:
 def test_weights_survive_the_way_there_and_back_bit_for_bit(config: dict[str, Any], tmp_path: Path) -> None:
     state = state_of(build(config), tmp_path)
     mapping = FAMILIES[config["model_type"]].weight_map(ours(config))
-    back = mapping.to_hf(mapping.to_ours(state), repeats=True)
-    assert back.keys() == state.keys()
-    assert all(torch.equal(back[name], state[name]) for name in state)
+    back = to_foreign(mapping, to_native(mapping, state, parameter_shapes(ours(config))))
+    tied = {name for rule in mapping.rules for name in rule.repeats}  # files hold them once
+    assert back.keys() == state.keys() - tied
+    assert all(torch.equal(back[name], state[name]) for name in back)
 
 
 @pytest.mark.parametrize("config", VARIANTS)
@@ -97,7 +100,8 @@ def test_our_model_has_exactly_these_tensors_and_computes_the_same_logits(
 ) -> None:
     reference = build(config)
     shape = ours(config)
-    tensors = FAMILIES[config["model_type"]].weight_map(shape).to_ours(state_of(reference, tmp_path))
+    mapping = FAMILIES[config["model_type"]].weight_map(shape)
+    tensors = to_native(mapping, state_of(reference, tmp_path), parameter_shapes(shape))
     model = GPTModel(shape).eval()
     assert {name: tuple(x.shape) for name, x in tensors.items()} == {
         name: spec.global_shape for name, spec in spec_registry(model).items()
@@ -252,26 +256,29 @@ def test_the_files_of_the_bare_model_and_old_buffers_are_read() -> None:
     bare = {name.removeprefix("transformer."): x for name, x in state.items() if name != "lm_head.weight"}
     bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(2)}
     bare |= {"h.0.attn.masked_bias": torch.tensor(-1e4)}
-    expected = mapping.to_ours(state)
-    found = mapping.to_ours(bare)
+    shapes = parameter_shapes(ours(GPT2))
+    expected = to_native(mapping, state, shapes)
+    found = to_native(mapping, bare, shapes)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     llama = build(LLAMA).state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    assert "head.weight" in FAMILIES["llama"].weight_map(ours(LLAMA)).to_ours(llama)
+    shapes = parameter_shapes(ours(LLAMA))
+    assert "head.weight" in to_native(FAMILIES["llama"].weight_map(ours(LLAMA)), llama, shapes)
 
 
 def test_names_that_do_not_fit_are_named() -> None:
-    mapping = FAMILIES["llama"].weight_map(ours(LLAMA))
+    mapping, shapes = FAMILIES["llama"].weight_map(ours(LLAMA)), parameter_shapes(ours(LLAMA))
     state = dict(build(LLAMA).state_dict())
     state["model.layers.7.mlp.up_proj.weight"] = state.pop("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(ConfigError) as error:
-        mapping.to_ours(state)
+        to_native(mapping, state, shapes)
     mistaken, right = "model.layers.7.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
     assert f"Hugging Face tensors='{mistaken}': unknown; nearest valid: {right}" in str(error.value)
     assert f"Hugging Face tensors='{right}': missing; nearest valid: {mistaken}" in str(error.value)
     with pytest.raises(ConfigError, match=r"layers\.2\.mlp\.x'?: unknown"):
-        mapping.to_hf(mapping.to_ours(build(LLAMA).state_dict()) | {"layers.2.mlp.x": torch.ones(1)})
+        to_foreign(mapping, to_native(mapping, build(LLAMA).state_dict(), shapes) | {"layers.2.mlp.x": torch.ones(1)})
+    without = {k: v for k, v in build(LLAMA).state_dict().items() if k != "lm_head.weight"}
     with pytest.raises(ConfigError, match=r"lm_head\.weight'?: missing"):
-        mapping.to_ours({k: v for k, v in build(LLAMA).state_dict().items() if k != "lm_head.weight"})
+        to_native(mapping, without, shapes)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory, read_config, read_tensors
 from lightning_megatron.checkpoint.formats.hf.write import plan_shards, shard_names, write_hf
-from lightning_megatron.checkpoint.formats.translate import Split, to_ours, to_theirs
-from lightning_megatron.checkpoint.formats.weight_map import WeightMap, same, stacked
+from lightning_megatron.checkpoint.formats.weight_map import Split, WeightMap, same, stacked
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.errors import ConfigError
+from tests.foreign import lazy, to_native
 
 RULES = WeightMap((same("w", "model.w"), stacked("m", "model.gate", "model.up")), ignored="inv_freq$", prefix="model.")
 SHAPES: dict[str, tuple[int, ...]] = {"w": (5,), "m": (2, 3, 4)}
@@ -30,10 +30,9 @@ def tensors() -> dict[str, Tensor]:
     return {"model.w": torch.randn(5), "model.gate": torch.randn(3, 4), "model.up": torch.randn(3, 4)}
 
 
-def whole(tensor: Tensor, made: list[Any] | None = None, name: str = "") -> LazyTensor:
+def noted(tensor: Tensor, made: list[str], name: str) -> LazyTensor:
     def make() -> Tensor:
-        if made is not None:
-            made.append(name)
+        made.append(name)
         return tensor
 
     return LazyTensor(tuple(tensor.shape), tensor.dtype, make)
@@ -132,14 +131,10 @@ def test_faults_are_named_with_file_and_tensor(spoil: Callable[[Path], Any], tex
 def test_a_tied_tensor_that_is_there_twice_must_be_the_same_twice() -> None:
     rules = WeightMap((same("w", "model.w", "lm_head.weight"),), ignored="inv_freq$", prefix="model.")
     given = {"model.w": torch.ones(5), "lm_head.weight": torch.ones(5)}
-    assert torch.equal(rules.to_ours(given)["w"], torch.ones(5))
-    found = to_ours({name: whole(tensor) for name, tensor in given.items()}, rules, {"w": (5,)})
-    assert torch.equal(found["w"].materialize(), torch.ones(5))
+    assert torch.equal(to_native(rules, given, {"w": (5,)})["w"], torch.ones(5))
     given["lm_head.weight"] = torch.ones(5).index_fill(0, torch.tensor(3), 2.0)
     text = r"tensor='lm_head\.weight': the configuration ties it to model\.w, and their values differ"
-    with pytest.raises(ConfigError, match=text):
-        rules.to_ours(given)
-    found = to_ours({name: whole(tensor) for name, tensor in given.items()}, rules, {"w": (5,)})
+    found = rules.to_native(lazy(given), {"w": (5,)})
     with pytest.raises(ConfigError, match=text):
         found["w"].materialize()
 
@@ -164,32 +159,32 @@ def test_what_a_hugging_face_directory_is(tmp_path: Path) -> None:
 
 def test_our_tensors_are_joined_when_they_are_wanted() -> None:
     made: list[str] = []
-    given = {name: whole(tensor, made, name) for name, tensor in tensors().items()}
+    given = {name: noted(tensor, made, name) for name, tensor in tensors().items()}
     given["rotary.inv_freq"] = given["model.w"]
-    found = to_ours(given, RULES, SHAPES)
+    found = RULES.to_native(given, SHAPES)
     assert made == []
     assert found["m"].shape == SHAPES["m"]
     assert torch.equal(found["m"].materialize(), torch.stack([tensors()["model.gate"], tensors()["model.up"]]))
     assert made == ["model.gate", "model.up"]
-    assert to_ours(given, RULES, {"w": (5,)}).keys() == {"w"}, "a stage takes what it holds"
+    assert RULES.to_native(given, {"w": (5,)}).keys() == {"w"}, "a stage takes what it holds"
     assert found["m"].to(torch.bfloat16).materialize().dtype == torch.bfloat16
 
 
 def test_shapes_and_names_that_do_not_fit_are_named_together() -> None:
-    given = {name: whole(tensor) for name, tensor in tensors().items()}
+    given = lazy(tensors())
     with pytest.raises(CheckpointError) as error:
-        to_ours(given | {"model.up": whole(torch.ones(2, 4))}, RULES, SHAPES | {"w": (6,)})
+        RULES.to_native(given | lazy({"model.up": torch.ones(2, 4)}), SHAPES | {"w": (6,)})
     assert "model.w [5]: makes w [5], and the model's is [6]" in str(error.value)
     assert "model.gate [3, 4], model.up [2, 4]: cannot be joined to m" in str(error.value)
     with pytest.raises(ConfigError, match=r"model\.x"):
-        to_ours(given | {"model.x": given["model.w"]}, RULES, SHAPES)
+        RULES.to_native(given | {"model.x": given["model.w"]}, SHAPES)
 
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
-    ours = {name: whole(tensor) for name, tensor in RULES.to_ours(tensors()).items()}
+    native = RULES.to_native(lazy(tensors()), SHAPES)
     for size, files in ((10**9, 1), (60, 3), (70, 2)):
         path = tmp_path / str(size)
-        write_hf(path, {"model_type": "x"}, to_theirs(ours, RULES), max_shard_size=size)
+        write_hf(path, {"model_type": "x"}, RULES.to_foreign(native), max_shard_size=size)
         assert len(list(path.glob("*.safetensors"))) == files
         back = {name: x for file in path.glob("*.safetensors") for name, x in load_file(file).items()}
         assert back.keys() == tensors().keys()
@@ -207,8 +202,8 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_are_written(dtype: torch.dtype, tmp_path: Path) -> None:
-    ours = {name: whole(tensor) for name, tensor in RULES.to_ours(tensors()).items()}
-    write_hf(tmp_path / "a", {}, to_theirs(ours, RULES), dtype=dtype)
+    native = RULES.to_native(lazy(tensors()), SHAPES)
+    write_hf(tmp_path / "a", {}, RULES.to_foreign(native), dtype=dtype)
     back = load_file(tmp_path / "a" / "model.safetensors")
     assert all(torch.equal(back[name], tensor.to(dtype)) for name, tensor in tensors().items())
 

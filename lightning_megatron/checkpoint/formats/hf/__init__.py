@@ -1,4 +1,4 @@
-"""Hugging Face models as ours and back: one file a family, pure functions on dictionaries of whole tensors."""
+"""Hugging Face models as ours and back: one module for each family, with pure functions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.checkpoint.formats.hf import gpt2, llama, mixtral
-from lightning_megatron.checkpoint.formats.hf.qkv import HFShape
-from lightning_megatron.checkpoint.formats.weight_map import Rule, WeightMap
+from lightning_megatron.checkpoint.formats.weight_map import WeightMap
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, nearest_names
 
-__all__ = ["FAMILIES", "Family", "HFShape", "Rule", "WeightMap", "family_for", "family_of"]
+__all__ = ["FAMILIES", "Family", "family_for", "family_of"]
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class Family:
     """The mapping of one Hugging Face architecture.
 
     Attributes:
-        weight_map: rules between the tensors, for a shape.
-        config_from_hf: ``config.json`` to fields of ``TransformerConfig``.
+        weight_map: rules between the tensors, for a configuration.
+        config_from_hf: contents of ``config.json`` to fields of ``TransformerConfig``.
         config_to_hf: the inverse.
     """
 
-    weight_map: Callable[[HFShape], WeightMap]
+    weight_map: Callable[[TransformerConfig], WeightMap]
     config_from_hf: Callable[[Mapping[str, Any]], dict[str, Any]]
     config_to_hf: Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -33,7 +33,7 @@ FAMILIES: Mapping[str, Family] = {
     module.MODEL_TYPE: Family(module.weight_map, module.config_from_hf, module.config_to_hf)
     for module in (llama, gpt2, mixtral)
 }
-"""By the ``model_type`` of ``config.json``."""
+"""Families by the ``model_type`` of ``config.json``."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -55,7 +55,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def family_for(config: Mapping[str, Any]) -> Family:
     """The family to write a model of ours as, given the fields of ``TransformerConfig``.
 
-    Whether it computes just what the model does is for its ``config_to_hf`` to say.
+    Its ``config_to_hf`` refuses a model that it cannot compute.
     """
     if config["num_experts"]:
         return FAMILIES[mixtral.MODEL_TYPE]

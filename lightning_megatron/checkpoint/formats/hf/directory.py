@@ -1,17 +1,17 @@
-"""A Hugging Face directory: ``config.json``, and tensors in one file or several, read one at a time."""
+"""A Hugging Face directory: ``config.json``, and tensors in one or several files, read one at a time."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_megatron.checkpoint.formats.safetensors_file import read_lazily
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd, refuse_packed
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, is_plain_name
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
@@ -21,18 +21,6 @@ from lightning_megatron.files.small import read_object
 CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
-SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _SHOWN = 10
 
 
@@ -42,7 +30,7 @@ def is_hf_directory(path: str | os.PathLike[str]) -> bool:
 
 
 def index_name(file: str) -> str:
-    """Name of the index of a model whose file has been cut into several."""
+    """Name of the index of a model whose tensors are in several files."""
     return f"{file}.index.json"
 
 
@@ -59,16 +47,16 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, LazyTensor]:
-    """All tensors of the directory by name. Only headers are read; values are when a tensor is made.
+    """All tensors of the directory by name. Only headers are read now; values are read when a tensor is materialized.
 
-    Safetensors are taken before pickled files, and an index before a file in one piece, as transformers does.
+    As in transformers, safetensors win over pickled files, and an index over a single file.
 
     Raises:
         CheckpointError: naming files that are missing or cannot be read, and tensors that are missing, that stand in
             two files, or that the index does not know.
     """
     path = Path(path)
-    for name, header in ((SAFETENSORS, _safetensors), (PICKLED, _pickled)):
+    for name, header in ((SAFETENSORS, read_lazily), (PICKLED, _pickled)):
         if (path / index_name(name)).is_file():
             return _indexed(path, path / index_name(name), header)
         if (path / name).is_file():
@@ -112,33 +100,6 @@ def _misfits(faults: Sequence[str]) -> CheckpointError:
     return CheckpointError("\n  - ".join(["the files do not fit together:", *faults[:_SHOWN], *more]))
 
 
-def _safetensors(file: Path) -> dict[str, LazyTensor]:
-    found = {}
-    with _opened(file) as stream:
-        for name in stream.keys():  # noqa: SIM118 - it is no mapping
-            part = stream.get_slice(name)
-            if (kind := part.get_dtype()) not in SAFETENSORS_DTYPES:
-                raise CheckpointError(f"{file}: {name} is of dtype {kind}, which no model of ours has")
-            found[name] = LazyTensor(tuple(part.get_shape()), SAFETENSORS_DTYPES[kind], partial(_read, file, name))
-    return found
-
-
-def _read(file: Path, name: str) -> Tensor:
-    # The file is opened for each tensor: what it maps into memory goes when the tensor goes.
-    with _opened(file) as stream:
-        tensor: Tensor = stream.get_tensor(name)
-        return tensor
-
-
-def _opened(file: Path) -> Any:
-    try:
-        if file.exists() and not file.is_file():  # a pipe would wait to be opened
-            raise OSError("no ordinary file")
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(file, error) from None
-
-
 def _pickled(file: Path) -> dict[str, LazyTensor]:
     return {
         name: LazyTensor(tuple(tensor.shape), tensor.dtype, partial(_unpickle, file, name))
@@ -156,18 +117,12 @@ def _mapped(file: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # it is a pickle: any error may come out of it
-        raise _unreadable(file, error) from None
+        raise CheckpointError(f"{file}: truncated or no file of its kind: {error}") from None
     if not isinstance(tensors, dict):
         raise CheckpointError(f"{file}: holds a {type(tensors).__name__}, and no dictionary of tensors")
     found = {name: tensor for name, tensor in tensors.items() if torch.is_tensor(tensor)}
     refuse_odd(file, found)
     return found
-
-
-def _unreadable(file: Path, error: Exception) -> CheckpointError:
-    if not file.is_file():
-        return CheckpointError(f"{file}: {'no ordinary file' if file.exists() else 'missing'}")
-    return CheckpointError(f"{file}: truncated or no file of its kind: {error}")
 
 
 def read_json(file: Path) -> dict[str, Any]:

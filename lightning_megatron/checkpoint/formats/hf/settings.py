@@ -1,7 +1,7 @@
 """Settings of a Hugging Face directory that are no part of the model: special tokens, generation, the tokenizer.
 
-No weight depends on them, and without them the model does not know where to stop. So they ride along: read when a
-model comes in, kept in its checkpoints, written when it goes out.
+No weight depends on them, but without them generation does not know where to stop. So an import reads them, checkpoints
+keep them, and an export writes them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, read_conf
 from lightning_megatron.errors import CheckpointError
 
 SETTINGS = "hugging_face"
-"""Key of a checkpoint, and attribute of a module, that holds what :func:`read_settings` found."""
+"""Key of a checkpoint that holds the result of :func:`read_settings`."""
 
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 )
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What a family's own entries say in another spelling, and what describes the files that were read.
+# Entries that a family writes in another spelling, or that describe the files that were read.
 _NOT_CARRIED = {
     "_name_or_path",
     "architectures",
@@ -47,7 +47,7 @@ _NOT_CARRIED = {
 }
 
 Settings = Mapping[str, Mapping[str, Any]]
-"""``config``: contents of ``config.json``; ``generation_config``: those of its file, where there is one."""
+"""Contents of ``config.json`` under ``config``, and of ``generation_config.json`` under ``generation_config``."""
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
@@ -65,11 +65,12 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
 
 
 def with_settings(written: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Contents of ``config.json`` for a model, with what its source said beside the model.
+    """Contents of ``config.json`` for a model, with the settings of its source.
 
     Args:
-        written: what the family says of the model; wins where both say something, but for the ids of special tokens.
-        settings: of the source. Of a model of another family, and of another vocabulary, ids that fit are taken alone.
+        written: the family's entries, which win where both have one, except for the ids of special tokens.
+        settings: settings of the source. If the source is of another family, only its ids of special tokens are taken.
+            Ids outside the vocabulary never are.
     """
     source = settings.get("config", {})
     ids = {name: source[name] for name in TOKEN_IDS if name in source and _are_in(source[name], written["vocab_size"])}
@@ -80,7 +81,7 @@ def with_settings(written: Mapping[str, Any], settings: Settings) -> dict[str, A
 
 
 def _are_in(ids: Any, vocab_size: int) -> bool:
-    """True if an id, or each of a list, is one of the vocabulary; none at all is."""
+    """True if an id, or each of a list, is in the vocabulary, or is ``None``."""
     some = ids if isinstance(ids, list) else [ids]
     return all(one is None or (isinstance(one, int) and 0 <= one < vocab_size) for one in some)
 

@@ -1,8 +1,7 @@
 """Write a Hugging Face directory, shard by shard, one tensor in memory at a time.
 
-The files are safetensors: the length of the header (8 bytes, little-endian), the header as JSON, the bytes of the
-tensors. All of the header is known from shapes, which is what lets the values come one by one; the library's own
-``save_file`` wants a whole shard at once.
+The header of a safetensors file follows from shapes, so that values can come one by one; the library's own
+``save_file`` takes a whole shard at once.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.directory.atomic_dir import discard, prepare, publish, sync_file
 from lightning_megatron.checkpoint.directory.leftovers import remove_stale
-from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, SAFETENSORS, SAFETENSORS_DTYPES, index_name
-from lightning_megatron.checkpoint.formats.translate import Split
+from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, SAFETENSORS, index_name
+from lightning_megatron.checkpoint.formats.safetensors_file import header_bytes, num_bytes
+from lightning_megatron.checkpoint.formats.weight_map import Split
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files.writing import writing
 
-_KINDS = {dtype: kind for kind, dtype in SAFETENSORS_DTYPES.items()}
-_ALIGNMENT = 8
-
-Header = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Shard = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a file by name."""
 
 
 def write_hf(
@@ -39,15 +37,15 @@ def write_hf(
     max_shard_size: int = 5 * 10**9,
     beside: Mapping[str, Path | Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write ``config.json`` and the weights; the directory has its name when it is complete and on the disk.
+    """Write ``config.json`` and the weights. The directory gets its name once it is complete and on the disk.
 
     Args:
         path: the directory to make.
         config: contents of ``config.json``; the dtype is added.
-        splits: the tensors.
-        dtype: of the files; ``None`` for the tensors' own.
-        max_shard_size: bytes of a file's tensors; a larger tensor has a file of its own.
-        beside: further files by name: what a JSON file is to hold, or a file to copy.
+        splits: the tensors, as :meth:`WeightMap.to_foreign` gives them.
+        dtype: dtype of the files; ``None`` for the tensors' own.
+        max_shard_size: maximum bytes of the tensors in a file; a larger tensor gets a file of its own.
+        beside: further files by name: the contents of a JSON file, or the path of a file to copy.
 
     Raises:
         CheckpointError: if something has the name already.
@@ -55,7 +53,7 @@ def write_hf(
     path, splits = Path(path), list(splits)
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists already: remove it or give another name")
-    known: Header = {
+    known: Shard = {
         name: (dtype or tensor.dtype, tuple(tensor.shape)) for split in splits for name, tensor in split.tensors.items()
     }
     shards = plan_shards(known, max_shard_size)
@@ -63,12 +61,12 @@ def write_hf(
     remove_stale(path.parent)
     directory = prepare(path)
     try:
-        values = (value for split in splits for value in split.make())
+        values = (value for split in splits for value in split.materialize())
         for name, shard in zip(names, shards, strict=True):
             _write_shard(directory / name, shard, values)
         if len(shards) > 1:
             places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-            total = {"total_size": sum(_num_bytes(*entry) for entry in known.values())}
+            total = {"total_size": sum(num_bytes(*entry) for entry in known.values())}
             _write_json(directory / index_name(SAFETENSORS), {"metadata": total, "weight_map": places})
         first = next(iter(known.values()))[0]
         _write_json(directory / CONFIG, {**config, "torch_dtype": str(first).removeprefix("torch.")})
@@ -84,12 +82,12 @@ def write_hf(
         raise
 
 
-def plan_shards(tensors: Header, max_size: int) -> list[Header]:
+def plan_shards(tensors: Shard, max_size: int) -> list[Shard]:
     """Cut a list of tensors into files of at most ``max_size`` bytes, in order."""
-    shards: list[Header] = [{}]
+    shards: list[Shard] = [{}]
     size = 0
     for name, entry in tensors.items():
-        more = _num_bytes(*entry)
+        more = num_bytes(*entry)
         if shards[-1] and size + more > max_size:
             shards.append({})
             size = 0
@@ -99,14 +97,14 @@ def plan_shards(tensors: Header, max_size: int) -> list[Header]:
 
 
 def shard_names(count: int) -> list[str]:
-    """File names as transformers gives them."""
+    """File names of shards, as transformers names them."""
     if count == 1:
         return [SAFETENSORS]
     stem = SAFETENSORS.removesuffix(".safetensors")
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _write_shard(file: Path, shard: Header, values: Iterator[Tensor]) -> None:
+def _write_shard(file: Path, shard: Shard, values: Iterator[Tensor]) -> None:
     with writing(file):
         with file.open("wb") as stream:
             stream.write(header_bytes(shard))
@@ -117,23 +115,6 @@ def _write_shard(file: Path, shard: Header, values: Iterator[Tensor]) -> None:
 
 def _write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
     stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-
-
-def header_bytes(shard: Header) -> bytes:
-    """The beginning of a safetensors file with these tensors, in this order and end to end."""
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
-    for name, (dtype, shape) in shard.items():
-        end = place + _num_bytes(dtype, shape)
-        content[name] = {"dtype": _KINDS[dtype], "shape": shape, "data_offsets": (place, end)}
-        place = end
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

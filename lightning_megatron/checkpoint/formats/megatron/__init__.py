@@ -1,8 +1,8 @@
-"""Checkpoints of Megatron-LM read as ours: one file a concern, in the order in which they are met.
+"""Checkpoints of Megatron-LM, read as ours.
 
-``directory`` finds out what lies at a path, ``torch_dist`` and ``legacy`` read the two formats into whole tensors under
-the names of ``names``, ``rules`` turns these into ours, ``arguments`` reads the shape of the model, and ``sizes``
-compares a shape with the tensors.
+``directory`` finds the iteration and its format; ``torch_dist`` and ``legacy`` read the two formats into whole tensors
+under the names of ``names``; ``weight_map`` has the rules from these to ours; ``arguments`` reads the configuration
+from Megatron's command line; ``sizes`` compares a configuration with the tensors.
 """
 
 from lightning_megatron.checkpoint.formats.megatron.arguments import config_from_arguments

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.checkpoint.formats.config_reader import Fields
+from lightning_megatron.checkpoint.formats.config_reader import ConfigReader
 
 _POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-# What changes the model and has no counterpart in ours, with the value that leaves it off.
-# Some changed their name when Megatron began to make its parser of its TransformerConfig; both are listed.
+# Arguments that change the model and have no counterpart in ours, with the values that switch them off.
+# Some were renamed when Megatron began to generate its parser from its TransformerConfig; both names are listed.
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "apply_layernorm_1p": (False,),
@@ -63,85 +63,85 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 def config_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``TransformerConfig`` from Megatron's arguments.
 
-    The vocabulary is ``vocab_size`` where the run knew it, else the padded one.
+    The vocabulary is ``vocab_size`` if the run stored it, else the padded one.
 
     Raises:
         ConfigError: naming every argument that our model cannot reproduce.
     """
-    fields = Fields(arguments, "arguments of Megatron", nulls=True)
+    reader = ConfigReader(arguments, "arguments of Megatron", nulls=True)
     for name, allowed in _OFF.items():
-        fields.expect(name, allowed[0], allowed, "our model has no such thing")
+        reader.expect(name, allowed[0], allowed, "our model has no such thing")
     smoothing = "ours is torch's, for which Megatron's s is s V / (V - 1), V the slice of the vocabulary on one rank"
-    fields.expect("label_smoothing", 0.0, (0.0,), smoothing)
-    bias = fields.get("add_bias_linear", True)
-    fields.expect("add_qkv_bias", False, (False, bias), "biases go into all linear layers or none")
-    heads = fields.required("num_attention_heads")
-    grouped = fields.get("group_query_attention", False)
-    norm = fields.expect("normalization", "LayerNorm", tuple(_NORMS), "unknown norm")
-    position = fields.expect("position_embedding_type", "learned_absolute", tuple(_POSITIONS), "unknown positions")
+    reader.expect("label_smoothing", 0.0, (0.0,), smoothing)
+    bias = reader.get("add_bias_linear", True)
+    reader.expect("add_qkv_bias", False, (False, bias), "biases go into all linear layers or none")
+    heads = reader.required("num_attention_heads")
+    grouped = reader.get("group_query_attention", False)
+    norm = reader.expect("normalization", "LayerNorm", tuple(_NORMS), "unknown norm")
+    position = reader.expect("position_embedding_type", "learned_absolute", tuple(_POSITIONS), "unknown positions")
     found = {
-        "num_layers": fields.required("num_layers"),
-        "hidden_size": fields.required("hidden_size"),
+        "num_layers": reader.required("num_layers"),
+        "hidden_size": reader.required("hidden_size"),
         "num_attention_heads": heads,
-        "num_query_groups": fields.get("num_query_groups", heads) if grouped else heads,
-        "head_dim": fields.get("kv_channels", 0),
-        "ffn_hidden_size": fields.get("ffn_hidden_size", 0),
-        "vocab_size": fields.get("vocab_size", None) or fields.required("padded_vocab_size"),
-        "vocab_multiple": fields.get("make_vocab_size_divisible_by", 128),
-        "max_position_embeddings": fields.required("max_position_embeddings"),
+        "num_query_groups": reader.get("num_query_groups", heads) if grouped else heads,
+        "head_dim": reader.get("kv_channels", 0),
+        "ffn_hidden_size": reader.get("ffn_hidden_size", 0),
+        "vocab_size": reader.get("vocab_size", None) or reader.required("padded_vocab_size"),
+        "vocab_multiple": reader.get("make_vocab_size_divisible_by", 128),
+        "max_position_embeddings": reader.required("max_position_embeddings"),
         "norm": _NORMS.get(norm, norm),
-        "norm_epsilon": fields.get("norm_epsilon", fields.get("layernorm_epsilon", 1e-5)),
-        "activation": _activation(fields),
+        "norm_epsilon": reader.get("norm_epsilon", reader.get("layernorm_epsilon", 1e-5)),
+        "activation": _activation(reader),
         "position_embedding": _POSITIONS.get(position, position),
-        "rope_theta": float(fields.get("rotary_base", 10000)),
-        "rope_scaling": _rope_scaling(fields),
+        "rope_theta": float(reader.get("rotary_base", 10000)),
+        "rope_scaling": _rope_scaling(reader),
         "add_bias_linear": bias,
-        "tie_embeddings": not fields.get("untie_embeddings_and_output_weights", False),
-        "init_std": fields.get("init_method_std", 0.02),
-        "hidden_dropout": fields.get("hidden_dropout", 0.1),
-        "attention_dropout": fields.get("attention_dropout", 0.1),
-        **_experts(fields),
+        "tie_embeddings": not reader.get("untie_embeddings_and_output_weights", False),
+        "init_std": reader.get("init_method_std", 0.02),
+        "hidden_dropout": reader.get("hidden_dropout", 0.1),
+        "attention_dropout": reader.get("attention_dropout", 0.1),
+        **_experts(reader),
     }
-    fields.finish()
+    reader.finish()
     return found
 
 
-def _activation(fields: Fields) -> str:
-    if fields.get("swiglu", False):
+def _activation(reader: ConfigReader) -> str:
+    if reader.get("swiglu", False):
         return "swiglu"
     # The fused kernel of bias and GELU computes the approximation by tanh.
-    approximate = fields.get("bias_gelu_fusion", False) or fields.get("openai_gelu", False)
+    approximate = reader.get("bias_gelu_fusion", False) or reader.get("openai_gelu", False)
     return "gelu_tanh" if approximate else "gelu"
 
 
-def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
-    """LLaMA 3's rule with Megatron's constants, of which the factor alone is an argument."""
-    if not fields.get("use_rope_scaling", False):
+def _rope_scaling(reader: ConfigReader) -> dict[str, Any] | None:
+    """LLaMA 3's rule with Megatron's constants; only the factor is an argument."""
+    if not reader.get("use_rope_scaling", False):
         return None
-    return {"factor": float(fields.get("rope_scaling_factor", 8.0))}
+    return {"factor": float(reader.get("rope_scaling_factor", 8.0))}
 
 
-def _experts(fields: Fields) -> dict[str, Any]:
-    experts = fields.get("num_experts", 0)
+def _experts(reader: ConfigReader) -> dict[str, Any]:
+    experts = reader.get("num_experts", 0)
     if not experts:
         return {}
-    layers, every = fields.required("num_layers"), fields.get("moe_layer_freq", None) or 1
+    layers, every = reader.required("num_layers"), reader.get("moe_layer_freq", None) or 1
     pattern = every if isinstance(every, list) else [int(number % every == 0) for number in range(layers)]
-    balancing = fields.get("moe_router_load_balancing_type", "aux_loss")
+    balancing = reader.get("moe_router_load_balancing_type", "aux_loss")
     known = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
     return {
         "num_experts": experts,
         "moe_layers": () if all(pattern) else tuple(n for n, has in enumerate(pattern) if has),
-        "moe_ffn_hidden_size": fields.get("moe_ffn_hidden_size", 0),
-        "moe_router_topk": fields.get("moe_router_topk", 2),
-        "moe_router_pre_softmax": fields.get("moe_router_pre_softmax", False),
-        "moe_router_score": fields.get("moe_router_score_function", "softmax"),
-        "moe_load_balancing": fields.expect("moe_router_load_balancing_type", balancing, known, "unknown"),
-        "moe_aux_loss_coeff": fields.get("moe_aux_loss_coeff", 0.0),
-        "moe_z_loss_coeff": fields.get("moe_z_loss_coeff", 0.0),
-        "moe_input_jitter_eps": fields.get("moe_input_jitter_eps", 0.0),
-        # Less than 0 is Megatron's other way to say that no token is dropped.
-        "moe_capacity_factor": max(fields.get("moe_expert_capacity_factor", 0.0), 0.0),
-        "moe_pad_to_capacity": fields.get("moe_pad_expert_input_to_capacity", False),
-        "moe_token_drop_policy": fields.get("moe_token_drop_policy", "probs"),
+        "moe_ffn_hidden_size": reader.get("moe_ffn_hidden_size", 0),
+        "moe_router_topk": reader.get("moe_router_topk", 2),
+        "moe_router_pre_softmax": reader.get("moe_router_pre_softmax", False),
+        "moe_router_score": reader.get("moe_router_score_function", "softmax"),
+        "moe_load_balancing": reader.expect("moe_router_load_balancing_type", balancing, known, "unknown"),
+        "moe_aux_loss_coeff": reader.get("moe_aux_loss_coeff", 0.0),
+        "moe_z_loss_coeff": reader.get("moe_z_loss_coeff", 0.0),
+        "moe_input_jitter_eps": reader.get("moe_input_jitter_eps", 0.0),
+        # Megatron also uses negative values for 'no token is dropped'.
+        "moe_capacity_factor": max(reader.get("moe_expert_capacity_factor", 0.0), 0.0),
+        "moe_pad_to_capacity": reader.get("moe_pad_expert_input_to_capacity", False),
+        "moe_token_drop_policy": reader.get("moe_token_drop_policy", "probs"),
     }

@@ -1,4 +1,4 @@
-"""What lies at a path: which iteration, in which of Megatron's formats."""
+"""Checkpoints of Megatron at a path: the last iteration, and its format."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class MegatronCheckpoint:
     """A checkpoint of Megatron.
 
     Attributes:
-        tensors: of the model, by the names of ``names.py``, each read when it is made.
-        arguments: Megatron's command line; ``None`` where it is not there, or was not read.
+        tensors: tensors of the model by the names of ``names.py``, read when they are materialized.
+        arguments: Megatron's command line; ``None`` if it is not there, or was not read.
     """
 
     tensors: dict[str, LazyTensor]
@@ -42,12 +42,12 @@ def is_megatron_directory(path: str | os.PathLike[str]) -> bool:
     try:
         directory = iteration_directory(Path(path))
     except CheckpointError:
-        return True  # it is one, and reading it says what is wrong
+        return True  # it is one, and reading it names the fault
     return (directory / _METADATA).is_file() or any(directory.glob(_RANKS))
 
 
 def iteration_directory(path: Path) -> Path:
-    """The folder of the last iteration, where ``path`` holds several; else ``path``.
+    """The folder of the last iteration if ``path`` holds several, else ``path``.
 
     Raises:
         CheckpointError: if the file that names the last iteration is damaged, or names one that is not there.
@@ -70,7 +70,7 @@ def open_megatron(path: str | os.PathLike[str], *, allow_pickle: bool = False) -
 
     Args:
         path: the folder that training saved to, or that of one iteration.
-        allow_pickle: read what holds Megatron's command line: all files of the format ``torch``, and ``common.pt``.
+        allow_pickle: True to read files with Megatron's command line: those of the format ``torch``, and ``common.pt``.
 
     Raises:
         CheckpointError: if there is none, it is of another format, it is damaged, or it cannot be read so.

@@ -36,23 +36,23 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Shard:
-    """What a file holds of a tensor; ``make`` brings it into the shape that the format ``torch_dist`` gives it."""
+    """A tensor's part in one file; ``reshape`` gives it the shape that it has in the format ``torch_dist``."""
 
     tensor: Tensor
-    make: Callable[[Tensor], Tensor]
+    reshape: Callable[[Tensor], Tensor]
 
     def on_meta(self) -> Tensor:
-        return self.make(self.tensor.to("meta"))
+        return self.reshape(self.tensor.to("meta"))
 
     def value(self) -> Tensor:
-        return self.make(self.tensor)
+        return self.reshape(self.tensor)
 
 
 def read_legacy(directory: Path, *, allow_pickle: bool) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
-    """The tensors of the model, merged when they are made, and Megatron's command line.
+    """The tensors of the model, merged when they are materialized, and Megatron's command line.
 
     Raises:
-        CheckpointError: if files are missing or cannot be read, or were saved in a layout that they do not tell.
+        CheckpointError: if files are missing or cannot be read, or were saved in a layout that they do not describe.
     """
     files = {folder: load_file(folder / _FILE, allow_pickle=allow_pickle) for folder in _folders(directory)}
     first = next(iter(files))
@@ -97,7 +97,7 @@ def _refuse_missing(directory: Path, ranks: Mapping[Place, Any]) -> None:
 
 
 def _shards(directory: Path, ranks: Mapping[Place, Mapping[str, Any]]) -> dict[str, list[_Shard]]:
-    """Under the name of each whole tensor its shards, by tensor-parallel rank."""
+    """Shards of each whole tensor by its name, in the order of tensor-parallel ranks."""
     chunks = {place: _chunks(directory, content) for place, content in ranks.items()}
     stages = sorted({place[1] for place in ranks})
     count = len(chunks[0, 0, 0])
@@ -109,7 +109,7 @@ def _shards(directory: Path, ranks: Mapping[Place, Mapping[str, Any]]) -> dict[s
     for (t, p, e), models in sorted(chunks.items()):
         for v, model in enumerate(models):
             for name, shard in _named(model, first_layer[v, p], e, ep):
-                # Of what several files hold, the first is taken: the first stage's, where embeddings are tied.
+                # Several files may hold a tensor; the first is taken (the first stage's, if embeddings are tied).
                 found.setdefault(name, {}).setdefault(t, shard)
     return {name: [parts[t] for t in sorted(parts)] for name, parts in found.items()}
 
@@ -145,24 +145,24 @@ def _named(model: Mapping[str, Any], first_layer: int, ep_rank: int, ep: int) ->
             continue
         router = model[given.partition(".mlp.experts.")[0] + ".mlp.router.weight"]
         local = router.shape[0] // ep
-        for number, rest, make in _experts(after, local, router.shape[1], ep_rank * local):
-            yield f"{before}.mlp.experts.{number}.{rest}", _Shard(tensor, make)
+        for number, rest, reshape in _experts(after, local, router.shape[1], ep_rank * local):
+            yield f"{before}.mlp.experts.{number}.{rest}", _Shard(tensor, reshape)
 
 
 def _experts(name: str, local: int, hidden: int, first: int) -> Iterator[tuple[int, str, Callable[[Tensor], Tensor]]]:
-    """The experts in a tensor of a rank that holds ``local`` of them, in any of the ways Megatron keeps experts."""
+    """The experts in a tensor of a rank that holds ``local`` of them, in each of Megatron's formats of experts."""
     if one := re.fullmatch(r"local_experts\.(\d+)\.(linear_fc[12]\.\w+)", name):
         yield first + int(one[1]), one[2], _as_it_is
     elif one := re.fullmatch(r"(linear_fc[12])\.(weight|bias)(\d+)", name):  # Transformer Engine's grouped layers
         yield first + int(one[3]), f"{one[1]}.{one[2]}", _as_it_is
     elif one := re.fullmatch(r"local_expert_(\d+)_(linear_fc[12])_(\w+)", name):  # Gaudi's fork: numbers are global
         yield int(one[1]), f"{one[2]}.{one[3]}", _as_it_is
-    elif name in ("weight1", "weight2"):  # all in one matrix, in the order in which it is multiplied with
+    elif name in ("weight1", "weight2"):  # all experts in one matrix ``[H, local F]`` or ``[local F, H]``
         for number in range(local):
-            make = partial(_grouped, local, hidden, number, name == "weight1")
-            yield first + number, f"linear_fc{name[-1]}.weight", make
+            reshape = partial(_grouped, local, hidden, number, name == "weight1")
+            yield first + number, f"linear_fc{name[-1]}.weight", reshape
     else:
-        yield first, name, _as_it_is  # unknown; it is named when it is looked for in vain
+        yield first, name, _as_it_is  # unknown: refused by name, as having no place in the model
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -170,13 +170,13 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def _grouped(local: int, hidden: int, number: int, first_layer: bool, x: Tensor) -> Tensor:
-    """One expert's ``[F, H]`` of ``weight1``, or ``[H, F]`` of ``weight2``."""
+    """``[F, H]`` of one expert from ``weight1``, or ``[H, F]`` from ``weight2``."""
     experts = x.reshape(local, hidden, -1) if first_layer else x.reshape(local, -1, hidden)
     return experts[number].t().contiguous()
 
 
 def _is_gated(name: str, shards: Mapping[str, Sequence[_Shard]]) -> bool:
-    """True if a rank's first layer gives twice what the second one takes: its gates, then its ups."""
+    """True if the first layer has twice the features that the second one takes: gates, then ups."""
     first, _, rest = name.rpartition("linear_fc1.")
     second = shards.get(f"{first}linear_fc2.weight")
     if not first or not rest or second is None:

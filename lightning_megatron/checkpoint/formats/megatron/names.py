@@ -1,7 +1,7 @@
 """Megatron's names of the tensors of a decoder, in one spelling.
 
-Two implementations of a layer give one tensor two names: Transformer Engine's linear layers hold the norm before them.
-Here the plain name stands for both, layers and experts carry their global number, and no tensor is cut::
+Two implementations of a layer may name a tensor differently: Transformer Engine's linear layers hold the norm before
+them. Here one name stands for both, layers and experts have their global number, and every tensor is whole::
 
     embedding.word_embeddings.weight            [V padded, H]
     embedding.position_embeddings.weight        [P, H]
@@ -28,12 +28,12 @@ _WRAPPERS = ("module.", "model.")
 
 
 def is_of_model(name: str) -> bool:
-    """True if a tensor is a weight, and not the optimizer's nor the state of a layer's scaling."""
+    """True if a tensor is a weight; the optimizer's and the state of a layer's scaling are not."""
     return not name.startswith(("optimizer", "chained_")) and "_extra_state" not in name
 
 
 def plain_name(name: str) -> str:
-    """The one spelling of a name, but for the numbers of layers and experts."""
+    """A name in this spelling; numbers of layers and experts stay as they are."""
     for wrapper in _WRAPPERS:
         name = name.removeprefix(wrapper)
     for fused, plain in _FUSED_NORMS.items():

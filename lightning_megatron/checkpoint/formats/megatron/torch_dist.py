@@ -1,8 +1,8 @@
 """Megatron's format ``torch_dist``: torch.distributed.checkpoint's files, with layers and experts stacked.
 
 A tensor of every layer is one entry with a first dimension of layers (``decoder.layers.mlp.linear_fc2.weight [L, H,
-F]``), and so are experts (``... .mlp.experts.experts.linear_fc2.weight [L, E, H, F]``). Models whose layers differ, and
-those saved in single shards, have an entry for each instead, and gates and ups in two (``weight_w``, ``weight_v``).
+F]``), and so are experts (``... .mlp.experts.experts.linear_fc2.weight [L, E, H, F]``). If layers differ, or were saved
+one by one, each has an entry of its own, and gates and ups are two entries (``weight_w``, ``weight_v``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXPERTS = ".mlp.experts.experts."
 
 
 def read_torch_dist(directory: Path) -> dict[str, LazyTensor]:
-    """The tensors of the model, one for each layer and expert. Only names and shapes are read.
+    """The tensors of the model, one for each layer and expert. Only names and shapes are read now.
 
     Raises:
         CheckpointError: if the directory cannot be read.
@@ -44,8 +44,8 @@ def read_torch_dist(directory: Path) -> dict[str, LazyTensor]:
         if isinstance(entry, TensorStorageMetadata) and is_of_model(key):
             shape, dtype = tuple(entry.size), entry.properties.dtype
             for name, place in _unstacked(plain_name(key), shape):
-                make = partial(_slab, directory, metadata, key, shape, dtype, place)
-                found[name] = LazyTensor(shape[len(place) :], dtype, make)
+                read_slice = partial(_read_slice, directory, metadata, key, shape, dtype, place)
+                found[name] = LazyTensor(shape[len(place) :], dtype, read_slice)
     return _with_halves_joined(found)
 
 
@@ -65,7 +65,7 @@ def _unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[i
 
 
 def _with_halves_joined(tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Gates and ups that are stored apart, one after the other."""
+    """The tensors, with gates and ups that are stored apart joined to one tensor."""
     found = {}
     for name, gate in tensors.items():
         up = tensors.get(f"{name[:-1]}v") if name.endswith("_w") else None
@@ -81,7 +81,7 @@ def _joined(gate: LazyTensor, up: LazyTensor) -> Tensor:
     return torch.cat([gate.materialize(), up.materialize()])
 
 
-def _slab(
+def _read_slice(
     directory: Path, metadata: Metadata, key: str, shape: tuple[int, ...], dtype: torch.dtype, place: tuple[int, ...]
 ) -> Tensor:
     whole = torch.empty(shape[len(place) :], dtype=dtype)

@@ -1,8 +1,8 @@
-"""Read files that Megatron pickled without importing it, and without calling anything that a file names.
+"""Reader of Megatron's pickled files that imports nothing of it, and calls nothing that a file names.
 
 Megatron stores its command line beside the weights, as an ``argparse.Namespace`` that holds enumerations and functions
-of its own. torch's reader of weights alone takes tensors and containers; every other name in the file gets a class
-whose objects keep what they are given and do nothing.
+of its own. torch's reader with ``weights_only=True`` takes tensors and containers; every other name in the file gets a
+class whose objects keep their arguments and do nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class StandIn:
     """An object of a class that was not looked up.
 
     Attributes:
-        given: arguments that it was made of.
-        state: the value that it was filled with.
+        given: arguments of its constructor.
+        state: its pickled state.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -48,7 +48,7 @@ def load_file(file: Path, *, allow_pickle: bool) -> dict[str, Any]:
 
     Args:
         file: the file.
-        allow_pickle: read also what is not only primitives, containers and tensors, with stand-ins for the rest.
+        allow_pickle: True to read other objects too, as stand-ins.
 
     Raises:
         CheckpointError: if it is no such file, or holds objects and ``allow_pickle`` is not set.
@@ -77,7 +77,7 @@ def load_file(file: Path, *, allow_pickle: bool) -> dict[str, Any]:
 
 
 def command_line(content: dict[str, Any], file: Path) -> dict[str, Any] | None:
-    """Megatron's command line in the content of a file, where it is there.
+    """Megatron's command line in the content of a file; ``None`` if it has none.
 
     Raises:
         CheckpointError: if something else is in its place.
@@ -89,12 +89,12 @@ def command_line(content: dict[str, Any], file: Path) -> dict[str, Any] | None:
 
 
 def _reason(error: Exception) -> str:
-    """The sentence of torch's page of advice that says what is wrong."""
+    """The sentence of torch's long message that names the fault."""
     return str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
 
 
 def _names_in(file: Path) -> list[str]:
-    """Classes and functions that a file names, but for those of tensors and containers."""
+    """Classes and functions that a file names, except those of tensors and containers."""
     if zipfile.is_zipfile(file):
         return [name for name in get_unsafe_globals_in_checkpoint(file) if name != "argparse.Namespace"]
     return [name for name in dict.fromkeys(_names_in_stream(file)) if not name.startswith(("torch.", "collections."))]

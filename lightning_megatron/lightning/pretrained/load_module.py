@@ -1,4 +1,4 @@
-"""A trained module without a Trainer: to generate, to evaluate, to convert, to look into."""
+"""Trained modules and checkpoints without a Trainer: to generate, evaluate, convert or inspect."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def load_module(
 ) -> Any:
     """Build a module from the hyper-parameters of a checkpoint and fill it, in this one process.
 
-    For any LightningModule, also one that knows nothing of this package: it is what ``load_from_checkpoint`` of
-    Lightning does, for a checkpoint that is a directory. The layout that it was saved under does not matter. The module
-    is in fp32 and in evaluation mode. Under a Trainer it takes that one's layout if it is a :class:`GPTModule`.
+    Works for any LightningModule, as Lightning's ``load_from_checkpoint`` does for a single file. The layout that the
+    checkpoint was saved under does not matter. The module is in fp32 and in evaluation mode. A :class:`GPTModule` can
+    be given to a Trainer of any layout.
 
     Args:
-        path: the checkpoint directory, or a single file of Lightning's.
+        path: checkpoint directory, or a single file of Lightning's.
         module_class: the module's class; :class:`GPTModule` holds LLaMA too.
         map_location: device for the module; ``None`` for the CPU.
-        strict: whether names that only one side has are errors; ``None`` for the module's ``strict_loading``.
-        **arguments: of the class; they win over those of the checkpoint.
+        strict: True if names that only one side has are errors; ``None`` for the module's ``strict_loading``.
+        **arguments: arguments of the class, which win over those of the checkpoint.
 
     Returns:
         The module.
@@ -82,8 +82,8 @@ def load_module(
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a checkpoint into memory as ``torch.load`` reads a single file of Lightning's, in this one process.
 
-    Tensors are whole and on the CPU, whatever the layout was. What belongs to the optimizer is left out: it lies in the
-    checkpoint under the names of parameters, see ``docs/checkpoints.md``.
+    Tensors are whole and on the CPU, whatever the layout was. Optimizer state is left out: the checkpoint has it under
+    the names of parameters, see ``docs/checkpoints.md``.
 
     Args:
         path: the checkpoint directory.

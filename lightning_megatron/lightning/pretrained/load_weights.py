@@ -1,4 +1,4 @@
-"""Weights alone, from whatever holds some, into a live model of any layout: the start of a run, or an evaluation."""
+"""Weights of a checkpoint or another program's directory, loaded into a live model of any layout."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron.checkpoint import Check, Loaded, load, local_tensors, model_state, refuse_nonfinite
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
+from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
+from lightning_megatron.lightning.pretrained.foreign_weights import is_foreign, load_foreign_weights
 from lightning_megatron.lightning.pretrained.hugging_face import take_settings
-from lightning_megatron.lightning.pretrained.load import is_foreign, load_foreign_weights
-from lightning_megatron.lightning.pretrained.saved_shape import compare
+from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import spec_registry
 
-IMPORTED_FROM = "imported_from"
-"""Key of a checkpoint that was converted from another format, and so begins a run instead of continuing one."""
-
 
 @dataclass(frozen=True)
-class Weights:
+class PendingWeights:
     """The weights that a module takes when its model is built.
 
     Attributes:
-        path: a checkpoint directory, a single file of Lightning's, or a directory of another program's.
-        strict: whether names that only one side has are errors.
-        checkpoint: Lightning's dictionary without weights, for the module's ``on_load_checkpoint``; ``None`` if nobody
-            loads a whole checkpoint.
+        path: a checkpoint directory, a single file of Lightning's, or another program's directory.
+        strict: True if names that only one side has are errors.
+        checkpoint: Lightning's dictionary without weights, for the module's ``on_load_checkpoint``; ``None`` if only
+            weights are loaded.
     """
 
     path: Path
@@ -38,17 +36,17 @@ class Weights:
     checkpoint: dict[str, Any] | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], strict: bool, checkpoint: dict[str, Any] | None = None) -> Weights:
-        """Those of a path, which is remembered from the working directory of today."""
+    def of(cls, path: str | os.PathLike[str], strict: bool, checkpoint: dict[str, Any] | None = None) -> PendingWeights:
+        """The weights at a path, which is made absolute now."""
         return cls(Path(path).absolute(), strict, checkpoint)
 
     def fill(self, module: LightningModule, mesh: ParallelMesh, check: Check = "hashes") -> None:
         """Fill a module whose model is built; all ranks call this.
 
         Args:
-            module: its model is built.
-            mesh: this rank's.
-            check: the extent to which files are held against what was written.
+            module: a module whose model is built.
+            mesh: this rank's mesh.
+            check: extent to which files are compared with their manifest.
 
         Raises:
             CheckpointError: on every rank, if anything is wrong on any.
@@ -65,7 +63,7 @@ class Weights:
 
 
 def trained_names(module: LightningModule) -> set[str]:
-    """Names of the parameters that must be finite; what is frozen may be a mask."""
+    """Names of the parameters that must be finite; a frozen one may be a mask."""
     return {name for name, param in module.named_parameters() if param.requires_grad}
 
 
@@ -80,14 +78,14 @@ def load_weights(
     """Fill the parameters and buffers of a module; all ranks call this, and each reads its own part.
 
     Args:
-        module: its model is built.
-        path: as :attr:`Weights.path`.
-        mesh: this rank's.
-        strict: as :attr:`Weights.strict`; of another program's directory all is taken, whatever it says.
-        check: the extent to which files are held against what was written.
+        module: a module whose model is built.
+        path: a checkpoint directory, a single file of Lightning's, or another program's directory.
+        mesh: this rank's mesh.
+        strict: True if names that only one side has are errors; they always are for another program's directory.
+        check: extent to which files are compared with their manifest.
 
     Returns:
-        What the checkpoint gave beside weights; ``None`` for a directory of another program.
+        The checkpoint's contents beside weights; ``None`` for another program's directory.
 
     Raises:
         CheckpointError: on every rank, if anything is wrong on any.
@@ -97,8 +95,8 @@ def load_weights(
         return None
     specs, tensors = spec_registry(module), local_tensors(module)
     meta = load(path, {}, mesh, check=check).meta
-    compare(path, meta, getattr(module, "model_shape", None))
-    if IMPORTED_FROM in meta:  # it has parameters, and nothing that modules keep beside them
+    check_checkpoint(path, meta, getattr(module, "model_shape", None))
+    if IMPORTED_FROM in meta:  # it has parameters, and no buffers
         tensors = {name: tensor for name, tensor in tensors.items() if name in specs}
     state = model_state(tensors, specs, mesh)
     loaded = load(path, state, mesh, strict=strict, check="sizes")

@@ -1,0 +1,153 @@
+"""Configurations compared: the one that weights were saved with, and that of the model which is to take them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
+from lightning_megatron.checkpoint.keys import Key
+from lightning_megatron.checkpoint.meta import META
+from lightning_megatron.config.parameter_specs import parameter_shapes
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError, Problem, raise_if_any
+from lightning_megatron.files import PathLike
+from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, read_meta
+
+_OF_A_WHOLE_MODEL = "embedding.word.weight"
+_TOO_MANY = 4  # times as many parameters as there are numbers to fill them
+
+# Fields that decide how a model is trained or laid out, and not what it computes from its weights; those of the
+# capacity of experts are among them.
+_OF_TRAINING = {
+    "init_std",
+    "hidden_dropout",
+    "attention_dropout",
+    "label_smoothing",
+    "vocab_multiple",
+    "moe_load_balancing",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_token_dispatcher",
+    "moe_token_drop_policy",
+    "moe_pad_to_capacity",
+    "moe_dynamic",
+}
+
+
+def differences(model: TransformerConfig, saved: TransformerConfig) -> dict[str, tuple[Any, Any]]:
+    """Fields that decide the logits, each with its value in the model and in what was saved, where they differ."""
+    ours, theirs = _deciding_fields(model), _deciding_fields(saved)
+    names = dict.fromkeys((*ours, *theirs))
+    return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
+
+
+def difference_problems(path: PathLike, model: TransformerConfig, saved: TransformerConfig) -> list[Problem]:
+    """Every difference to what was saved at a path, with the saved value as the one to take."""
+    return [
+        Problem(name, ours, f"{path} has {theirs!r}", (theirs,))
+        for name, (ours, theirs) in differences(model, saved).items()
+    ]
+
+
+def checkpoint_problems(path: PathLike, model: TransformerConfig) -> list[Problem]:
+    """Fields for which the weights of a checkpoint do not fit a model, before anything of the size of one is built."""
+    try:
+        saved = _saved(read_meta(path))
+    except CheckpointError:  # loading says so, or takes an older one in its place
+        return []
+    return [] if saved is None else _misfits(path, saved, model)
+
+
+def check_checkpoint(path: PathLike, meta: Mapping[str, Any], model: object) -> None:
+    """Refuse weights that do not fit, and warn of those that mean something else in this model.
+
+    Args:
+        path: path of the checkpoint.
+        meta: its dictionary.
+        model: the module's ``model_shape``; anything but a ``TransformerConfig`` is passed over.
+
+    Raises:
+        ConfigError: naming every field that differs, if the weights do not fit.
+    """
+    saved = _saved(meta)
+    if saved is None or not isinstance(model, TransformerConfig):
+        return
+    raise_if_any(_misfits(path, saved, model))
+    if different := differences(model, saved):
+        told = ", ".join(f"{name}={theirs!r} (here {ours!r})" for name, (ours, theirs) in different.items())
+        rank_zero_warn(f"{path} was saved from a model that computes something else with these weights: {told}")
+
+
+def refuse_unfilled_checkpoint(path: PathLike, meta: Mapping[str, Any]) -> None:
+    """Raise where a checkpoint of a whole model describes a far larger one, which is about to be built.
+
+    Raises:
+        CheckpointError: with both sizes.
+    """
+    saved = _saved(meta)
+    if saved is None or not os.path.isdir(path):
+        return
+    entries = read_metadata(Path(path)).state_dict_metadata
+    shapes = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    if any(key.endswith(_OF_A_WHOLE_MODEL) for key in shapes):
+        weights = [shape for key, shape in shapes.items() if Key.parse(key).is_model]
+        refuse_unfilled(f"{os.fspath(path)}/{META}", saved, weights)
+
+
+def refuse_unfilled(source: str, config: TransformerConfig, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise where a description asks for far more memory than the tensors beside it; smaller misfits are named later.
+
+    Args:
+        source: the file that describes.
+        config: the model.
+        shapes: shapes of the tensors beside it.
+
+    Raises:
+        CheckpointError: with both sizes.
+    """
+    there = sum(prod(shape) for shape in shapes)
+    if config.num_layers > len(shapes) or config.num_parameters() > _TOO_MANY * there:
+        raise CheckpointError(
+            f"{source} describes {config.num_layers} layers of {config.hidden_size} features with a vocabulary of"
+            f" {config.vocab_size}, and the weights beside it are {len(shapes)} tensors of {there} numbers"
+        )
+
+
+def _deciding_fields(config: TransformerConfig) -> dict[str, Any]:
+    """Fields that decide the logits, in one spelling."""
+    found = {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.name not in _OF_TRAINING and not field.name.startswith("moe_capacity")
+    }
+    if config.position_embedding != "learned":
+        del found["max_position_embeddings"]  # no weight depends on it
+    if not config.num_experts:
+        return {name: value for name, value in found.items() if not name.startswith("moe_")}
+    with_experts = tuple(filter(config.has_experts, range(config.num_layers)))
+    if len(with_experts) == config.num_layers:
+        del found["ffn_hidden_size"]
+    return found | {"moe_layers": with_experts, "moe_ffn_hidden_size": config.expert_ffn_hidden_size}
+
+
+def _saved(meta: Mapping[str, Any]) -> TransformerConfig | None:
+    try:
+        return config_of(meta.get("hyper_parameters") or {})
+    except (ConfigError, TypeError):  # of another version, which may have had other fields
+        return None
+
+
+def _misfits(path: PathLike, saved: TransformerConfig, model: TransformerConfig) -> list[Problem]:
+    """Every difference, if the weights do not fit for one of them."""
+    fits = model.num_layers == saved.num_layers and parameter_shapes(model) == parameter_shapes(saved)
+    return [] if fits else difference_problems(path, model, saved)
