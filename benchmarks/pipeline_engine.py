@@ -14,8 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,10 +79,6 @@ class SleepingWork:
 
     def hidden_shape(self, microbatch: int) -> tuple[int, ...]:
         return 64, 1, 64
-
-    @contextmanager
-    def last_backward(self) -> Iterator[None]:
-        yield
 
 
 class _Sleep(torch.autograd.Function):

@@ -1,21 +1,21 @@
-"""What the rest of the house must know of a parameter that it holds only a piece of.
+"""Descriptions of parameters of which a rank holds a part.
 
-A layer declares a :class:`ParamSpec` for each of its own parameters; checkpoints, clipping, gradient reduction and
-conversion read them and so never need to know a layer or a model.
+A layer declares a :class:`ParamSpec` for each of its own parameters. Checkpoints, clipping, gradient reduction and
+conversion read the specs, and depend on no layer or model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 
 class ShardRanks(NamedTuple):
-    """Where a rank stands on the axes that cut parameters; a mesh has one.
+    """Position of a rank on the axes that shard parameters; a mesh has one.
 
     Attributes:
         tp: position on the tensor-parallel axis.
@@ -30,11 +30,11 @@ class ShardRanks(NamedTuple):
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular piece of a tensor, in coordinates of the whole.
+    """A rectangular part of a tensor, in coordinates of the whole.
 
     Attributes:
-        offsets: first index of the piece, per dimension.
-        sizes: length of the piece, per dimension.
+        offsets: first index of the part, per dimension.
+        sizes: length of the part, per dimension.
     """
 
     offsets: tuple[int, ...]
@@ -47,12 +47,12 @@ class Box:
 
     @property
     def is_empty(self) -> bool:
-        """True if the piece holds no element."""
+        """True if the box holds no element."""
         return any(size == 0 for size in self.sizes)
 
 
 SAME_NAME = "(the same name)"
-"""As ``ParamSpec.tied_with``: the other stage has the parameter under the same global name."""
+"""Value of ``ParamSpec.tied_with`` if the other stage has the parameter under the same global name."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,18 @@ class ParamSpec:
     """A parameter in the coordinates of the whole model.
 
     Attributes:
-        global_shape: the true shape over all ranks, without padding.
-        tp_dim: the dimension that tensor parallelism cuts into equal contiguous slices; ``None`` if every tp rank
+        global_shape: the shape over all ranks, without padding.
+        tp_dim: the dimension that tensor parallelism splits into equal contiguous slices; ``None`` if every tp rank
             holds the whole parameter. The local slices may together be longer than ``global_shape`` (a padded
-            vocabulary); what lies beyond is padding, is never saved and has a zero gradient.
-        ep_dim: the dimension that counts experts, which expert parallelism cuts likewise. A parameter that has one
-            belongs to experts: ``tp_dim`` is then cut by expert tensor parallelism, and its replicas are the ranks of
+            vocabulary); the rest is padding, is never saved and has a zero gradient.
+        ep_dim: the dimension that counts experts, which expert parallelism splits likewise. A parameter that has one
+            belongs to experts: expert tensor parallelism then splits ``tp_dim``, and its replicas are the ranks of
             the expert-data axis.
-        grad_sum_over_tp: the whole parameter is on every tp rank but each sees only part of the sequence, so that its
-            gradient must be summed over tp (norms and row biases under sequence parallelism).
-        decay: whether weight decay applies by default (not to norms and biases).
+        grad_sum_over_tp: True if every tp rank holds the whole parameter but sees only part of the sequence, so that
+            its gradient must be summed over tp (norms and row biases under sequence parallelism).
+        decay: True if weight decay applies by default (not to norms and biases).
         tied_with: global name of the parameter this one repeats on another pipeline stage; a repeated parameter is
-            left out of gradient norms and checkpoints. A layer, which does not know global names, says ``SAME_NAME``.
+            left out of gradient norms and checkpoints. A layer does not know global names and declares ``SAME_NAME``.
     """
 
     global_shape: tuple[int, ...]
@@ -83,16 +83,16 @@ class ParamSpec:
 
     @property
     def is_expert(self) -> bool:
-        """True if it belongs to experts, and so to the expert grid of ranks."""
+        """True for a parameter of experts, whose ranks form the expert grid."""
         return self.ep_dim is not None
 
     def cuts(self, ranks: ShardRanks) -> dict[int, int]:
-        """The dimensions that are cut, each with the position of a rank along it."""
+        """The sharded dimensions, each with the position of a rank along it."""
         along = {self.tp_dim: ranks.etp if self.is_expert else ranks.tp, self.ep_dim: ranks.ep}
         return {dim: rank for dim, rank in along.items() if dim is not None}
 
     def local_box(self, local_shape: tuple[int, ...], ranks: ShardRanks) -> Box:
-        """The box of the global parameter that a local tensor of ``local_shape`` holds at ``ranks``, padding cut."""
+        """The box of the global parameter that a tensor of ``local_shape`` holds at ``ranks``, without padding."""
         offsets = [0] * len(local_shape)
         sizes = list(local_shape)
         for dim, rank in self.cuts(ranks).items():
@@ -102,16 +102,19 @@ class ParamSpec:
         return Box(tuple(offsets), tuple(sizes))
 
 
-@dataclass(frozen=True)
-class FlatPiece:
-    """A contiguous range of one local parameter, flattened: what a rank's optimizer shard holds of it.
+@dataclass(frozen=True, eq=False)
+class ParamShard:
+    """A contiguous range of one flattened local parameter, with the optimizer state that a rank holds for it.
 
     Attributes:
         name: global name of the parameter.
         spec: its spec.
         local_shape: shape of the parameter on this rank, padding included.
         start: first element of the range in the flattened local parameter.
-        end: one past the last.
+        end: one past the last element.
+        main: ``[end - start]``, main values (the tensor that the optimizer updates), a view.
+        state: state per element by name (``exp_avg``), each ``[end - start]``, views.
+        shared: state that all elements share by name (``step``), 0-dim tensors or numbers.
     """
 
     name: str
@@ -119,6 +122,9 @@ class FlatPiece:
     local_shape: tuple[int, ...]
     start: int
     end: int
+    main: Tensor
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    shared: Mapping[str, Any] = field(default_factory=dict)
 
 
 def is_calibration(key: str) -> bool:
@@ -141,8 +147,8 @@ class HasParamSpecs(Protocol):
 def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamSpec]]:
     """Every parameter of ``model`` once, with its global name and spec.
 
-    A parameter that no layer speaks for (a plain ``nn.Linear`` of the user's) is taken as held whole by every rank,
-    and decayed if it is a matrix.
+    A parameter without a declared spec (a plain ``nn.Linear`` of the user's) counts as held whole by every rank, with
+    weight decay if it is a matrix.
     """
     declared: dict[int, ParamSpec] = {}
     for module in model.modules():
@@ -165,9 +171,9 @@ def load_full(model: nn.Module, tensors: Mapping[str, Tensor], ranks: ShardRanks
     """Copy this rank's slices of whole parameters into ``model``; the rest of a padded slice becomes zero.
 
     Args:
-        model: whose parameters are filled.
-        tensors: whole parameters by global name, without padding; what this part of the model lacks is left out.
-        ranks: where this rank stands (``ParallelMesh.shard_ranks``).
+        model: model whose parameters are filled.
+        tensors: whole parameters by global name, without padding; names that this part of the model lacks are ignored.
+        ranks: position of this rank (``ParallelMesh.shard_ranks``).
 
     Raises:
         KeyError: for a parameter that ``tensors`` does not have.

@@ -17,13 +17,10 @@ from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.keys import MAIN, Key, groups_key, model_key, optimizer_family, state_key
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import FlatPiece, ParamSpec
+from lightning_megatron.params import ParamShard, ParamSpec
 
 State = dict[str, Any]
 """Fragments, and under a few keys other values, by checkpoint key."""
-
-Piece = tuple[FlatPiece, Tensor, Mapping[str, Tensor], Mapping[str, Any]]
-"""A range of a local parameter, its main values, its per-element state and the state that its elements share."""
 
 
 def local_tensors(model: nn.Module) -> dict[str, Any]:
@@ -67,7 +64,7 @@ def model_state(tensors: Mapping[str, Any], specs: Mapping[str, ParamSpec], mesh
 
 def optimizer_state(
     index: int,
-    pieces: Iterable[Piece],
+    shards: Iterable[ParamShard],
     mesh: ParallelMesh,
     param_groups: Sequence[Mapping[str, Any]],
     *,
@@ -80,32 +77,32 @@ def optimizer_state(
 
     Args:
         index: number of the optimizer in the module.
-        pieces: what this rank holds, parameter by parameter.
+        shards: this rank's shards, parameter by parameter.
         mesh: where this rank stands.
         param_groups: scalars of each group, and under ``"params"`` the global names of all its parameters on this
             stage (not only of those in this rank's shard).
         sharded: True if each rank of ``mesh.dp_cp`` holds a shard, False if each holds everything.
     """
-    pieces = list(pieces)
-    names = {piece.name: piece.spec for piece, *_ in pieces}
+    shards = list(shards)
+    names = {shard.name: shard.spec for shard in shards}
     sizes = dict.fromkeys(names, 0)
-    for piece, main, *_ in pieces:
-        sizes[piece.name] += main.nbytes
+    for shard in shards:
+        sizes[shard.name] += shard.main.nbytes
     writes = _writers(sizes, names, mesh, dp_replicates=not sharded)
     state: State = {}
-    for piece, main, elements, shared in pieces:
-        spec, write = piece.spec, writes[piece.name]
-        saved_name = spec.tied_with or piece.name
-        assert MAIN not in elements, f"{MAIN!r} is the name of the main values"
+    for shard in shards:
+        spec, write = shard.spec, writes[shard.name]
+        saved_name = spec.tied_with or shard.name
+        assert MAIN not in shard.state, f"{MAIN!r} is the name of the main values"
         origin = False
-        for name, flat in {MAIN: main, **elements}.items():
+        for name, flat in {MAIN: shard.main, **shard.state}.items():
             key = state_key(index, saved_name, name)
-            if flat.numel() != piece.end - piece.start:
-                raise ValueError(f"{key} has {flat.numel()} elements for a range of {piece.end - piece.start}")
-            fragment = Fragment.of_flat(flat, spec, piece.local_shape, mesh.shard_ranks, piece.start, write)
+            if flat.numel() != shard.end - shard.start:
+                raise ValueError(f"{key} has {flat.numel()} elements for a range of {shard.end - shard.start}")
+            fragment = Fragment.of_flat(flat, spec, shard.local_shape, mesh.shard_ranks, shard.start, write)
             origin = fragment.writes_origin
             _add(state, key, fragment)
-        for name, value in shared.items():
+        for name, value in shard.shared.items():
             scalar = value if torch.is_tensor(value) else _scalar(value)
             key = state_key(index, saved_name, name)
             _add(state, key, Fragment.of_local(scalar, ParamSpec(()), mesh.shard_ranks, origin))

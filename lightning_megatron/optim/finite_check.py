@@ -21,7 +21,7 @@ from lightning_megatron.finite import first_bad_row, not_finite
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.bucket_plan import ALIGNMENT
-from lightning_megatron.optim.buffers.buffer import Slot
+from lightning_megatron.optim.buffers.slot import Slot
 from lightning_megatron.optim.zero import ShardedOptimizer
 
 _SHOWN = 3
@@ -167,7 +167,7 @@ class FiniteCheck:
 
     def _sharded_looks(self, kind: str) -> list[_Look]:
         looks = []
-        for bucket, part, start in self._sharded.stepped():
+        for bucket, part, start in self._sharded.updated_tensors():
             x = part.grad if kind == "step" else part
             if x is not None:
                 looks.append(_Look(kind, *_looked_at(x), _namer(bucket.slots, start)))

@@ -1,15 +1,12 @@
-"""The dynamic loss scale of fp16 training, and when gradients may be reduced in bf16."""
+"""The dynamic loss scale of fp16 training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from lightning_megatron.arguments import Rule, Rules, above, at_least, field_problems
 from lightning_megatron.errors import Problem, raise_if_any
 
-_BF16_REDUCE_LIMIT = 256
 _RULES: Rules = {
     "scale": above(0.0),
     "minimum": above(0.0),
@@ -28,12 +25,12 @@ class DynamicLossScale:
     overflows since the last growth only skip the step, and only a growth gives them back.
 
     Attributes:
-        scale: the factor now.
-        minimum: the scale never falls below.
-        growth_interval: steps in a row without overflow after which the scale grows.
-        growth_factor: by which it grows.
-        backoff_factor: by which it shrinks.
-        hysteresis: overflows since the last growth from which on the scale shrinks.
+        scale: the current factor.
+        minimum: lower bound of the scale.
+        growth_interval: number of consecutive steps without overflow after which the scale grows.
+        growth_factor: factor by which the scale grows.
+        backoff_factor: factor by which the scale shrinks.
+        hysteresis: number of overflows since the last growth at which the scale begins to shrink.
     """
 
     scale: float = 2.0**32
@@ -53,14 +50,14 @@ class DynamicLossScale:
 
     @property
     def inverse(self) -> float:
-        """What turns scaled gradients into real ones."""
+        """Factor that removes the scale from gradients."""
         return 1.0 / self.scale
 
     def update(self, found_inf: bool) -> None:
         """Account for one step.
 
         Args:
-            found_inf: whether any rank's gradient overflowed, so that the step was skipped.
+            found_inf: True if any rank's gradient overflowed, so that the step was skipped.
         """
         if found_inf:
             self._good_steps = 0
@@ -75,24 +72,11 @@ class DynamicLossScale:
             self.scale *= self.growth_factor
 
     def state_dict(self) -> dict[str, float]:
-        """What changes while training: plain numbers."""
+        """The state that changes during training, as plain numbers."""
         return {"scale": self.scale, "good_steps": self._good_steps, "tolerated_overflows": self._tolerated}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Restore the result of :meth:`state_dict`."""
         self.scale = float(state["scale"])
         self._good_steps = int(state["good_steps"])
         self._tolerated = int(state["tolerated_overflows"])
-
-
-def grad_reduce_dtype_rule(micro_batches: int, dp: int) -> torch.dtype:
-    """Dtype in which bf16 training may sum gradients over micro-batches and ranks.
-
-    Gaudi's Megatron-LM fork (release 1.20) allows bf16 while a gradient has at most 256 summands; beyond, the sum is
-    so much larger than a summand that bf16's 8 bits lose it. Only Gaudi profits: elsewhere the caller takes fp32.
-
-    Args:
-        micro_batches: of one step on one replica.
-        dp: replicas.
-    """
-    return torch.bfloat16 if micro_batches * dp <= _BF16_REDUCE_LIMIT else torch.float32

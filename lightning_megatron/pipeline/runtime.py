@@ -6,8 +6,8 @@ the last backward. With one stage and several micro-batches this is plain gradie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -52,10 +52,6 @@ class StageWork(Protocol):
         """Shape of the activations between stages, ``[S, B, H]`` or a shard of it."""
         ...
 
-    def last_backward(self) -> AbstractContextManager[None]:
-        """Context of the last backwards of each stage in a step: their gradients are complete when they end."""
-        ...
-
 
 @lru_cache(maxsize=64)
 def training_plan(name: str | None, pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[Step, ...]:
@@ -87,10 +83,21 @@ class PipelineRuntime:
         self._device, self._dtype = device, dtype
         self._weight_grads = weight_grads
 
-    def run(self, plan: Sequence[Step], work: StageWork) -> None:
+    def run(
+        self,
+        plan: Sequence[Step],
+        work: StageWork,
+        last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Execute a plan; returns when everything has been computed and sent.
 
         An exception of an action gets a note with the pipeline rank and the action.
+
+        Args:
+            plan: this rank's actions and transfers.
+            work: the computation of the stages.
+            last_backward: brackets the last backwards of each stage in the step; gradients that they reach are complete
+                afterwards.
         """
         actions = [step for step in plan if isinstance(step, Action)]
         trains = any(action.kind != "F" for action in actions)
@@ -107,7 +114,7 @@ class PipelineRuntime:
                     if step.kind == "F":
                         run.forward(step, keep=trains)
                     elif final[step.stage, step.kind] == step:
-                        with work.last_backward():
+                        with last_backward():
                             execute[step.kind](step)
                     else:
                         execute[step.kind](step)

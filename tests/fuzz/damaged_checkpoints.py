@@ -233,11 +233,11 @@ def digest_of(trainer: Any, module: Any) -> str:
     for name, value in module.state_dict().items():
         digest.update(name.encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     for optimizer in trainer.strategy.sharded_optimizers:
-        for piece, main, elements, shared in optimizer.pieces():
-            values = {"main": main, **elements, **shared}
+        for shard in optimizer.param_shards():
+            values = {"main": shard.main, **shard.state, **shard.shared}
             for name, value in sorted(values.items()):
                 content = torch.as_tensor(value).detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-                digest.update(f"{piece.name}.{name}".encode() + content)
+                digest.update(f"{shard.name}.{name}".encode() + content)
     return digest.hexdigest()
 
 

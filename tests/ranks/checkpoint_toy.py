@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint import State, model_state, optimizer_state
-from lightning_megatron.checkpoint.state_dict import Piece
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import Axis, ParallelMesh
-from lightning_megatron.params import FlatPiece, ParamSpec
+from lightning_megatron.params import ParamShard, ParamSpec
 
 STATES = ("main", "exp_avg", "exp_avg_sq")
 GROUPS = [{"lr": 0.125, "betas": (0.9, 0.95), "weight_decay": 0.1}, {"lr": 0.125, "weight_decay": 0.0}]
@@ -93,7 +92,7 @@ class Toy:
     def _own(self, flat: Tensor, axis: Axis) -> Tensor:
         return flat.chunk(axis.size)[axis.rank] if self.sharded else flat
 
-    def pieces(self) -> Iterator[Piece]:
+    def param_shards(self) -> Iterator[ParamShard]:
         for (names, axis), flat in zip(self._shared_out, self.flats, strict=True):
             length, begin = len(flat["main"]), 0
             first = axis.rank * length if self.sharded else 0
@@ -102,15 +101,16 @@ class Toy:
                 start, end = max(begin, first), min(begin + prod(shape), first + length)
                 if start < end:
                     main, *elements = (flat[kind][start - first : end - first] for kind in STATES)
-                    piece = FlatPiece(name, spec, shape, start - begin, end - begin)
-                    yield piece, main, dict(zip(STATES[1:], elements, strict=True)), {"step": self.step, "count": 3}
+                    state = dict(zip(STATES[1:], elements, strict=True))
+                    shared = {"step": self.step, "count": 3}
+                    yield ParamShard(name, spec, shape, start - begin, end - begin, main, state, shared)
                 begin += prod(shape)
 
     def state(self) -> State:
         named = [[n for n, s in self.specs.items() if s.decay == decay] for decay in (True, False)]
         groups = [{**group, "params": names} for group, names in zip(GROUPS, named, strict=True)]
         model = model_state(self.params, self.specs, self.mesh)
-        return model | optimizer_state(0, self.pieces(), self.mesh, groups, sharded=self.sharded)
+        return model | optimizer_state(0, self.param_shards(), self.mesh, groups, sharded=self.sharded)
 
     def wrong(self) -> list[str]:
         """Names of local tensors that are not bit-equal to the right ones (padding: to zero)."""

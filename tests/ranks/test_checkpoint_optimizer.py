@@ -9,6 +9,7 @@ from torch import nn
 from lightning_megatron.checkpoint import load, local_tensors, model_state, optimizer_state, regrouped, save
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs, spec_registry
 
@@ -24,7 +25,9 @@ class Job:
             [{"params": list(self.model[0].parameters()), "weight_decay": 0.0}, {"params": self.model[2].parameters()}],
             lr=lr,
         )
-        self.zero = ShardedOptimizer(optimizer, named_specs(self.model), self.mesh, shard=shard, bucket_size=200)
+        self.zero = ShardedOptimizer(
+            optimizer, named_specs(self.model), self.mesh, DistributedOptimizerConfig(shard=shard, bucket_size=200)
+        )
         self.shard = shard
 
     def train(self, steps: range) -> None:
@@ -44,7 +47,7 @@ class Job:
         named = zip(self.zero.optimizer.param_groups, self.zero.group_names(), strict=True)
         groups = [{k: v for k, v in group.items() if k != "params"} | {"params": names} for group, names in named]
         model = model_state(local_tensors(self.model), spec_registry(self.model), self.mesh)
-        return model | optimizer_state(0, self.zero.pieces(), self.mesh, groups, sharded=self.shard)
+        return model | optimizer_state(0, self.zero.param_shards(), self.mesh, groups, sharded=self.shard)
 
     def resume(self, path) -> None:
         self.zero.init_state()

@@ -96,8 +96,8 @@ def nudge_a_norm(trainer: Any, module: Any) -> None:
 
 def nudge_a_moment(trainer: Any, module: Any) -> None:
     (optimizer,) = trainer.strategy.sharded_optimizers
-    piece = next(p for p in optimizer.pieces() if "norm" in p.piece.name)
-    piece.state["exp_avg"].view(-1)[0] += 1.0
+    shard = next(s for s in optimizer.param_shards() if "norm" in s.name)
+    shard.state["exp_avg"].view(-1)[0] += 1.0
 
 
 def names_in(folder: Path) -> list[str]:

@@ -304,8 +304,8 @@ def main_values() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tenso
     module = Net()
     trainer = quiet_trainer(MegatronStrategy(), max_epochs=1, precision="bf16-mixed", use_distributed_sampler=False)
     trainer.fit(module, DataLoader(torch.ones(8, 4), batch_size=4))  # type: ignore[arg-type]
-    pieces = trainer.strategy.sharded_optimizers[0].pieces()  # type: ignore[attr-defined]
-    own = {f"{piece.name}[{piece.start}:{piece.end}]": values.cpu().clone() for piece, values, *_ in pieces}
+    shards = trainer.strategy.sharded_optimizers[0].param_shards()  # type: ignore[attr-defined]
+    own = {f"{shard.name}[{shard.start}:{shard.end}]": shard.main.cpu().clone() for shard in shards}
     rounded = {name: value.cpu() for name, value in module.state_dict().items()}
     return trainer.strategy.main_state_dict(), own, rounded  # type: ignore[attr-defined]
 

@@ -44,7 +44,7 @@ def test_the_rule_is_asked_with_micro_batches_and_its_answer_is_used_and_said(
 
     class Watched(module.OptimizerSet):
         def __init__(self, *args: Any, **options: Any) -> None:
-            given.append(options["reduce_dtype"])
+            given.append(args[3].reduce_dtype)
             super().__init__(*args, **options)
 
     monkeypatch.setattr(module, "OptimizerSet", Watched)

@@ -123,7 +123,7 @@ def test_a_bad_model_is_not_saved_and_the_good_one_stays(tmp_path: Path, in_back
 def test_bad_optimizer_state_is_not_saved(tmp_path: Path) -> None:
     def spoil(module: Any) -> None:
         (optimizer,) = module.trainer.strategy.sharded_optimizers
-        optimizer.pieces()[0].state["exp_avg"].view(-1)[0] = float("inf")
+        optimizer.param_shards()[0].state["exp_avg"].view(-1)[0] = float("inf")
         module.trainer.save_checkpoint(tmp_path / "a.ckpt")
 
     with pytest.raises(CheckpointError, match=r"optimizer_0\.state\.model\..*\.exp_avg: 1 of"):

@@ -206,7 +206,7 @@ def test_the_command_line_vouches_by_name() -> None:
         assert isinstance(cli.trainer.strategy, MegatronStrategy)
         return cli.trainer.strategy
 
-    assert strategy("Trust", "torch.optim.LBFGS")._elementwise == ("Trust", "torch.optim.LBFGS")
+    assert strategy("Trust", "torch.optim.LBFGS")._job.optimizer.elementwise == ("Trust", "torch.optim.LBFGS")
 
 
 @pytest.mark.parametrize("given", ["no_such_package.Lion", "torch.nn.Linear", int])

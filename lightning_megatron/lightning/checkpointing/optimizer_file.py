@@ -38,7 +38,7 @@ def export_optimizers(
             state[key] = [{**group, "params": sorted(group["params"])} for group in value]
     memory = export_state(path, state, experts, through)
     for optimizer in optimizers:
-        optimizer.forget_untrue_state()
+        optimizer.drop_initial_state()
     return memory
 
 
@@ -54,7 +54,7 @@ def import_optimizers(
     for optimizer in optimizers:
         optimizer.finish_param_gather()
     for optimizer in optimizers:
-        optimizer.init_state(apart=True)
+        optimizer.init_state(split=True)
     state, experts = _state(optimizers, through.mesh, sharded)
     memory = import_state(path, state, experts, through)
     on_all_ranks(through.mesh, f"loading {path}", lambda: refuse_nonfinite(state, ()))
@@ -76,7 +76,7 @@ def _state(optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh, sharded: 
     for index, optimizer in enumerate(optimizers):
         optimizer.init_state()
         part: dict[str, Any] = optimizer_part(index, optimizer, mesh, sharded)
-        names = {piece.name for piece, *_ in optimizer.pieces() if piece.spec.is_expert}
+        names = {shard.name for shard in optimizer.param_shards() if shard.spec.is_expert}
         experts |= {key for key in part if (parsed := Key.parse(key)).state and parsed.name in names}
         state |= part
     return state, experts

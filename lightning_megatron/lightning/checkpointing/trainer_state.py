@@ -101,7 +101,7 @@ def save_trainer_checkpoint(
     else:
         writer.begin(pending)
     for optimizer in optimizers:
-        optimizer.forget_untrue_state()
+        optimizer.drop_initial_state()
 
 
 def load_trainer_checkpoint(
@@ -157,7 +157,7 @@ def load_trainer_checkpoint(
     for index, optimizer in enumerate(optimizers):
         continue_optimizer(index, optimizer, target.state)
         if not meta.get("global_step"):
-            optimizer.forget_untrue_state()
+            optimizer.drop_initial_state()
     return _lightning_dictionary(loaded.meta, target, module, optimizers), loaded.per_rank
 
 
@@ -212,7 +212,7 @@ def _target(
     for key, version in versions.items():
         state |= version_state(key, version, module, mesh)
     for index, optimizer in enumerate(optimizers):
-        optimizer.init_state(apart=True)
+        optimizer.init_state(split=True)
         state |= optimizer_part(index, optimizer, mesh, sharded)
     return _Target(state, edited, versions)
 
@@ -252,7 +252,7 @@ def optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh, 
         {**settings, "params": names}
         for settings, names in zip(optimizer.group_settings(), optimizer.group_names(), strict=True)
     ]
-    state = optimizer_state(index, optimizer.pieces(), mesh, groups, sharded=sharded)
+    state = optimizer_state(index, optimizer.param_shards(), mesh, groups, sharded=sharded)
     return state | {whole_state_key(index, name): kept for name, kept in optimizer.whole_state().items()}
 
 
@@ -265,9 +265,9 @@ def continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State) ->
     for note in notes:
         rank_zero_warn(note)
     known = shared_state(state, index)
-    for piece, *_, shared in optimizer.pieces():
-        numbers = {name: value for name, value in shared.items() if isinstance(value, int | float)}
+    for shard in optimizer.param_shards():
+        numbers = {name: value for name, value in shard.shared.items() if isinstance(value, int | float)}
         if numbers:
-            own = known.get(piece.spec.tied_with or piece.name, {})
-            optimizer.load_piece_state(piece, scalars={name: own[name] for name in numbers if name in own})
+            own = known.get(shard.spec.tied_with or shard.name, {})
+            optimizer.load_shard_state(shard, shared={name: own[name] for name in numbers if name in own})
     optimizer.refresh_params()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -98,12 +98,10 @@ class StepEngine:
             Output of one ``training_step`` on the whole batch, without its graph.
         """
 
-        def last_backward() -> AbstractContextManager[None]:
-            return nullcontext() if optimizers is None else optimizers.last_backward()
-
-        work = TrainingWork(module, micro_batches, rest, self._boundary, scale, last_backward)
+        work = TrainingWork(module, micro_batches, rest, self._boundary, scale)
         layout, rank = self._mesh.layout, self._mesh.pp.rank
-        self._runtime.run(training_plan(self._schedule, layout.pp, layout.vpp, len(micro_batches), rank), work)
+        plan = training_plan(self._schedule, layout.pp, layout.vpp, len(micro_batches), rank)
+        self._runtime.run(plan, work, nullcontext if optimizers is None else optimizers.last_backward)
         if optimizers is not None:
             optimizers.sum_tied()
         self._metrics.step_is_over()

@@ -1,4 +1,4 @@
-"""Groups that a callback added to an optimizer in mid-run, when the run goes on from a checkpoint."""
+"""Optimizer groups added by finetuning callbacks, restored when a run resumes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_megatron.optim.zero import ShardedOptimizer
 def rejoin_groups(
     checkpoint: Mapping[str, Any], module: LightningModule, optimizers: Sequence[ShardedOptimizer]
 ) -> None:
-    """Add the groups that ``BaseFinetuning`` had added when a checkpoint was saved, and train what is in them.
+    """Add the groups that ``BaseFinetuning`` had added when a checkpoint was saved, and unfreeze their parameters.
 
-    Lightning does it before ``fit`` begins, when this strategy has not loaded the callback's state yet; and it leaves
-    the parameters frozen, so that a run that goes on does not train them any more.
+    Lightning does this before ``fit`` begins, when this strategy has not loaded the callback's state yet; and it leaves
+    the parameters frozen, so that a resumed run would not train them.
 
     Args:
-        checkpoint: what was saved beside tensors.
-        module: the user's.
+        checkpoint: the saved values that are no tensors.
+        module: the user's module.
         optimizers: the distributed optimizers.
     """
     callbacks = [c for c in module.trainer.callbacks if isinstance(c, BaseFinetuning)]  # type: ignore[attr-defined]
@@ -33,4 +33,4 @@ def rejoin_groups(
             for group in groups[len(optimizer.param_groups) :]:
                 joining = [params[name].requires_grad_() for name in group["params"] if name in params]
                 optimizer.add_param_group({**group, "params": joining})
-            optimizers[index].take_in_newcomers()
+            optimizers[index].add_new_params()

@@ -13,43 +13,48 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_megatron.config.layout import HasBatchShape
 from lightning_megatron.device import HPU, DeviceKind
 from lightning_megatron.lightning._private import training_data
-from lightning_megatron.optim.loss_scale import grad_reduce_dtype_rule
+from lightning_megatron.optim.config import grad_reduce_dtype_rule
 
 GradReduceDtype = Literal["fp32", "bf16"]
 REDUCE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def reduce_dtype(
-    asked: GradReduceDtype | None, kind: DeviceKind, params: torch.dtype, micro_batches: int | None, dp: int
+    requested: GradReduceDtype | None,
+    kind: DeviceKind,
+    params: torch.dtype,
+    micro_batches_per_step: int | None,
+    data_parallel_size: int,
 ) -> torch.dtype | None:
-    """Dtype of gradients on the wire, said in the log where it follows a rule.
+    """Dtype in which gradients are summed over ranks; logged if it follows Intel's rule.
 
     Args:
-        asked: argument of the strategy; ``None`` leaves it to Intel's rule on Gaudi.
-        kind: of the devices.
+        requested: the strategy's argument; ``None`` for Intel's rule on Gaudi.
+        kind: kind of the devices.
         params: dtype of the parameters.
-        micro_batches: of one optimizer step on one replica; ``None`` if unknown, which counts as many.
-        dp: replicas.
+        micro_batches_per_step: forwards of one optimizer step on one replica; ``None`` if unknown, which gives fp32.
+        data_parallel_size: number of replicas.
 
     Returns:
-        The dtype, ``None`` for that in which gradients are accumulated.
+        The dtype, ``None`` for the dtype in which gradients are accumulated.
     """
-    if asked is not None:
-        return REDUCE_DTYPES[asked]
+    if requested is not None:
+        return REDUCE_DTYPES[requested]
     if kind is not HPU or params != torch.bfloat16:
         return None
-    if micro_batches is None:
+    if micro_batches_per_step is None:
         chosen, why = torch.float32, "the batch size is unknown before training"
     else:
-        chosen = grad_reduce_dtype_rule(micro_batches, dp)
-        why = f"{micro_batches} micro-batches x dp {dp} = {micro_batches * dp} summands"
+        chosen = grad_reduce_dtype_rule(micro_batches_per_step, data_parallel_size)
+        summands = micro_batches_per_step * data_parallel_size
+        why = f"{micro_batches_per_step} micro-batches x dp {data_parallel_size} = {summands} summands"
     name = next(name for name, dtype in REDUCE_DTYPES.items() if dtype is chosen)
     rank_zero_info(f"gradients are summed over ranks in {name} ({why}; grad_reduce_dtype chooses otherwise)")
     return chosen
 
 
 def micro_batches_of_step(trainer: Trainer, micro_batch_size: int | None) -> int | None:
-    """Forwards of one optimizer step on one replica, the most of any epoch; ``None`` if nobody says the batch size."""
+    """Forwards of one optimizer step on one replica, at most in any epoch; ``None`` if the batch size is unknown."""
     accumulated = [trainer.accumulate_grad_batches]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
@@ -61,7 +66,7 @@ def micro_batches_of_step(trainer: Trainer, micro_batch_size: int | None) -> int
 
 
 def _batch_size(data: Any) -> int | None:
-    """Samples of one batch of a data module or loader, if it says so; of several loaders the largest."""
+    """Samples of one batch of a data module or loader, the largest of several loaders; ``None`` if unknown."""
     if isinstance(data, HasBatchShape):
         return data.batch_shape.batch_size
     if isinstance(data, Mapping | list | tuple):

@@ -1,9 +1,9 @@
-"""The distributed optimizers of a module, and the window of accumulation that each is in."""
+"""The distributed optimizers of a module through the batches of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 from weakref import ref
@@ -18,15 +18,14 @@ from torch.optim import Optimizer
 
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning._private import MockOptimizer
-from lightning_megatron.lightning.precision import PrecisionMode
 from lightning_megatron.lightning.step.per_token_loss import TokenCounter
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.buffers.buffer import Slot
+from lightning_megatron.optim.broadcast import broadcast_params
+from lightning_megatron.optim.buffers.slot import Slot
+from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.optim.finite_check import FiniteCheck
 from lightning_megatron.optim.norms import norms_by_name
-from lightning_megatron.optim.reach import Vouched
 from lightning_megatron.optim.replicas import ReplicaCheck
-from lightning_megatron.optim.start import start_alike
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs
 from lightning_megatron.pipeline.tied_embeddings import SharedParameters, held_by_stages, sum_tied_gradients, tied_names
@@ -35,27 +34,27 @@ from lightning_megatron.recorder.file_format import Kind
 
 @runtime_checkable
 class AfterOptimizerStep(Protocol):
-    """A module that does something of its own after every optimizer step (balances of experts)."""
+    """A module with work to do after every optimizer step (such as expert biases)."""
 
     def after_optimizer_step(self) -> None:
-        """A step has been taken."""
+        """Called after a step was taken."""
         ...
 
 
 @runtime_checkable
 class ForgetStep(Protocol):
-    """One of these that must not learn from a step that was not taken."""
+    """A module that must not learn from a step that was skipped."""
 
     def forget_step(self) -> None:
-        """Drop what the forwards of the step have shown."""
+        """Discard what was recorded in the forwards of the step."""
         ...
 
 
 class Holder:
-    """A module's note of the strategy whose optimizers have its parameters on their buffers; copies have none.
+    """Weak reference of a module to the strategy whose optimizers hold its parameters; copies have none.
 
     Args:
-        strategy: not kept alive.
+        strategy: the strategy.
     """
 
     def __init__(self, strategy: object = None) -> None:
@@ -63,7 +62,7 @@ class Holder:
 
     @property
     def strategy(self) -> object:
-        """The strategy, if it is still there."""
+        """The strategy, if it still exists."""
         return None if self._strategy is None else self._strategy()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -71,23 +70,18 @@ class Holder:
 
 
 class OptimizerSet:
-    """One :class:`ShardedOptimizer` for each optimizer of the user's; none where ``configure_optimizers`` gave none.
+    """One :class:`ShardedOptimizer` for each of the user's optimizers; none if ``configure_optimizers`` returned none.
 
     Args:
-        module: whose parameters they hold.
-        optimizers: the user's.
-        mesh: this rank's.
-        mode: dtypes.
-        shard: whether data-parallel ranks share main parameters and state out.
-        reduce_dtype: of gradients on the wire; ``None`` for that of accumulation.
-        overlap_grad_reduce: see ``MegatronStrategy``.
-        overlap_param_gather: see ``MegatronStrategy``.
-        bucket_size: see ``MegatronStrategy``.
-        elementwise: see ``MegatronStrategy``.
-        check_finite: whether losses, gradients and parameters are looked at before each step.
+        module: the module that is trained.
+        optimizers: the user's optimizers.
+        mesh: this rank's mesh.
+        config: the switches of the distributed optimizer.
+        check_finite: True to check losses, gradients and parameters for NaN and infinity before each step.
 
     Attributes:
-        finite_checks: what does, by optimizer.
+        sharded: the distributed optimizers.
+        finite_checks: the checks for NaN and infinity, by optimizer.
     """
 
     def __init__(
@@ -95,14 +89,7 @@ class OptimizerSet:
         module: LightningModule,
         optimizers: Sequence[Optimizer],
         mesh: ParallelMesh,
-        mode: PrecisionMode,
-        *,
-        shard: bool,
-        reduce_dtype: torch.dtype | None,
-        overlap_grad_reduce: bool,
-        overlap_param_gather: bool,
-        bucket_size: int | None,
-        elementwise: Sequence[Vouched] = (),
+        config: DistributedOptimizerConfig,
         check_finite: bool = True,
     ) -> None:
         self._mesh = mesh
@@ -111,7 +98,7 @@ class OptimizerSet:
         raise_if_any(_shared_problems(optimizers, {id(param): name for name, param, _ in specs}))
         self._tied = tied_names([spec.tied_with for _, _, spec in specs if spec.tied_with], mesh)
         self._shared = self._held_by_several(specs)
-        start_alike(specs, mesh)
+        broadcast_params(specs, mesh)
         self._shared.share_values({name: param for name, param, _ in specs})
         specs = [
             (name, param, replace(spec, tied_with=name) if name in self._shared.repeated else spec)
@@ -119,22 +106,10 @@ class OptimizerSet:
         ]
         self._own_names = [name for name, _, spec in specs if spec.tied_with is None]
         own = {name for name, _, _ in specs}
+        reduce_late = own.intersection(self._tied | set(self._shared.names))
+        config = replace(config, keep_param_grads=not module.automatic_optimization)
         self.sharded = [
-            ShardedOptimizer(
-                optimizer,
-                specs,
-                mesh,
-                shard=shard,
-                main_dtype=mode.main,
-                grad_dtype=mode.grads,
-                reduce_dtype=reduce_dtype,
-                overlap_grad_reduce=overlap_grad_reduce,
-                overlap_param_gather=overlap_param_gather,
-                bucket_size=bucket_size,
-                elementwise=elementwise,
-                hold=own.intersection(self._tied | set(self._shared.names)),
-                leave_grads=not module.automatic_optimization,
-            )
+            ShardedOptimizer(optimizer, specs, mesh, config, reduce_late)
             for optimizer in optimizers
             if not isinstance(optimizer, MockOptimizer)
         ]
@@ -143,31 +118,30 @@ class OptimizerSet:
         self._replica_checks = {sharded: ReplicaCheck(sharded, mesh) for sharded in self.sharded}
         params = {name: param for name, param, _ in specs}
         self.finite_checks = {s: FiniteCheck(s, params, mesh) for s in self.sharded} if check_finite else {}
-        self._see_steps = [m for m in module.modules() if isinstance(m, AfterOptimizerStep)]
-        self._forget_steps: list[ForgetStep] = [m for m in module.modules() if isinstance(m, ForgetStep)]
+        self._after_step = [m for m in module.modules() if isinstance(m, AfterOptimizerStep)]
+        self._after_skipped_step: list[ForgetStep] = [m for m in module.modules() if isinstance(m, ForgetStep)]
         self._tokens = TokenCounter(mesh.dp)
         self._is_automatic = module.automatic_optimization
         self._clears_itself = is_overridden("optimizer_zero_grad", module)
         self._probe: _Probe | None = None
 
     def _held_by_several(self, specs: Sequence[tuple[str, nn.Parameter, ParamSpec]]) -> SharedParameters:
-        """Parameters beside the model, which every stage has built."""
+        """Parameters outside the model, which every stage has built."""
         if self._mesh.pp.size == 1:
             return SharedParameters([], frozenset(), self._mesh.pp)
         trained = {name: tuple(param.shape) for name, param, _ in specs if param.requires_grad}
         return SharedParameters(held_by_stages(trained, self._mesh), self._tied, self._mesh.pp)
 
     def begin_batch(self, first: bool, backward_is_ours: bool) -> None:
-        """Before the ``training_step`` of a batch.
+        """Prepare gradients for the ``training_step`` of a batch.
 
-        Lightning clears gradients between ``training_step`` and ``backward``, at the first batch of those that it
-        accumulates. Where there is one backward, outside of ``training_step``, it does so itself. Where
-        ``training_step`` has run the backwards of all micro-batches by then, we clear before, and what it clears is
-        hidden from it.
+        Lightning clears gradients between ``training_step`` and ``backward``, at the first of the batches that it
+        accumulates. With one backward, after ``training_step``, this is left to Lightning. If ``training_step`` runs
+        the backwards of all micro-batches, gradients are cleared here, and the new ones are hidden from Lightning.
 
         Args:
-            first: whether Lightning will clear.
-            backward_is_ours: whether ``training_step`` runs backwards.
+            first: True if Lightning will clear gradients.
+            backward_is_ours: True if ``training_step`` runs backwards.
         """
         for sharded in self.sharded:
             sharded.finish_uncalled_gather()
@@ -175,10 +149,10 @@ class OptimizerSet:
             return
         self._probe = None
         for sharded in self.sharded:
-            sharded.take_in_newcomers()
+            sharded.add_new_params()
         if not first:
             if backward_is_ours:
-                self._reopen()
+                self._continue_accumulation()
             return
         self._tokens.restart()
         for sharded in self.sharded:
@@ -189,15 +163,15 @@ class OptimizerSet:
                 sharded.zero_grads()
 
     def end_batch(self, output: Any, batches: int, backward_was_ours: bool) -> Any:
-        """After it: what Lightning clears now is gone already, and what has come since is not to be seen.
+        """Finish the ``training_step`` of a batch: hide new gradients from Lightning, which now clears old ones.
 
         Args:
-            output: of the step, on this replica's whole batch.
-            batches: what Lightning divides the loss of each accumulated batch by.
-            backward_was_ours: whether ``training_step`` has run backwards.
+            output: output of the step, on this replica's whole batch.
+            batches: number of accumulated batches, by which Lightning divides each loss.
+            backward_was_ours: True if ``training_step`` has run backwards.
 
         Returns:
-            The output; with the mean loss where it said how many tokens its loss is the sum of.
+            The output; with the mean loss if it has the number of tokens.
         """
         self._see_loss(output)
         if output is None or not self._is_automatic:
@@ -210,26 +184,26 @@ class OptimizerSet:
         return self.mean_over_tokens(output, batches)
 
     def _see_loss(self, output: Any) -> None:
-        """Before it is averaged with that of other replicas, and where it was computed: on the last stage."""
+        """Check the loss on the last stage, where it is computed, before it is averaged over replicas."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and self._mesh.pp.rank == self._mesh.pp.size - 1:
             for check in self.finite_checks.values():
                 check.see_loss(loss)
 
     def begin_backward(self) -> None:
-        """Before Lightning's own backward of a batch: gradients that nobody has cleared are added to."""
+        """Prepare Lightning's own backward of a batch, which adds to gradients that were not cleared."""
         self._check_probe()
-        self._reopen()
+        self._continue_accumulation()
 
     def show_grads(self) -> None:
-        """End of the backwards, before the hooks of :meth:`Strategy.backward`."""
+        """Show the gradients again after the backwards, before the hooks of :meth:`Strategy.backward`."""
         self._check_probe()
         for slot in (slot for sharded in self.sharded for slot in sharded.slots):
             slot.unhide()
 
-    def _reopen(self) -> None:
+    def _continue_accumulation(self) -> None:
         for sharded in self.sharded:
-            sharded.reopen()
+            sharded.continue_accumulation()
 
     def _check_probe(self) -> None:
         probe, self._probe = self._probe, None
@@ -241,14 +215,14 @@ class OptimizerSet:
             )
 
     def mean_over_tokens(self, output: Any, batches: int) -> Any:
-        """Count a batch whose ``training_step`` said how many tokens its loss is the sum of; others pass.
+        """Average a loss over the tokens whose number ``training_step`` returned; other outputs pass unchanged.
 
         Args:
-            output: of the step, on this replica's whole batch.
-            batches: what Lightning divides the loss of each accumulated batch by.
+            output: output of the step, on this replica's whole batch.
+            batches: number of accumulated batches, by which Lightning divides each loss.
 
         Returns:
-            The same with the mean loss, see :meth:`TokenCounter.normalize`.
+            The output with the mean loss, see :meth:`TokenCounter.normalize`.
         """
         output = self._tokens.normalize(output)
         for sharded in self.sharded:
@@ -256,44 +230,45 @@ class OptimizerSet:
         return output
 
     def check_replicas(self, sharded: ShardedOptimizer) -> None:
-        """Compare gradients that tensor-parallel ranks should have alike; in the first steps only."""
+        """Compare gradients that must be equal on tensor-parallel ranks; in the first steps only."""
         self._replica_checks[sharded]()
 
     def step_is_over(self, optimizer: Optimizer, is_last: bool, is_refused: bool) -> None:
-        """A step has been taken, or refused.
+        """Finish a step that was taken or skipped.
 
         Args:
-            optimizer: the user's.
-            is_last: whether the epoch is over, whose hooks may look at parameters.
-            is_refused: whether it was not taken because of what its forwards have shown.
+            optimizer: the user's optimizer.
+            is_last: True if the epoch is over; its hooks may read parameters.
+            is_refused: True if the step was skipped by the step gate.
         """
         if is_last:
             self.finish_param_gather()
         if is_refused:
-            for forgetful in self._forget_steps:
+            for forgetful in self._after_skipped_step:
                 forgetful.forget_step()
             return
         if self.sharded and optimizer is self.sharded[0].optimizer:
-            for module in self._see_steps:
+            for module in self._after_step:
                 module.after_optimizer_step()
 
     @contextmanager
     def last_backward(self, last: bool = True) -> Iterator[None]:
-        """The backward inside is the last of the step for the parameters it reaches (or it is not)."""
-        for sharded in self.sharded:
-            sharded.sync = last
-        try:
-            yield
-        finally:
+        """Bracket the backward that is the last of the step for the parameters it reaches.
+
+        Args:
+            last: False if it is not the last after all.
+        """
+        with ExitStack() as stack:
             for sharded in self.sharded:
-                sharded.sync = False
+                stack.enter_context(sharded.last_backward(last))
+            yield
 
     def sum_tied(self) -> None:
-        """Sum the gradients of what several pipeline stages hold; after the last backward of a step."""
+        """Sum the gradients of parameters that several pipeline stages hold; after the last backward of a step."""
         if self._mesh.pp.size == 1:
             return
         for sharded in self.sharded:
-            sharded.look_at_held()
+            sharded.inspect_late_grads()
             own = {name for names in sharded.group_names() for name in names}
             shared = {name: sharded.main_grad(name) for name in own.intersection(self._shared.names)}
             self._shared.sum_gradients(shared, self._mesh.rng.device)
@@ -304,10 +279,10 @@ class OptimizerSet:
         """L2 norms of the gradients of all parameters of the model, by global name; all ranks call this."""
         if self._names is None:
             self._names = _names_on_all_stages(self._own_names, self._mesh)
-        pieces = (piece for sharded in self.sharded for piece in sharded.counted_grads())
+        grads = (grad for sharded in self.sharded for grad in sharded.counted_grads())
         dtypes = {sharded.norm_dtype for sharded in self.sharded}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        return norms_by_name(pieces, self._names, self._mesh.world, self._mesh.rng.device, dtype)
+        return norms_by_name(grads, self._names, self._mesh.world, self._mesh.rng.device, dtype)
 
     def finish_param_gather(self) -> None:
         """Wait until all parameters have the values of the last step."""
@@ -315,7 +290,7 @@ class OptimizerSet:
             sharded.finish_param_gather()
 
     def check_params(self) -> None:
-        """Look at all parameters before the first step; every rank must call this.
+        """Check all parameters before the first step; every rank must call this.
 
         Raises:
             NonFiniteError: on all ranks, naming parameters that are NaN or infinite.
@@ -323,17 +298,17 @@ class OptimizerSet:
         for check in [*self.finite_checks.values()][:1]:
             check.check_params()
 
-    def settle_finite(self) -> None:
-        """Hear whether the last step was made of finite numbers; every rank must call this.
+    def finish_finite_checks(self) -> None:
+        """Wait for the checks of the last step; every rank must call this.
 
         Raises:
-            NonFiniteError: on all ranks, if it was not.
+            NonFiniteError: on all ranks, if the step had a NaN or an infinity.
         """
         for check in self.finite_checks.values():
-            check.settle()
+            check.finish()
 
     def close(self) -> None:
-        """Give parameters storage of their own; optimizer state is gone."""
+        """Give parameters storage of their own; optimizer state is dropped."""
         for sharded in self.sharded:
             sharded.close()
 
@@ -348,7 +323,7 @@ def _names_on_all_stages(own: list[str], mesh: ParallelMesh) -> list[str]:
 
 
 class _Probe:
-    """A gradient of zeros in the place of one that is gone, to see whether an ``optimizer_zero_grad`` clears it."""
+    """A zero gradient that shows if the user's ``optimizer_zero_grad`` clears gradients."""
 
     def __init__(self, slot: Slot) -> None:
         self._param, self._like = slot.owned.param, slot.grad if slot.aliased else slot.data
@@ -363,7 +338,7 @@ class _Probe:
 
 
 def _shared_problems(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[Problem]:
-    """Parameters that two optimizers hold: each lies in one buffer."""
+    """Parameters that two optimizers hold; a parameter can be in one buffer only."""
     found, holder = [], dict[int, int]()
     for index, optimizer in enumerate(optimizers):
         for param in (param for group in optimizer.param_groups for param in group["params"]):

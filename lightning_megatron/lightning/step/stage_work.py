@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -95,7 +94,6 @@ class TrainingWork(_Work):
         rest: arguments that Lightning passes after the batch.
         boundary: boundary of pipeline stages.
         scale: factor of a loss before backward, besides its weight.
-        last_backward: context of the last backward of each stage.
     """
 
     def __init__(
@@ -105,10 +103,9 @@ class TrainingWork(_Work):
         rest: tuple[Any, ...],
         boundary: StageBoundary,
         scale: float,
-        last_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(module, module.training_step, micro_batches, rest, boundary)
-        self._scale, self._last_backward = scale, last_backward
+        self._scale = scale
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor | None] = []
         self._extras: list[Mapping[str, Any]] = []
@@ -137,10 +134,6 @@ class TrainingWork(_Work):
     def loss_scale(self, weight: float) -> float:
         """The share of the micro-batch, times the scale of the batch."""
         return weight * self._scale
-
-    def last_backward(self) -> AbstractContextManager[None]:
-        """Context of the last backward of a stage."""
-        return self._last_backward()
 
     @property
     def totals(self) -> list[Tensor]:
@@ -183,10 +176,6 @@ class EvaluationWork(_Work):
     def on_last_stage(self, output: Any, weight: float, scale: BackwardScale) -> None:
         """Keep the output."""
         self._outputs.append(output)
-
-    def last_backward(self) -> AbstractContextManager[None]:
-        """No context: nothing is differentiated."""
-        return nullcontext()
 
     def output(self) -> Any:
         """Outputs of all micro-batches, joined; ``None`` on a stage that is not the last."""

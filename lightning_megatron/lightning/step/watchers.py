@@ -1,4 +1,4 @@
-"""Callbacks and modules that read or write parameters between steps, while a gather may still be filling them."""
+"""Detection of callbacks and modules that read or write parameters between steps, while a gather may be running."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _AROUND_STEPS = (*_BETWEEN_STEPS, "optimizer_step")
 def watches_parameters(trainer: Trainer) -> bool:
     """True if a callback or the module may read or write parameters after a step and before the next forward.
 
-    Lightning's own callbacks do not, save weight averaging; of anybody else's that uses such a hook we cannot know, and
-    a stale parameter is worse than a lost overlap.
+    Of Lightning's own callbacks only weight averaging does. Any other callback with such a hook is assumed to: a stale
+    parameter is worse than a lost overlap.
     """
     module = trainer.lightning_module
     if not module.automatic_optimization or _overrides(module, LightningModule, _AROUND_STEPS):
@@ -25,7 +25,7 @@ def watches_parameters(trainer: Trainer) -> bool:
 def _hooks_in(callback: Callback) -> bool:
     if any(
         base.__name__ in ("WeightAveraging", "StochasticWeightAveraging") for base in type(callback).__mro__
-    ):  # by name: 2.5 has none
+    ):  # by name: Lightning 2.5 has no WeightAveraging
         return True
     if type(callback).__module__.startswith(("lightning.", "lightning_megatron.")):
         return False

@@ -81,14 +81,14 @@ class CheckpointStrategy(MeshStrategy):
         if self._optimizer_set is not None:
             self._optimizer_set.finish_param_gather()
 
-    def _settle_finite(self) -> None:
+    def _finish_finite_checks(self) -> None:
         if self._optimizer_set is not None:
-            self._optimizer_set.settle_finite()
+            self._optimizer_set.finish_finite_checks()
 
     def _settle_params(self) -> None:
         self.finish_param_gather()
         for optimizer in self.sharded_optimizers:
-            optimizer.take_written_values()
+            optimizer.copy_written_values()
 
     def refresh_main_params(self) -> None:
         """Make all main values those of the parameters, at once.
@@ -147,7 +147,7 @@ class CheckpointStrategy(MeshStrategy):
             raise TypeError(f"{type(self).__name__} writes local directories and takes no storage_options")
         assert self.lightning_module is not None
         raise_if_any(address_problems("filepath", filepath))
-        self._settle_finite()
+        self._finish_finite_checks()
         self._settle_params()
         path, lost = self.broadcast((str(filepath), self._folders.lost()))
         if lost:

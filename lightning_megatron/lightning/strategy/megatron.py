@@ -23,7 +23,6 @@ from lightning_megatron.lightning.strategy.settings import (
     CPCommType,
     JobSettings,
     LightningParts,
-    OptimizerSettings,
     PipelineSchedule,
     SavingSettings,
 )
@@ -31,6 +30,7 @@ from lightning_megatron.lightning.validation.accelerators import accelerator_pro
 from lightning_megatron.lightning.validation.features import compile_problems, plugin_problems
 from lightning_megatron.lightning.validation.job import ELSEWHERE, RULES, Job, backend_problems, job_problems
 from lightning_megatron.ops.fp8 import Fp8Recipe
+from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.pipeline.schedule import schedule_problems
 from lightning_megatron.recompute import RecomputeMethod, RecomputePlan, recompute_problems
@@ -174,18 +174,18 @@ class MegatronStrategy(RunStrategy):
             layout,
             split,
             RecomputePlan(*recomputed),
-            OptimizerSettings(
+            DistributedOptimizerConfig(
                 shard=distributed_optimizer,
                 elementwise=tuple(elementwise_optimizers or ()),
                 overlap_grad_reduce=overlap_grad_reduce,
                 overlap_param_gather=overlap_param_gather,
-                grad_reduce_dtype=grad_reduce_dtype,
                 bucket_size=bucket_size,
             ),
             SavingSettings(run_async=async_save, verify_on_load=verify_on_load, on_signal=save_on_signal),
             arguments,
             pipeline_schedule=pipeline_schedule,
             micro_batch_size=micro_batch_size,
+            grad_reduce_dtype=grad_reduce_dtype,
             broadcast_predictions=broadcast_predictions,
             compile=compile,
             gpu_migration=gpu_migration,

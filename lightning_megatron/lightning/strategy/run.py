@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -197,19 +198,16 @@ class RunStrategy(CheckpointStrategy):
         assert self.lightning_module is not None
         mode, kind = self.precision_plugin.mode, devices.kind_of(self.root_device)
         summands = micro_batches_of_step(trainer, self.micro_batch_size), self.data_parallel_size
-        watched, settings = watches_parameters(trainer), self._job.optimizer
+        watched = watches_parameters(trainer)
+        config = replace(
+            self._job.optimizer,
+            main_dtype=mode.main,
+            grad_dtype=mode.grads,
+            reduce_dtype=reduce_dtype(self._job.grad_reduce_dtype, kind, mode.params, *summands),
+            overlap_param_gather=self._job.optimizer.overlap_param_gather and not watched,
+        )
         self._optimizer_set = OptimizerSet(
-            self.lightning_module,
-            self.optimizers,
-            self.mesh,
-            mode,
-            shard=settings.shard,
-            reduce_dtype=reduce_dtype(settings.grad_reduce_dtype, kind, mode.params, *summands),
-            overlap_grad_reduce=settings.overlap_grad_reduce,
-            overlap_param_gather=settings.overlap_param_gather and not watched,
-            bucket_size=settings.bucket_size,
-            elementwise=settings.elementwise,
-            check_finite=self._job.check_for_nan,
+            self.lightning_module, self.optimizers, self.mesh, config, check_finite=self._job.check_for_nan
         )
         found = self._optimizer_set
         self.precision_plugin.manage(self.sharded_optimizers, found.check_replicas, watched, found.finite_checks)
@@ -355,7 +353,7 @@ class RunStrategy(CheckpointStrategy):
 
     def on_train_end(self) -> None:
         """Leave whole parameters behind, and durable checkpoints."""
-        self._settle_finite()
+        self._finish_finite_checks()
         self.finish_param_gather()
         self.finish_save()
 

@@ -11,11 +11,11 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from torch.optim import Optimizer
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.lightning.step.grad_reduction import GradReduceDtype
 from lightning_megatron.ops.fp8 import Fp8Recipe
+from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.recompute import RecomputePlan
 
@@ -41,27 +41,6 @@ class LightningParts:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """Settings of the distributed optimizer; arguments of ``MegatronStrategy`` explain them.
-
-    Attributes:
-        shard: True if data-parallel ranks share main parameters and optimizer state out.
-        elementwise: optimizers that the user vouches for.
-        overlap_grad_reduce: True if gradients are sent during backward.
-        overlap_param_gather: True if parameters are gathered during forward.
-        grad_reduce_dtype: dtype of gradients on the wire, by name.
-        bucket_size: gradient elements sent at once.
-    """
-
-    shard: bool = True
-    elementwise: tuple[str | type[Optimizer], ...] = ()
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = True
-    grad_reduce_dtype: GradReduceDtype | None = None
-    bucket_size: int | None = None
-
-
-@dataclass(frozen=True)
 class SavingSettings:
     """Settings of checkpoints; arguments of ``MegatronStrategy`` explain them.
 
@@ -84,11 +63,12 @@ class JobSettings:
         layout: number of ranks of each kind of parallelism; the number of data-parallel ranks is still open.
         split: share of each pipeline stage in the layers.
         recompute: activations that are computed again.
-        optimizer: settings of the distributed optimizer.
+        optimizer: switches of the distributed optimizer; dtypes are set when training begins.
         saving: settings of checkpoints.
         arguments: arguments of the constructor, as given.
         pipeline_schedule: name of the pipeline schedule.
         micro_batch_size: samples of one forward.
+        grad_reduce_dtype: dtype in which gradients are summed over ranks; ``None`` for Intel's rule on Gaudi.
         broadcast_predictions: True if all stages get the output of ``predict_step``.
         compile: True or a backend, for compiled blocks.
         gpu_migration: True if modules written for CUDA run on Gaudi.
@@ -104,11 +84,12 @@ class JobSettings:
     layout: ParallelLayout
     split: LayerSplit
     recompute: RecomputePlan
-    optimizer: OptimizerSettings = OptimizerSettings()
+    optimizer: DistributedOptimizerConfig = field(default_factory=DistributedOptimizerConfig)
     saving: SavingSettings = SavingSettings()
     arguments: Mapping[str, Any] | None = None
     pipeline_schedule: PipelineSchedule | None = None
     micro_batch_size: int | None = None
+    grad_reduce_dtype: GradReduceDtype | None = None
     broadcast_predictions: bool = True
     compile: bool | str = False
     gpu_migration: bool = False

@@ -38,7 +38,7 @@ from lightning_megatron.lightning.validation.features import (
 from lightning_megatron.lightning.validation.saving import saving_problems
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.ops.registry import Ops, parse_op_modes
-from lightning_megatron.optim.reach import vouching_problems
+from lightning_megatron.optim.update_scope import elementwise_problems
 from lightning_megatron.pipeline.partition import parse_layout
 from lightning_megatron.recompute import granularity_problems
 
@@ -47,7 +47,7 @@ RULES: Rules = {
     "ops": Check(lambda asked: parse_op_modes(asked)[1]),
     "fp8": Check(lambda recipe: [] if recipe is None else recipe.problems()),
     "checkpoint_io": Check(lambda plugin: [] if plugin is None else [checkpoint_io_problem("checkpoint_io", plugin)]),
-    "elementwise_optimizers": Check(lambda vouched: vouching_problems(vouched or ())),
+    "elementwise_optimizers": Check(lambda given: elementwise_problems(given or ())),
     "pipeline_layout": Check(lambda text: [] if text is None else problems_of(parse_layout, text)),
     **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "vpp", "recompute_num_layers"), at_least(1)),
     **BATCH_RULES,

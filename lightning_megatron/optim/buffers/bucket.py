@@ -1,9 +1,8 @@
-"""A stretch of a flat buffer that is communicated at once."""
+"""A bucket: the range of a flat buffer that one collective sends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,12 +10,10 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
+from lightning_megatron.optim.buffers.slot import BufferKey, Slot
 from lightning_megatron.recorder.file_format import Kind
 
-if TYPE_CHECKING:
-    from lightning_megatron.optim.buffers.buffer import BufferKey, Slot
-
-# torch 2.13 renamed both and warns about the old names; older torch knows only those.
+# torch 2.13 renamed both functions and warns about the old names, which are the only ones in older torch.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -25,7 +22,7 @@ class Bucket:
     """Parameters whose gradients are reduced, and whose new values are gathered, in one collective.
 
     With sharding each rank owns one equal share: it gets the sum of the gradients of that share only, updates it, and
-    the gather puts the shares together again. Without, every rank owns all of it. Collectives work in place: a rank's
+    the all-gather restores the whole. Without sharding every rank owns all of it. Collectives work in place: a rank's
     share of the sum replaces its own share of the input, which every backend allows (NCCL's "in-place" rule).
 
     Attributes:
@@ -36,20 +33,20 @@ class Bucket:
         grads: ``[n]``, their accumulated gradients.
         own_start: first element in the buffer of the share that this rank owns.
         own_params: ``[n / ranks]`` (``[n]`` unsharded), a view of ``params``.
-        own_grads: the same of ``grads``; the mean over the axis once a reduction is finished.
-        reduce_started: whether gradients were sent this step, so that none may be added any more.
-        is_mean: whether gradients are what a reduction has left: none may be added before :meth:`take_back`.
+        own_grads: this rank's view of ``grads``; the mean over the axis once a reduction is finished.
+        reduce_started: True if gradients were sent in this step, so that none may be added any more.
+        is_mean: True if gradients are the result of a reduction; none may be added before :meth:`undo_mean`.
 
     Args:
         key: the key of the buffer.
         slots: the parameters.
         start: first element of the bucket in the buffer.
-        params: ``[n]``.
-        grads: ``[n]``.
+        params: ``[n]``, the bucket's range of the flat parameters.
+        grads: ``[n]``, the bucket's range of the flat gradients.
         axis: the ranks that share gradients.
-        shard: whether each owns one share or all.
-        mean_over: how many ranks' gradients the mean is of. More than the axis has where each of them has already
-            summed what other ranks sent it (experts).
+        shard: True if each rank owns one share, False if each owns all.
+        mean_over: number of ranks over whose gradients the mean is taken. It exceeds the size of the axis for experts,
+            whose gradients already include the tokens of other ranks.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class Bucket:
         self.reduce_started = True
         if self.axis.size == 1:
             return
-        sent = self.grads.to(dtype)  # itself where the dtype is that already
+        sent = self.grads.to(dtype)  # no copy if it has that dtype already
         if self.sharded:
             own = sent.view(self.axis.size, -1)[self.axis.rank]
             call = self.axis.call(Kind.REDUCE_SCATTER, sent)
@@ -113,8 +110,8 @@ class Bucket:
             self.is_mean = True
         self.reduce_started = False
 
-    def take_back(self) -> None:
-        """Make of the mean that a reduction has left what gives it again when it is reduced once more."""
+    def undo_mean(self) -> None:
+        """Turn the mean into gradients whose next reduction gives the same mean again, so that more can be added."""
         if self.is_mean:
             self.own_grads.mul_(self._mean_over if self.sharded else self._mean_over / self.axis.size)
             if self.sharded:
@@ -124,7 +121,7 @@ class Bucket:
         self.is_mean = False
 
     def start_gather(self) -> None:
-        """Begin to put the shares of all ranks together in ``params``."""
+        """Begin to gather the shares of all ranks into ``params``."""
         self.finish_gather()
         if self.sharded:
             call = self.axis.call(Kind.ALL_GATHER, self.params)
@@ -132,7 +129,7 @@ class Bucket:
             self._gathering = Pending(self.params, work, call)
 
     def finish_gather(self) -> None:
-        """Wait until ``params`` is whole; costs nothing if no gather is under way."""
+        """Wait until ``params`` is complete; free if no gather is running."""
         if self._gathering is not None:
             pending, self._gathering = self._gathering, None
             pending.wait()

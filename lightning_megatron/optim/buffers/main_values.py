@@ -1,8 +1,8 @@
-"""Main values of a bucket: what the user's optimizer updates, cut where gradients are missing.
+"""Main values of a bucket: the tensors that the user's optimizer updates, split where gradients are missing.
 
-To a torch optimizer a parameter without a gradient (``None``) is one to leave alone: no decay, no momentum, no step
-counted. One long tensor has one gradient. So where some parameters of a bucket have a gradient and others have none, it
-is cut between them, and the optimizer itself leaves the right ones alone. Cuts are views: nothing is copied.
+A torch optimizer skips a parameter without a gradient (``None``): no decay, no momentum, no step counted. One long
+tensor has one gradient. So where only some parameters of a bucket have a gradient, the tensor is split between them,
+and the optimizer itself skips the right ones. Splits are views: nothing is copied.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.optim import Optimizer
 
 from lightning_megatron.comm.collectives import all_gather
 from lightning_megatron.optim.buffers.bucket import Bucket
-from lightning_megatron.optim.buffers.buffer import OwnedParam, Slot
+from lightning_megatron.optim.buffers.slot import OwnedParam, Slot
 
 
 @dataclass(frozen=True)
 class MainParam:
-    """A tensor that a torch optimizer updates: a stretch of a bucket's main values, or one parameter's in its shape.
+    """A tensor that a torch optimizer updates: a range of a bucket's main values, or one parameter's in its shape.
 
     Attributes:
-        param: what stands in the optimizer's group while it steps, and has its state.
-        start: first element, in this rank's share of the bucket.
-        slots: the parameters that lie here, whole or in part; they have always had gradients in the same steps.
-        owned: the one parameter whose shape it has; ``None`` for a flat stretch.
+        param: the tensor in the optimizer's group during a step, to which the optimizer's state belongs.
+        start: first element in this rank's share of the bucket.
+        slots: the parameters of the range, whole or in part; they have always had gradients in the same steps.
+        owned: the one parameter whose shape it has; ``None`` for a flat range.
     """
 
     param: nn.Parameter
@@ -38,8 +38,8 @@ class MainParam:
     owned: OwnedParam | None = None
 
     @property
-    def here(self) -> slice:
-        """Where it lies in this rank's share of the bucket."""
+    def span(self) -> slice:
+        """Its range in this rank's share of the bucket."""
         return slice(self.start, self.start + self.param.numel())
 
 
@@ -47,14 +47,14 @@ class MainValues:
     """This rank's share of a bucket, in the dtype in which it is updated.
 
     Attributes:
-        bucket: whose share.
+        bucket: the bucket.
         flat: ``[n]``, the values; the bucket's own parameters where dtypes agree.
-        parts: the same as the optimizer sees it.
+        parts: the tensors that the optimizer sees, views of ``flat``.
 
     Args:
-        bucket: whose share.
-        dtype: of the values; ``None`` for the parameters' own.
-        whole: show the optimizer each parameter in its shape: the model's own ones where dtypes agree.
+        bucket: the bucket.
+        dtype: dtype of the values; ``None`` for the parameters' own.
+        whole: True to show the optimizer each parameter in its shape (the model's own ones where dtypes agree).
     """
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype | None, *, whole: bool = False) -> None:
@@ -64,12 +64,12 @@ class MainValues:
             assert not bucket.sharded, "a share of a bucket may hold a part of a parameter"
             self.parts = [self._whole_param(slot) for slot in bucket.slots]
         else:
-            slots = tuple(slot for slot in bucket.slots if self.stretch(slot))
+            slots = tuple(slot for slot in bucket.slots if self.local_range(slot))
             self.parts = [MainParam(nn.Parameter(self.flat), 0, slots)]
-        self._united: list[tuple[MainParam, dict[str, Any]]] = []
+        self._before_split: list[tuple[MainParam, dict[str, Any]]] = []
 
     def _whole_param(self, slot: Slot) -> MainParam:
-        owned, here = slot.owned, self.stretch(slot)
+        owned, here = slot.owned, self.local_range(slot)
         shaped = self.flat[here.start : here.stop].view(slot.data.shape)
         return MainParam(owned.param if self.is_view else nn.Parameter(shaped), here.start, (slot,), owned)
 
@@ -78,8 +78,8 @@ class MainValues:
         """True if the values are the parameters themselves."""
         return self.flat.dtype == self.bucket.own_params.dtype
 
-    def stretch(self, slot: Slot) -> range:
-        """Where a parameter lies in this rank's share; empty if it does not."""
+    def local_range(self, slot: Slot) -> range:
+        """Range of a parameter in this rank's share; empty if the share has none of it."""
         own = self.bucket.own_start
         begin = max(slot.start, own)
         return range(begin - own, max(begin, min(slot.end, self.bucket.own_end)) - own)
@@ -93,51 +93,51 @@ class MainValues:
 
     # Gradients
 
-    def take_grads(self, optimizer: Optimizer, has_grad: Callable[[Slot], bool]) -> None:
-        """Give every part the gradient that lies in the bucket, or ``None``; cut parts where both are due."""
-        self._cut(optimizer, has_grad)
+    def assign_grads(self, optimizer: Optimizer) -> None:
+        """Give every part its gradient in the bucket, or ``None``; split parts where only some parameters have one."""
+        self._split(optimizer, lambda slot: slot.has_grad)
         for part in self.parts:
-            if not (part.slots and has_grad(part.slots[0])):
+            if not (part.slots and part.slots[0].has_grad):
                 part.param.grad = None
             elif part.owned is not None and part.param is part.owned.param:
                 part.slots[0].attach()
             else:  # the buffer itself where dtypes agree
-                part.param.grad = self.bucket.own_grads[part.here].view(part.param.shape).to(part.param.dtype)
+                part.param.grad = self.bucket.own_grads[part.span].view(part.param.shape).to(part.param.dtype)
 
     def grad_pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """Gradients, parameter by parameter with their names, of those that have one."""
+        """Name and gradient of every parameter that has one, parameter by parameter."""
         for part in self.parts:
             grad = part.param.grad
             if grad is None:
                 continue
             for slot in part.slots:
-                here = self.stretch(slot)
+                here = self.local_range(slot)
                 yield slot.owned.name, grad.view(-1)[here.start - part.start : here.stop - part.start]
 
     @torch.no_grad()
     def to_params(self) -> None:
-        """Main values into the model's parameters."""
+        """Copy main values into the model's parameters."""
         if not self.is_view:
             self.bucket.own_params.copy_(self.flat)
 
     @torch.no_grad()
     def from_params(self) -> None:
-        """Main values from the model's parameters."""
+        """Copy the model's parameters into main values."""
         if not self.is_view:
             self.flat.copy_(self.bucket.own_params)
 
-    # Cuts
+    # Splits
 
-    def _cut(self, optimizer: Optimizer, key: Callable[[Slot], object]) -> None:
+    def _split(self, optimizer: Optimizer, key: Callable[[Slot], object]) -> None:
         if all(len({key(slot) for slot in part.slots}) < 2 for part in self.parts):
             return
-        self.parts = [new for part in self.parts for new in self._pieces(optimizer, part, key)]
+        self.parts = [new for part in self.parts for new in self._split_part(optimizer, part, key)]
 
-    def _pieces(self, optimizer: Optimizer, part: MainParam, key: Callable[[Slot], object]) -> list[MainParam]:
+    def _split_part(self, optimizer: Optimizer, part: MainParam, key: Callable[[Slot], object]) -> list[MainParam]:
         runs = [tuple(run) for _, run in groupby(part.slots, key)]
         if len(runs) < 2:
             return [part]
-        starts = [part.start, *(self.stretch(run[0]).start for run in runs[1:]), part.here.stop]
+        starts = [part.start, *(self.local_range(run[0]).start for run in runs[1:]), part.span.stop]
         state = optimizer.state.pop(part.param, {})
         made = []
         for start, end, run in zip(starts, starts[1:], runs, strict=False):
@@ -151,14 +151,14 @@ class MainValues:
             made.append(new)
         return made
 
-    def spread(self, optimizer: Optimizer) -> None:
-        """Cut between all parameters, so that each can be loaded with a step count of its own."""
-        self._united = [(part, dict(optimizer.state.get(part.param, {}))) for part in self.parts]
-        self._cut(optimizer, id)
+    def split_all(self, optimizer: Optimizer) -> None:
+        """Split between all parameters, so that each can be loaded with a step count of its own."""
+        self._before_split = [(part, dict(optimizer.state.get(part.param, {}))) for part in self.parts]
+        self._split(optimizer, id)
 
-    def unite(self, optimizer: Optimizer) -> None:
-        """Undo :meth:`spread` where all that elements share (the step count) turned out equal."""
-        whole, self._united = self._united, []
+    def undo_split_all(self, optimizer: Optimizer) -> None:
+        """Undo :meth:`split_all` where the state that elements share (the step count) turned out equal."""
+        whole, self._before_split = self._before_split, []
         if not whole:
             return
         parts = []

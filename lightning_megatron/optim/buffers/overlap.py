@@ -1,14 +1,20 @@
-"""When gradients are sent: as early as backward allows, and in one order on all ranks."""
+"""Overlap of communication with computation: gradients are sent during backward, parameters gathered during forward.
+
+All ranks start their collectives in the same order: ranks that start two collectives in different orders hang or mix up
+data.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.comm.collectives import Pending
@@ -21,29 +27,27 @@ class GradReducer:
     """Reduces buckets over data-parallel ranks while backward is still running.
 
     A hook on every parameter notes that its gradient of this step is complete. Buckets start strictly in the order
-    given, which is the same on all ranks: ranks may finish gradients in different orders, but a collective that two
-    ranks start in different order hangs or mixes up data.
+    given, which is the same on all ranks, although ranks may finish gradients in different orders.
 
     Attributes:
-        sync: whether the backward that runs now is the last of the step for the parameters it reaches.
-        complete: whether :meth:`finish` has run since gradients were last cleared or added to.
-        look: called with each bucket once its gradients are complete and still this rank's own.
+        complete: True if :meth:`finish` has run since gradients were last cleared or added to.
+        inspect: function called with each bucket once its gradients are complete and still this rank's own.
 
     Args:
-        tp: the ranks that gradients of ``grad_sum_over_tp`` buckets are summed over.
-        dtype: on the wire; ``None`` means that of the gradients.
-        overlap: whether to start during backward, or only when it is over.
+        tp: the ranks over which gradients of ``grad_sum_over_tp`` buckets are summed.
+        dtype: dtype of gradients during communication; ``None`` for the dtype of the gradients.
+        overlap: True to start reductions during the last backward, False to start them after it.
     """
 
     def __init__(self, tp: Axis, *, dtype: torch.dtype | None, overlap: bool) -> None:
-        self.sync = False
         self.complete = False
-        self.look: Callable[[Bucket], None] | None = None
+        self.inspect: Callable[[Bucket], None] | None = None
+        self._in_last_backward = False
         self._tp = tp
         self._dtype = dtype
         self._overlap = overlap
         self._buckets: list[Bucket] = []
-        # What is changed after backward (summed over tp, or over tied copies) can only be sent after that.
+        # Gradients that change after backward (sums over tp or over tied copies) can only be sent after that.
         self._late: list[Bucket] = []
         self._queue: list[Bucket] = []
         self._next = 0
@@ -51,26 +55,39 @@ class GradReducer:
         self._handles: list[RemovableHandle] = []
 
     def add(self, buckets: Sequence[Bucket]) -> None:
-        """Take charge of buckets, in the order in which backward completes them; not during a backward."""
+        """Add buckets, in the order in which backward completes them; not during a backward."""
         first = len(self._buckets)
         self._buckets += buckets
-        self._late += [b for b in buckets if b.key.grad_sum_over_tp or b.key.held]
+        self._late += [b for b in buckets if b.key.grad_sum_over_tp or b.key.reduce_late]
         self._queue += [b for b in buckets if b not in self._late]
         self._handles += [
-            slot.owned.param.register_post_accumulate_grad_hook(_noting(WeakMethod(self._arrived), i, k))
+            slot.owned.param.register_post_accumulate_grad_hook(_grad_hook(WeakMethod(self._arrived), i, k))
             for i, bucket in enumerate(buckets, first)
             for k, slot in enumerate(bucket.slots)
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the hooks, which are of this process: a copy is to be looked at, and training makes new ones."""
+        """State without the hooks, which belong to this process; a copy is for inspection only."""
         return {**self.__dict__, "_handles": []}
 
     def _all_missing(self) -> dict[int, set[str]]:
-        def awaited(bucket: Bucket) -> set[str]:
+        def expected(bucket: Bucket) -> set[str]:
             return {slot.owned.name for slot in bucket.slots if slot.owned.param.requires_grad}
 
-        return {id(bucket): awaited(bucket) for bucket in self._queue}
+        return {id(bucket): expected(bucket) for bucket in self._queue}
+
+    @contextmanager
+    def last_backward(self, last: bool = True) -> Iterator[None]:
+        """Bracket the backward that is the last of the step for the parameters it reaches.
+
+        Args:
+            last: False if it is not the last after all; then no bucket is sent during it.
+        """
+        self._in_last_backward = last
+        try:
+            yield
+        finally:
+            self._in_last_backward = False
 
     def _arrived(self, bucket_index: int, slot_index: int) -> None:
         bucket = self._buckets[bucket_index]
@@ -79,7 +96,7 @@ class GradReducer:
             raise RuntimeError(
                 f"a gradient of {slot.owned.name!r} arrived after its bucket had been sent to the other data-parallel "
                 "ranks: a second backward ran although the one before was declared the last of the step. Declare only "
-                "the last one (sync=True), or switch overlap_grad_reduce off."
+                "the last one (last_backward), or switch overlap_grad_reduce off."
             )
         if self.complete:
             if bucket.is_mean and slot.owned.param.grad is slot.grad:
@@ -87,9 +104,9 @@ class GradReducer:
                     f"a gradient of {slot.owned.name!r} was added to one that has been averaged over ranks: call "
                     "self.manual_backward(loss) instead of loss.backward(), or zero_grad() before it"
                 )
-            self.reopen()
+            self.continue_accumulation()
         slot.collect()
-        if self.sync and self._overlap and not (bucket.key.grad_sum_over_tp or bucket.key.held):
+        if self._in_last_backward and self._overlap and not (bucket.key.grad_sum_over_tp or bucket.key.reduce_late):
             if self._missing is None:
                 self._missing = self._all_missing()
             self._missing[id(bucket)].discard(slot.owned.name)
@@ -98,39 +115,39 @@ class GradReducer:
     def _start_ready(self, missing: dict[int, set[str]]) -> None:
         while self._next < len(self._queue) and not missing[id(self._queue[self._next])]:
             for slot in self._queue[self._next].slots:
-                if not slot.arrived:  # frozen: nothing comes, and what lies in the buffer is of another step
-                    slot.settle()
+                if not slot.arrived:  # frozen: the buffer still holds the gradient of an earlier step
+                    slot.write_to_buffer()
             self._start(self._queue[self._next])
             self._next += 1
 
     def _start(self, bucket: Bucket) -> None:
-        if self.look is not None and bucket.axis.size > 1:
-            self.look(bucket)
+        if self.inspect is not None and bucket.axis.size > 1:
+            self.inspect(bucket)
         bucket.start_reduce(self._dtype or bucket.grads.dtype)
 
     def finish(self) -> None:
-        """Send what has not been sent, wait for all of it; gradients of own shares are means afterwards."""
+        """Send the remaining buckets and wait for all; gradients of own shares are means afterwards."""
         for bucket in self._queue[self._next :]:
             self._start(bucket)
-        self.look_at_late()
-        if self.look is not None:
-            for bucket in self._queue:  # hooks of the user's may have edited what nobody else has been sent
-                self.look(bucket)
+        self.inspect_late()
+        if self.inspect is not None:
+            for bucket in self._queue:  # user hooks may have edited gradients that are not sent to other ranks
+                self.inspect(bucket)
         self._sum_over_tp()
         for bucket in self._late:
             self._start(bucket)
         self._end()
 
-    def look_at_late(self) -> None:
-        """Have those looked at that something is still to be added to."""
-        if self.look is not None:
+    def inspect_late(self) -> None:
+        """Inspect the buckets whose gradients still change after backward."""
+        if self.inspect is not None:
             for bucket in self._late:
-                self.look(bucket)
+                self.inspect(bucket)
 
     def _sum_over_tp(self) -> None:
         if self._tp.size > 1:
             summed = [bucket for bucket in self._late if bucket.key.grad_sum_over_tp]
-            for pending in [_summing(bucket.grads, self._tp) for bucket in summed]:
+            for pending in [_start_sum(bucket.grads, self._tp) for bucket in summed]:
                 pending.wait()
             for bucket in summed:
                 bucket.is_mean = True
@@ -138,22 +155,22 @@ class GradReducer:
     def _end(self) -> None:
         for bucket in self._queue + self._late:
             bucket.finish_reduce()
-        self.sync = False
+        self._in_last_backward = False
         self._next = 0
         self._missing = None
 
     def reset(self) -> None:
-        """Forget a step that was broken off; waits for what is on the wire."""
+        """Drop the state of a step that was interrupted; waits for reductions that are running."""
         self._end()
         self.complete = False
         for bucket in self._buckets:
             bucket.is_mean = False
 
-    def reopen(self) -> None:
-        """Let gradients be added to those of a step that is over, or that was never taken, where nobody cleared them.
+    def continue_accumulation(self) -> None:
+        """Allow more gradients to be added to those of an earlier backward that were not cleared.
 
-        In plain torch a gradient outlives the step. Here it has been averaged, and other ranks' shares are stale; so
-        what is left is made such that the next reduction finds it once.
+        In plain torch a gradient outlives the step. Here it has been averaged, and other ranks' shares are stale. So
+        the rest is scaled such that the next reduction counts it once.
         """
         over = self.complete or self._next > 0
         if over:
@@ -165,7 +182,7 @@ class GradReducer:
             if over and bucket.is_mean and not all(slot.is_empty for slot in bucket.slots):
                 if self.complete and bucket.key.grad_sum_over_tp and self._tp.size > 1:
                     bucket.own_grads.div_(self._tp.size)
-                bucket.take_back()
+                bucket.undo_mean()
             bucket.is_mean = False
         self.complete = False
 
@@ -177,17 +194,91 @@ class GradReducer:
         self._handles.clear()
 
 
-def _summing(grads: Tensor, axis: Axis) -> Pending:
+class ParamGather:
+    """Gathers the shares of all ranks after an optimizer step.
+
+    With overlap the collectives run on while the next forward begins: a hook in front of each module waits for the
+    buckets of the parameters that the module itself owns. Parameters that may be read without calling their module
+    (those of the root module, an embedding that only the output layer reads) are waited for when a step begins.
+
+    Args:
+        overlap: True to return before the gathers have finished.
+    """
+
+    def __init__(self, *, overlap: bool) -> None:
+        self._buckets: list[Bucket] = []
+        self._overlap = overlap
+        self._handles: list[RemovableHandle] = []
+        self._uncalled: list[Bucket] = []
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Add buckets, in the order in which forward needs them; before :meth:`install`."""
+        self._buckets += buckets
+
+    def start(self) -> None:
+        """Begin all gathers; they have finished on return unless overlap is on and :meth:`install` has been called."""
+        for bucket in self._buckets:
+            bucket.start_gather()
+        if not (self._overlap and self._handles):
+            self.finish()
+
+    def finish_uncalled(self) -> None:
+        """Wait for the buckets that no module hook waits for."""
+        for bucket in self._uncalled:
+            bucket.finish_gather()
+
+    def finish(self) -> None:
+        """Wait until all parameters are complete."""
+        for bucket in self._buckets:
+            bucket.finish_gather()
+
+    def install(self, model: nn.Module) -> None:
+        """Hook the modules of ``model`` that own parameters of the buckets; call it again after adding buckets."""
+        self._remove()
+        bucket_of = {id(slot.owned.param): bucket for bucket in self._buckets for slot in bucket.slots}
+        own = {id(bucket_of[id(p)]) for p in model.parameters(recurse=False) if id(p) in bucket_of}
+        self._uncalled = [b for b in self._buckets if b.sharded and (b.key.tied_copy or id(b) in own)]
+        for module in model.modules():
+            owned = [
+                bucket_of[id(p)] for p in module.parameters(recurse=_reads_child_params(module)) if id(p) in bucket_of
+            ]
+            buckets = [b for b in self._buckets if b.sharded and b in owned]
+            if buckets:
+                self._handles.append(module.register_forward_pre_hook(partial(_wait_for, buckets)))
+
+    def close(self) -> None:
+        """Wait, and remove the hooks."""
+        self.finish()
+        self._remove()
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _start_sum(grads: Tensor, axis: Axis) -> Pending:
     call = axis.call(Kind.ALL_REDUCE, grads)
     return Pending(grads, call.issue(dist.all_reduce, grads, group=axis.group, async_op=True), call)
 
 
-def _noting(arrived: WeakMethod[Callable[[int, int], None]], bucket: int, slot: int) -> Callable[[Tensor], None]:
-    # torch keeps these hooks where Python's garbage collector does not look: one that led back to its parameter would
-    # keep the model, its optimizer and their process groups for as long as the process lives.
-    def note(_: Tensor) -> None:
+def _grad_hook(arrived: WeakMethod[Callable[[int, int], None]], bucket: int, slot: int) -> Callable[[Tensor], None]:
+    # Python's garbage collector does not see these hooks in torch: one that refers to its parameter would keep the
+    # model, its optimizer and their process groups alive as long as the process. Hence the weak reference.
+    def hook(_: Tensor) -> None:
         method = arrived()
         if method is not None:
             method(bucket, slot)
 
-    return note
+    return hook
+
+
+def _reads_child_params(module: nn.Module) -> bool:
+    """True if a module may read parameters of its children without calling them, as torch's attention does."""
+    calls = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, calls)
+
+
+def _wait_for(buckets: Sequence[Bucket], module: nn.Module, inputs: Any) -> None:
+    for bucket in buckets:
+        bucket.finish_gather()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffers import bucket as bucket_module
+from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
 
@@ -91,12 +92,14 @@ def make(case: Case, mesh: ParallelMesh) -> tuple[Net, torch.optim.Optimizer, Sh
         optimizer,
         named_specs(model),
         mesh,
-        shard=case.shard,
-        overlap_grad_reduce=case.overlap,
-        overlap_param_gather=case.overlap,
-        bucket_size=case.bucket_size,
-        alias_grads=case.alias_grads,
-        reduce_dtype=case.reduce_dtype,
+        DistributedOptimizerConfig(
+            shard=case.shard,
+            overlap_grad_reduce=case.overlap,
+            overlap_param_gather=case.overlap,
+            bucket_size=case.bucket_size,
+            alias_grads=case.alias_grads,
+            reduce_dtype=case.reduce_dtype,
+        ),
     )
     zero.install_gather_hooks(model)
     return model, optimizer, zero
@@ -229,7 +232,7 @@ def late_gradient() -> str:
     mesh = ParallelMesh.create(ParallelLayout(), torch.device("cpu"))
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero = ShardedOptimizer(optimizer, named_specs(model), mesh, bucket_size=1)
+    zero = ShardedOptimizer(optimizer, named_specs(model), mesh, DistributedOptimizerConfig(bucket_size=1))
     with zero.last_backward():
         model(torch.ones(2, 4)).sum().backward()
     try:
@@ -251,7 +254,9 @@ def overflow() -> list[bool]:
     seen = []
     for bad in (0.0, float("inf"), float("nan")):
         model = nn.Linear(4, 4)
-        zero = ShardedOptimizer(torch.optim.SGD(model.parameters()), named_specs(model), mesh, shard=False)
+        zero = ShardedOptimizer(
+            torch.optim.SGD(model.parameters()), named_specs(model), mesh, DistributedOptimizerConfig(shard=False)
+        )
         with zero.last_backward():
             (model(torch.ones(2, 4)).sum() * 1.0).backward()
         zero.finish_grad_sync()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
 
@@ -37,7 +38,9 @@ def run(zero: ShardedOptimizer, model: nn.Module, steps: range) -> None:
 def state_bytes(shard: bool, dtype: torch.dtype) -> int:
     mesh = ParallelMesh.create(ParallelLayout(), torch.device("cpu"))
     model = net(dtype)
-    zero = ShardedOptimizer(torch.optim.AdamW(model.parameters()), named_specs(model), mesh, shard=shard)
+    zero = ShardedOptimizer(
+        torch.optim.AdamW(model.parameters()), named_specs(model), mesh, DistributedOptimizerConfig(shard=shard)
+    )
     zero.init_state()
     return zero.state_bytes
 
@@ -61,23 +64,25 @@ def test_optimizer_state_shrinks_with_data_parallel_ranks(ranks: Callable[..., l
 def assembled(zero: ShardedOptimizer) -> dict[str, dict[str, Tensor]]:
     """Whole parameters and their state, from the pieces of all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [tuple(p) for p in zero.pieces()])
+    dist.all_gather_object(gathered, zero.param_shards())
     whole: dict[str, dict[str, Tensor]] = {}
-    for piece, main, state, scalars in (p for rank in gathered for p in rank):
-        size = torch.Size(piece.local_shape).numel()
-        into = whole.setdefault(piece.name, {})
-        for name, value in {"main": main, **state}.items():
+    for shard in (shard for rank in gathered for shard in rank):
+        size = torch.Size(shard.local_shape).numel()
+        into = whole.setdefault(shard.name, {})
+        for name, value in {"main": shard.main, **shard.state}.items():
             target = into.setdefault(name, torch.full((size,), torch.nan))
-            assert target[piece.start : piece.end].isnan().all(), "two ranks hold the same element"
-            target[piece.start : piece.end] = value
-        into["step"] = scalars["step"]
+            assert target[shard.start : shard.end].isnan().all(), "two ranks hold the same element"
+            target[shard.start : shard.end] = value
+        into["step"] = shard.shared["step"]
     return whole
 
 
 def save_and_resume(dtype: torch.dtype) -> None:
     mesh = ParallelMesh.create(ParallelLayout(), torch.device("cpu"))
     model = net(dtype)
-    zero = ShardedOptimizer(torch.optim.AdamW(model.parameters()), named_specs(model), mesh, bucket_size=1000)
+    zero = ShardedOptimizer(
+        torch.optim.AdamW(model.parameters()), named_specs(model), mesh, DistributedOptimizerConfig(bucket_size=1000)
+    )
     run(zero, model, range(3))
     saved = assembled(zero)
     assert set(saved) == {name for name, _ in model.named_parameters()}
@@ -88,12 +93,14 @@ def save_and_resume(dtype: torch.dtype) -> None:
     with torch.no_grad():
         for p in other.parameters():
             p.zero_()
-    fresh = ShardedOptimizer(torch.optim.AdamW(other.parameters()), named_specs(other), mesh, bucket_size=7000)
+    fresh = ShardedOptimizer(
+        torch.optim.AdamW(other.parameters()), named_specs(other), mesh, DistributedOptimizerConfig(bucket_size=7000)
+    )
     fresh.init_state()
-    for piece, *_ in fresh.pieces():
-        of = {name: value[piece.start : piece.end] for name, value in saved[piece.name].items() if name != "step"}
+    for shard in fresh.param_shards():
+        of = {name: value[shard.start : shard.end] for name, value in saved[shard.name].items() if name != "step"}
         main = of.pop("main")
-        fresh.load_piece_state(piece, main, of, {"step": saved[piece.name]["step"]})
+        fresh.load_shard_state(shard, main, of, {"step": saved[shard.name]["step"]})
     fresh.refresh_params()
     run(fresh, other, range(3, 6))
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
@@ -111,7 +118,7 @@ def close_and_go_on() -> None:
     users = list(model.parameters())
     optimizer = torch.optim.AdamW(users)
     for _ in range(2):  # fit twice, with the same objects
-        zero = ShardedOptimizer(optimizer, named_specs(model), mesh, bucket_size=1000)
+        zero = ShardedOptimizer(optimizer, named_specs(model), mesh, DistributedOptimizerConfig(bucket_size=1000))
         zero.install_gather_hooks(model)
         run(zero, model, range(2))
         before = [p.detach().clone() for p in users]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_megatron.comm.collectives import gather_sequence, local_shard, reduce_from_region
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs
 
@@ -48,7 +49,9 @@ def train(tp: int, shard: bool, bucket_size: int) -> tuple[dict[str, Tensor], li
     mesh = single if tp == 0 else ParallelMesh.create(ParallelLayout(tp=tp), torch.device("cpu"))
     model = Toy(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
-    zero = ShardedOptimizer(optimizer, named_specs(model), mesh, shard=shard, bucket_size=bucket_size)
+    zero = ShardedOptimizer(
+        optimizer, named_specs(model), mesh, DistributedOptimizerConfig(shard=shard, bucket_size=bucket_size)
+    )
     zero.install_gather_hooks(model)
     generator = torch.Generator().manual_seed(1)
     norms = []
@@ -57,8 +60,8 @@ def train(tp: int, shard: bool, bucket_size: int) -> tuple[dict[str, Tensor], li
         zero.zero_grads()
         mine = list(range(mesh.dp.rank, 4, mesh.dp.size))
         for i in mine:
-            zero.sync = i == mine[-1]
-            (model(x[i]).square().mean() / len(mine)).backward()
+            with zero.last_backward(i == mine[-1]):
+                (model(x[i]).square().mean() / len(mine)).backward()
         zero.finish_grad_sync()
         norms.append(float(zero.clip_by_norm(0.5)))
         optimizer.step()
@@ -82,7 +85,7 @@ def test_tensor_parallel_equals_one_process(ranks: Callable[..., list[Any]], wor
 
 
 def tied_norms() -> tuple[float, float]:
-    """Norm with a tied copy and without it; and a held parameter whose gradient is changed after backward."""
+    """Norm with a tied copy and without it; and a parameter whose gradient is changed after backward."""
     mesh = ParallelMesh.create(ParallelLayout(), torch.device("cpu"))
     model = nn.Module()
     model.first, model.copy = nn.Parameter(torch.full((70,), 3.0)), nn.Parameter(torch.full((5,), 4.0))
@@ -91,7 +94,7 @@ def tied_norms() -> tuple[float, float]:
         ("copy", model.copy, ParamSpec((5,), tied_with="elsewhere")),
     ]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero = ShardedOptimizer(optimizer, specs, mesh, hold=["copy"], bucket_size=1)
+    zero = ShardedOptimizer(optimizer, specs, mesh, DistributedOptimizerConfig(bucket_size=1), reduce_late=["copy"])
     with zero.last_backward():
         (model.first.square().sum() / 2 + model.copy.square().sum() / 2).backward()
     model.copy.grad.mul_(2)  # what a sum over tied copies would do

@@ -155,7 +155,9 @@ def train(cases: list[Case]) -> list[Outcome]:
     outcomes = []
     for case in cases:
         mesh, runtime, work = engine(case)
-        runtime.run(training_plan(case.name, case.pp, case.vpp, case.micro_batches, mesh.pp.rank), work)
+        runtime.run(
+            training_plan(case.name, case.pp, case.vpp, case.micro_batches, mesh.pp.rank), work, work.last_backward
+        )
         outcomes.append(
             Outcome(
                 work.losses,

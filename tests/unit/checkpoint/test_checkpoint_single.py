@@ -26,7 +26,7 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.directory.atomic_dir import place_for
 from lightning_megatron.checkpoint.integrity.manifest import Manifest
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import FlatPiece, ParamSpec
+from lightning_megatron.params import ParamShard, ParamSpec
 
 MESH = ParallelMesh.single()
 
@@ -85,8 +85,8 @@ def test_another_shape_is_told_with_both_even_if_not_strict(path):
 
 
 def test_a_checkpoint_of_weights_alone_says_so_once(path):
-    piece = FlatPiece("0.weight", ParamSpec((4, 3)), (4, 3), 0, 12)
-    optimizer = optimizer_state(0, [(piece, torch.zeros(12), {}, {"step": 1})], MESH, [])
+    shard = ParamShard("0.weight", ParamSpec((4, 3)), (4, 3), 0, 12, torch.zeros(12), {}, {"step": 1})
+    optimizer = optimizer_state(0, [shard], MESH, [])
     text = refused(path, state_of(net()) | optimizer, "optimizer_0: the checkpoint has none of it", "save_weights_only")
     assert text.count("optimizer_0") == 1
 
@@ -190,9 +190,9 @@ def test_lightning_consolidates_the_directory(tmp_path):
     weight = torch.zeros(16, 3)
     weight[:13] = torch.randn(13, 3)
     model = model_state({"embedding.weight": weight, "norm": torch.ones(3)}, {"embedding.weight": vocabulary}, MESH)
-    piece = FlatPiece("embedding.weight", vocabulary, (16, 3), 0, 48)
     moment = torch.randn(48)
-    entry = (piece, weight.flatten().clone(), {"exp_avg": moment}, {"step": torch.tensor(5.0)})
+    state = {"exp_avg": moment}, {"step": torch.tensor(5.0)}
+    entry = ParamShard("embedding.weight", vocabulary, (16, 3), 0, 48, weight.flatten().clone(), *state)
     groups = [{"lr": 0.1, "params": ["embedding.weight"]}]
     save(tmp_path / "a.ckpt", model | optimizer_state(0, [entry], MESH, groups), {"epoch": 2}, MESH)
     whole = _format_checkpoint(_load_distributed_checkpoint(tmp_path / "a.ckpt"))

@@ -26,7 +26,7 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.integrity.manifest import FileRecord, Manifest, read_manifest, record
 from lightning_megatron.checkpoint.integrity.save_guard import digests, replica_faults
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import FlatPiece, ParamSpec
+from lightning_megatron.params import ParamShard, ParamSpec
 
 MESH = ParallelMesh.single()
 SHAPES = {"up.weight": (4, 3), "up.bias": (4,), "norm": (5,)}
@@ -36,13 +36,13 @@ FAULTS = int(os.environ.get("LIGHTNING_MEGATRON_FUZZ", "300"))
 def state_of(seed: int, leave_out: str | None = None, wrong: str | None = None):
     torch.manual_seed(seed)
     tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    pieces = []
+    shards = []
     for name, shape in SHAPES.items():
         size = tensors[name].numel()
-        piece = FlatPiece(name, ParamSpec(shape), shape, 0, size)
-        pieces.append((piece, torch.randn(size), {"exp_avg": torch.randn(size)}, {"step": torch.tensor(3.0)}))
+        main, moments = torch.randn(size), {"exp_avg": torch.randn(size)}
+        shards.append(ParamShard(name, ParamSpec(shape), shape, 0, size, main, moments, {"step": torch.tensor(3.0)}))
     state = model_state(tensors, {}, MESH)
-    state |= optimizer_state(0, pieces, MESH, [{"lr": 0.1, "params": list(SHAPES)}])
+    state |= optimizer_state(0, shards, MESH, [{"lr": 0.1, "params": list(SHAPES)}])
     if leave_out is not None:
         del state[leave_out]
     if wrong is not None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_megatron.checkpoint import CheckpointError, load, model_state, optimizer_state
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import FlatPiece, ParamSpec
+from lightning_megatron.params import ParamShard, ParamSpec
 
 MESH = ParallelMesh.single()
 SHAPES = {"embed": (5, 2), "bias": (2,)}
@@ -36,17 +36,14 @@ def blank(shapes=SHAPES):
     specs = {name: ParamSpec(shape) for name, shape in shapes.items()}
     moments = {name: torch.zeros(param.numel()) for name, param in params.items()}
     step = torch.tensor(0.0)
-    pieces = [
-        (
-            FlatPiece(name, specs[name], shapes[name], 0, p.numel()),
-            p.view(-1),
-            {"exp_avg": moments[name]},
-            {"step": step},
+    shards = [
+        ParamShard(
+            name, specs[name], shapes[name], 0, p.numel(), p.view(-1), {"exp_avg": moments[name]}, {"step": step}
         )
         for name, p in params.items()
     ]
     groups = [{"lr": 0.0, "params": list(params)}]
-    return model_state(params, specs, MESH) | optimizer_state(0, pieces, MESH, groups), params, moments, step
+    return model_state(params, specs, MESH) | optimizer_state(0, shards, MESH, groups), params, moments, step
 
 
 def test_weights_moments_and_settings_come_out_of_a_file_without_padding(tmp_path):

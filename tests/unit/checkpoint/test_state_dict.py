@@ -7,7 +7,7 @@ from torch import nn
 from lightning_megatron.checkpoint import Fragment, local_tensors, model_state, optimizer_state, regrouped
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import FlatPiece, ParamSpec
+from lightning_megatron.params import ParamShard, ParamSpec
 
 
 class Tied(nn.Module):
@@ -70,17 +70,17 @@ def test_fragments_are_views_of_live_memory():
 def test_a_tensor_that_does_not_fit_its_spec_is_named():
     with pytest.raises(ValueError, match=r"up\.weight: .*\(3, 2\).*\(5, 5\)"):
         model_state({"up.weight": torch.zeros(3, 2)}, {"up.weight": ParamSpec((5, 5), 0)}, ParallelMesh.single())
-    piece = FlatPiece("w", ParamSpec((4,)), (4,), 0, 4)
+    shard = ParamShard("w", ParamSpec((4,)), (4,), 0, 4, torch.zeros(4), {"exp_avg": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"optimizer_0\.state\.w\.exp_avg has 1 elements for a range of 4"):
-        optimizer_state(0, [(piece, torch.zeros(4), {"exp_avg": torch.zeros(1)}, {})], ParallelMesh.single(), [])
+        optimizer_state(0, [shard], ParallelMesh.single(), [])
 
 
 def test_shared_state_is_written_with_the_first_element_of_its_parameter():
     layout = ParallelLayout(dp=2).resolve(2)
     states = []
     for rank in range(2):
-        piece = FlatPiece("w", ParamSpec((4,)), (4,), 2 * rank, 2 * rank + 2)
-        entry = (piece, torch.zeros(2), {}, {"step": torch.tensor(3.0)})
+        span, step = (2 * rank, 2 * rank + 2), {"step": torch.tensor(3.0)}
+        entry = ParamShard("w", ParamSpec((4,)), (4,), *span, torch.zeros(2), {}, step)
         states.append(optimizer_state(0, [entry], ParallelMesh(layout, rank), []))
     assert writers_of("optimizer_0.state.w.step", states) == [0]
     assert writers_of("optimizer_0.state.w.master", states) == [0, 1]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.optim.loss_scale import DynamicLossScale, grad_reduce_dtype_rule
+from lightning_megatron.optim.config import grad_reduce_dtype_rule
+from lightning_megatron.optim.loss_scale import DynamicLossScale
 
 
 def test_first_overflow_is_tolerated_and_each_later_one_halves() -> None:

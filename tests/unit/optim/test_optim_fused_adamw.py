@@ -19,6 +19,7 @@ from lightning_megatron.checkpoint import load, local_tensors, model_state, opti
 from lightning_megatron.checkpoint.state_dict import shared_state
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs, spec_registry
 from lightning_megatron.testing.parity import assert_same
@@ -69,7 +70,9 @@ class Job:
             {"params": list(self.model[2].parameters()), "weight_decay": 0.1},
         ]
         optimizer = KINDS[kind](groups, lr=lr, betas=(0.8, 0.9), eps=EPS)
-        self.zero = ShardedOptimizer(optimizer, named_specs(self.model), self.mesh, bucket_size=200)
+        self.zero = ShardedOptimizer(
+            optimizer, named_specs(self.model), self.mesh, DistributedOptimizerConfig(bucket_size=200)
+        )
 
     def train(self, steps: range) -> None:
         for i in steps:
@@ -87,16 +90,16 @@ class Job:
         named = zip(self.zero.group_settings(), self.zero.group_names(), strict=True)
         groups = [settings | {"params": names} for settings, names in named]
         model = model_state(local_tensors(self.model), spec_registry(self.model), self.mesh)
-        return model | optimizer_state(0, self.zero.pieces(), self.mesh, groups)
+        return model | optimizer_state(0, self.zero.param_shards(), self.mesh, groups)
 
     def resume(self, path: Path) -> None:
         state = self.state()
         load(path, state, self.mesh)
         self.zero.load_group_settings(regrouped(state["optimizer_0.param_groups"], self.zero.group_names())[0])
         known = shared_state(state, 0)
-        for piece, *_, shared in self.zero.pieces():
-            numbers = {name for name, value in shared.items() if isinstance(value, int | float)}
-            self.zero.load_piece_state(piece, scalars={name: known[piece.name][name] for name in numbers})
+        for shard in self.zero.param_shards():
+            numbers = {name for name, value in shard.shared.items() if isinstance(value, int | float)}
+            self.zero.load_shard_state(shard, shared={name: known[shard.name][name] for name in numbers})
         self.zero.refresh_params()
 
     def mains(self) -> dict[str, Tensor]:

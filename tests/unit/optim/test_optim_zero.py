@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.buffers.buffer import supports_grad_dtype
+from lightning_megatron.optim.buffers.slot import supports_grad_dtype
 from lightning_megatron.optim.clip import local_norm
-from lightning_megatron.optim.reach import ELEMENTWISE
+from lightning_megatron.optim.config import DistributedOptimizerConfig
+from lightning_megatron.optim.update_scope import ELEMENTWISE
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
 
@@ -16,8 +21,11 @@ BF16 = torch.bfloat16
 CAN_ALIAS = supports_grad_dtype(BF16, torch.float32, torch.device("cpu"))
 
 
-def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: object) -> ShardedOptimizer:
-    return ShardedOptimizer(optimizer, named_specs(model), ParallelMesh.single(), **options)  # type: ignore[arg-type]
+def wrap(
+    model: nn.Module, optimizer: torch.optim.Optimizer, reduce_late: Sequence[str] = (), **options: Any
+) -> ShardedOptimizer:
+    config = DistributedOptimizerConfig(**options)
+    return ShardedOptimizer(optimizer, named_specs(model), ParallelMesh.single(), config, reduce_late)
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -87,7 +95,7 @@ def test_a_norm_of_nan_is_gone_with_its_gradients(clears_itself: bool) -> None:
     norms = []
     for step in range(3):
         zero.zero_grads() if clears_itself else optimizer.zero_grad()
-        zero.reopen()
+        zero.continue_accumulation()
         backward(model)
         if step == 1:
             model[0].weight.grad.fill_(float("nan"))
@@ -124,7 +132,7 @@ def test_weights_loaded_from_elsewhere_reach_the_main_values() -> None:
     with torch.no_grad():
         model[0].weight.fill_(0.5)
     zero.refresh_main()
-    main = {piece.name: values for piece, values, *_ in zero.pieces()}
+    main = {shard.name: shard.main for shard in zero.param_shards()}
     assert (main["0.weight"] == 0.5).all()
     main["0.weight"].fill_(0.25)
     zero.refresh_params()
@@ -151,27 +159,27 @@ def test_state_is_allocated_as_the_optimizer_would(kind: type[torch.optim.Optimi
             backward(model)
             zero.finish_grad_sync()
             optimizer.step()
-        states.append((zero.pieces(), [p.detach().clone() for p in model.parameters()]))
+        states.append((zero.param_shards(), [p.detach().clone() for p in model.parameters()]))
     (allocated, weights), (real, expected) = states
     for mine, true in zip(allocated, real, strict=True):
-        assert mine.piece == true.piece
+        assert (mine.name, mine.spec, mine.start, mine.end) == (true.name, true.spec, true.start, true.end)
         assert {n: (v.shape, v.dtype) for n, v in mine.state.items()} == {
             n: (v.shape, v.dtype) for n, v in true.state.items()
         }
-        assert set(mine.scalars) == set(true.scalars)
+        assert set(mine.shared) == set(true.shared)
     if kind not in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adamax):
         assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))  # as if it had been fresh
 
 
-def test_unknown_state_and_pieces_are_named() -> None:
+def test_unknown_state_and_shards_are_named() -> None:
     model = net()
     zero = wrap(model, torch.optim.AdamW(model.parameters()))
     zero.init_state()
-    piece = zero.pieces()[0].piece
+    shard = zero.param_shards()[0]
     with pytest.raises(KeyError, match="momentum"):
-        zero.load_piece_state(piece, state={"momentum": torch.zeros(piece.end - piece.start)})
-    with pytest.raises(KeyError, match="no piece elsewhere"):
-        zero.load_piece_state(type(piece)("elsewhere", piece.spec, piece.local_shape, 0, 1))
+        zero.load_shard_state(shard, state={"momentum": torch.zeros(shard.end - shard.start)})
+    with pytest.raises(KeyError, match="no shard elsewhere"):
+        zero.load_shard_state(replace(shard, name="elsewhere"))
 
 
 def test_group_names_follow_the_users_groups() -> None:
@@ -247,8 +255,8 @@ def test_meta_parameters_and_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="'weight', which is on the meta device"):
         wrap(model, torch.optim.SGD(model.parameters()))
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"hold=.*'head'"):
-        wrap(model, torch.optim.SGD(model.parameters()), hold=["head"])
+    with pytest.raises(ConfigError, match=r"reduce_late=.*'head'"):
+        wrap(model, torch.optim.SGD(model.parameters()), reduce_late=["head"])
 
 
 def test_norm_of_a_long_vector_is_exact_to_fp32() -> None:

@@ -54,7 +54,7 @@ def test_and_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, dtype: torch.
     save(tmp_path / "a.ckpt", optimizer_part(0, zero, MESH, True), {}, MESH)
     expected = first.train(range(4, 7))
     zero = second.shard()
-    zero.init_state(apart=True)
+    zero.init_state(split=True)
     state = optimizer_part(0, zero, MESH, True)
     load(tmp_path / "a.ckpt", state, MESH)
     continue_optimizer(0, zero, state)

@@ -1,4 +1,4 @@
-"""Equal values, at the start, of parameters that several ranks hold."""
+"""Broadcast of initial values, so that all copies of a parameter are equal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_megatron.recorder.file_format import Kind
 
 
 @torch.no_grad()
-def start_alike(named_params: Iterable[tuple[str, nn.Parameter, ParamSpec]], mesh: ParallelMesh) -> None:
+def broadcast_params(named_params: Iterable[tuple[str, nn.Parameter, ParamSpec]], mesh: ParallelMesh) -> None:
     """Give every copy of a parameter the value of the first rank that holds it; every rank must call this.
 
-    Models that are built once the processes have agreed on a seed start alike by themselves. One that a script builds
-    before that draws from a generator of its own in each process, and ``DistributedDataParallel`` makes them alike too.
+    Models that are built after the processes have agreed on a seed are equal already. A model that a script builds
+    before that is initialized differently in each process; ``DistributedDataParallel`` broadcasts such a model too.
 
     Args:
-        named_params: name, parameter and spec of everything that this rank trains.
-        mesh: of this rank.
+        named_params: name, parameter and spec of every parameter of this rank.
+        mesh: this rank's mesh.
     """
     for _, param, spec in named_params:
         whole_over_tp = spec.tp_dim is None

@@ -1,4 +1,4 @@
-"""Reach of an optimizer: how far it looks when it updates one element, and so how much must lie on one rank."""
+"""Update scope of an optimizer: the values that its update of one element reads, which must lie on one rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from lightning_megatron.errors import Problem
 from lightning_megatron.ops.adamw import is_fused_adamw
 
-Vouched = str | type[Optimizer]
-"""An optimizer that a user calls element-wise: the class, its import path, or its bare name."""
+OptimizerRef = str | type[Optimizer]
+"""An optimizer class, its import path, or its bare name."""
 
 
-class Reach(Enum):
+class UpdateScope(Enum):
     """The values that the update of one element depends on."""
 
     ELEMENT = "element"
@@ -39,66 +39,66 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-"""torch's optimizers whose update of an element depends on that element alone."""
+"""Optimizers of torch whose update of an element depends on that element alone."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """An optimizer of another package whose source has been read.
+class KnownOptimizer:
+    """An optimizer whose source code has been reviewed.
 
     Attributes:
         path: module and name of the class.
-        reach: how far it looks.
-        unless: settings of a group that make it look further when they are on.
+        scope: its update scope.
+        unless: group settings that widen the scope to the model when they are on.
     """
 
     path: str
-    reach: Reach = Reach.ELEMENT
+    scope: UpdateScope = UpdateScope.ELEMENT
     unless: tuple[str, ...] = ()
 
 
 _WIDE = ("use_gc", "adanorm", "cautious", "stable_adamw")  # means and norms over a tensor
-KNOWN: tuple[Known, ...] = (
-    Known("torch.optim.Muon", Reach.PARAMETER),
-    Known("torch.optim.Adafactor", Reach.PARAMETER),
-    Known("lion_pytorch.lion_pytorch.Lion"),
-    Known("adan_pytorch.adan.Adan", unless=("restart_cond",)),
-    Known("adabelief_pytorch.AdaBelief.AdaBelief"),
-    Known("pytorch_optimizer.optimizer.lion.Lion", unless=_WIDE),
-    Known("pytorch_optimizer.optimizer.adan.Adan", unless=(*_WIDE, "max_grad_norm")),
-    Known("pytorch_optimizer.optimizer.ademamix.AdEMAMix", unless=_WIDE),
-    Known("pytorch_optimizer.optimizer.adabelief.AdaBelief", unless=_WIDE),
+KNOWN: tuple[KnownOptimizer, ...] = (
+    KnownOptimizer("torch.optim.Muon", UpdateScope.PARAMETER),
+    KnownOptimizer("torch.optim.Adafactor", UpdateScope.PARAMETER),
+    KnownOptimizer("lion_pytorch.lion_pytorch.Lion"),
+    KnownOptimizer("adan_pytorch.adan.Adan", unless=("restart_cond",)),
+    KnownOptimizer("adabelief_pytorch.AdaBelief.AdaBelief"),
+    KnownOptimizer("pytorch_optimizer.optimizer.lion.Lion", unless=_WIDE),
+    KnownOptimizer("pytorch_optimizer.optimizer.adan.Adan", unless=(*_WIDE, "max_grad_norm")),
+    KnownOptimizer("pytorch_optimizer.optimizer.ademamix.AdEMAMix", unless=_WIDE),
+    KnownOptimizer("pytorch_optimizer.optimizer.adabelief.AdaBelief", unless=_WIDE),
 )
-"""Read at lion-pytorch 0.2.5, adan-pytorch 0.1.0, adabelief-pytorch 0.2.1, pytorch_optimizer 4.1.0."""
+"""Reviewed at lion-pytorch 0.2.5, adan-pytorch 0.1.0, adabelief-pytorch 0.2.1, pytorch_optimizer 4.1.0."""
 
 
-def reach_of(optimizer: Optimizer, vouched: Sequence[Vouched] = ()) -> Reach:
-    """The reach of ``optimizer``: of one that nobody knows, the whole model.
+def update_scope(optimizer: Optimizer, elementwise: Sequence[OptimizerRef] = ()) -> UpdateScope:
+    """The update scope of ``optimizer``; the whole model for an unknown one.
 
     Args:
-        optimizer: the user's.
-        vouched: optimizers that the user calls element-wise.
+        optimizer: the user's optimizer.
+        elementwise: optimizers that the user declares element-wise.
     """
     if is_fused_adamw(optimizer) or _computes_like(type(optimizer), ELEMENTWISE):
-        return Reach.ELEMENT
-    if any(_is(type(optimizer), given) for given in vouched):
-        return Reach.ELEMENT
+        return UpdateScope.ELEMENT
+    if any(_is(type(optimizer), given) for given in elementwise):
+        return UpdateScope.ELEMENT
     for known in KNOWN:
         if _path(type(optimizer)) == known.path:
             wide = any(group.get(name) for group in optimizer.param_groups for name in known.unless)
-            return Reach.MODEL if wide else known.reach
-    return Reach.MODEL
+            return UpdateScope.MODEL if wide else known.scope
+    return UpdateScope.MODEL
 
 
-def has_modes(optimizer: Optimizer) -> bool:
-    """True if an optimizer swaps the parameters' values between training and evaluation (ScheduleFree)."""
+def has_train_eval_modes(optimizer: Optimizer) -> bool:
+    """True if an optimizer exchanges the parameters' values between training and evaluation (ScheduleFree)."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
-def vouching_problems(vouched: Sequence[Vouched]) -> list[Problem]:
-    """Paths that lead to no optimizer."""
+def elementwise_problems(elementwise: Sequence[OptimizerRef]) -> list[Problem]:
+    """Entries of ``elementwise_optimizers`` that name no optimizer."""
     found = []
-    for given in vouched:
+    for given in elementwise:
         if isinstance(given, str) and "." not in given:
             continue
         kind = _imported(given) if isinstance(given, str) else given
@@ -108,7 +108,7 @@ def vouching_problems(vouched: Sequence[Vouched]) -> list[Problem]:
     return found
 
 
-def _is(kind: type[Optimizer], given: Vouched) -> bool:
+def _is(kind: type[Optimizer], given: OptimizerRef) -> bool:
     if isinstance(given, type):
         return kind is given
     return kind.__name__ == given if "." not in given else kind is _imported(given)
@@ -132,4 +132,4 @@ def _computes_like(kind: type[Optimizer], bases: Sequence[type[Optimizer]]) -> b
 
 
 def _step(kind: type[Optimizer]) -> object:
-    return inspect.unwrap(kind.step)  # torch wraps it, in each class that it makes an object of
+    return inspect.unwrap(kind.step)  # torch wraps the method of every class it instantiates

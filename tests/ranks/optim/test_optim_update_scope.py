@@ -18,7 +18,8 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.checkpointing.trainer_state import continue_optimizer, optimizer_part
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.reach import Reach, reach_of
+from lightning_megatron.optim.config import DistributedOptimizerConfig
+from lightning_megatron.optim.update_scope import UpdateScope, update_scope
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
 
@@ -116,7 +117,9 @@ class Job:
         self.mesh = ParallelMesh.create(ParallelLayout(), torch.device("cpu"))
         self.model, self.shard = net().to(dtype), shard
         self.optimizer = make(self.model)
-        self.zero = ShardedOptimizer(self.optimizer, named_specs(self.model), self.mesh, shard=shard, **options)
+        self.zero = ShardedOptimizer(
+            self.optimizer, named_specs(self.model), self.mesh, DistributedOptimizerConfig(shard=shard, **options)
+        )
 
     def train(self, steps: range) -> list[Tensor]:
         mine = slice(self.mesh.dp.rank, BATCH, self.mesh.dp.size)
@@ -160,7 +163,7 @@ def test_whole_parameters_train_as_in_plain_torch(ranks: Callable[..., list[Any]
 def bf16(make: Make) -> tuple[list[Tensor], list[Tensor]]:
     job = Job(make, dtype=torch.bfloat16)
     params = job.train(range(STEPS))
-    mains = {piece.name: values.view(piece.local_shape) for piece, values, *_ in job.zero.pieces()}
+    mains = {shard.name: shard.main.view(shard.local_shape) for shard in job.zero.param_shards()}
     return params, [mains[name] for name, _ in job.model.named_parameters()]
 
 
@@ -214,7 +217,7 @@ def refusal(make: Make, layout: ParallelLayout, shard: bool) -> str:
     mesh = ParallelMesh.create(layout, torch.device("cpu"))
     model = net()
     try:
-        ShardedOptimizer(make(model), named_specs(model), mesh, shard=shard)
+        ShardedOptimizer(make(model), named_specs(model), mesh, DistributedOptimizerConfig(shard=shard))
     except ConfigError as error:
         return str(error)
     return ""
@@ -295,6 +298,6 @@ def test_known_packages_train_on_shards_as_in_plain_torch(ranks: Callable[..., l
 def test_settings_that_look_at_a_whole_tensor_are_noticed() -> None:
     package = pytest.importorskip("pytorch_optimizer")
     params = [nn.Parameter(torch.ones(2, 2))]
-    assert reach_of(package.Lion(params)) is Reach.ELEMENT
-    assert reach_of(package.Lion(params, use_gc=True)) is Reach.MODEL
-    assert reach_of(package.Adan(params, max_grad_norm=1.0)) is Reach.MODEL
+    assert update_scope(package.Lion(params)) is UpdateScope.ELEMENT
+    assert update_scope(package.Lion(params, use_gc=True)) is UpdateScope.MODEL
+    assert update_scope(package.Adan(params, max_grad_norm=1.0)) is UpdateScope.MODEL

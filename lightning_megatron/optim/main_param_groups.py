@@ -1,4 +1,4 @@
-"""The user's parameters in an optimizer's groups, and flat main parameters in their place while it steps."""
+"""Main parameters in an optimizer's groups during a step, the user's parameters at all other times."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 
-class SteppingGroups:
-    """Shows an optimizer main parameters exactly while it steps, or saves and loads its state.
+class MainParamGroups:
+    """Puts main parameters into an optimizer's groups while it steps, or saves and loads its state.
 
     At all other times its groups hold the parameters that the user gave it. So ``zero_grad``, toggling, freezing and
-    whatever else goes over ``param_groups`` acts on the model, as in plain torch. It stands on torch's public hooks of
-    optimizers, and so works for whoever calls ``step``.
+    all other code that iterates over ``param_groups`` acts on the model, as in plain torch. It uses torch's public
+    hooks of optimizers, and so works for every caller of ``step``.
 
     Args:
-        optimizer: the user's.
-        mains: main parameters of each group, asked for at every step.
-        before: done before a step.
-        after: done after it.
+        optimizer: the user's optimizer.
+        mains: function that returns the main parameters of each group, called at every step.
+        before: function called before a step.
+        after: function called after a step.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class SteppingGroups:
         after: Callable[[], None],
     ) -> None:
         self._optimizer, self._mains, self._before, self._after = optimizer, mains, before, after
-        self._depth = 0  # a step that calls its class's parent's runs the hooks of both
+        self._depth = 0  # a step that calls super().step() runs the hooks twice
         self._users: list[list[nn.Parameter]] = []
         self._handles = [
             optimizer.register_step_pre_hook(self._begin_step),
@@ -64,8 +64,8 @@ class SteppingGroups:
             self._put(self._users)
 
     def _put(self, params: Sequence[list[nn.Parameter]]) -> None:
-        for group, held in zip(self._optimizer.param_groups, params, strict=True):
-            group["params"] = held
+        for group, own in zip(self._optimizer.param_groups, params, strict=True):
+            group["params"] = own
 
     def recover(self) -> None:
         """Put the user's parameters back after a step that raised an exception."""
