@@ -1,7 +1,7 @@
-"""NaN and infinity in tensors, found without a pause of the device.
+"""Search for NaN and infinity in tensors, without waiting for the device.
 
-Sums are not finite where an element is not, and take no memory of the tensor's size; elements so large that a sum of
-them overflows count as infinite.
+A sum with a non-finite element is not finite, and needs no memory of the tensor's size. Elements so large that their
+sum overflows count as infinite.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ NameT = TypeVar("NameT")
 
 
 def first_bad_row(flat: Tensor, row: int) -> tuple[Tensor, Tensor]:
-    """Least finiteness of rows (0 or 1), and the index of a row that has it: the first bad one where there is any.
+    """1 if all rows are finite, else 0; and the index of the first bad row, if there is one.
 
     Args:
-        flat: ``[n]``; a rest that fills no row is one of its own.
-        row: elements of a row.
+        flat: ``[n]``; a remainder that fills no row is a row of its own.
+        row: number of elements of a row.
     """
     full = flat.detach()[: flat.numel() // row * row].view(-1, row)
     sums = full.sum(1, dtype=_wide(flat))
@@ -48,13 +48,13 @@ def not_finite(named: Iterable[tuple[NameT, Tensor]]) -> list[NameT]:
 
 
 def amount(x: Tensor) -> str:
-    """The number of bad elements in words."""
+    """The number of bad elements, as text for an error."""
     bad = x.numel() - int(x.detach().isfinite().sum())
     return f"{bad} of {x.numel()} elements are NaN or infinite"
 
 
 def _all_finite(x: Tensor) -> bool:
-    """For certain: a sum may overflow."""
+    """True if all elements are finite; exact, where a sum may overflow."""
     return bool(x.detach().isfinite().all())
 
 

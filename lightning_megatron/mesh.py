@@ -1,8 +1,8 @@
-"""Where a rank stands: its coordinate, its groups and its random streams.
+"""The device mesh of a rank: its coordinates, process groups and random streams.
 
 Ranks are numbered in Megatron's default order, tp fastest: ``tp - cp - ep - dp - pp``. Dense layers see the grid
 ``tp x cp x dp x pp``; experts see ``etp x ep x edp x pp`` over the same ranks ("parallel folding",
-https://arxiv.org/abs/2504.14960). The arithmetic is pure functions; :class:`ParallelMesh` turns it into groups.
+https://arxiv.org/abs/2504.14960). The rank arithmetic is in pure functions; :class:`ParallelMesh` creates the groups.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def rank_groups(grid: Mapping[str, int], axes: Sequence[str]) -> list[tuple[int,
     """
     sizes = list(grid.values())
     names = list(grid)
-    # Rows of `coordinates` are ranks, columns axes; numpy's C order has the last axis fastest, hence the reversals.
+    # In numpy's C order the last axis is fastest, hence the reversals.
     ranks = np.arange(math.prod(sizes)).reshape(sizes[::-1])
     moving = [len(names) - 1 - names.index(name) for name in sorted(axes, key=names.index, reverse=True)]
     fixed = [i for i in range(len(names)) if i not in moving]
@@ -65,7 +65,7 @@ def rank_groups(grid: Mapping[str, int], axes: Sequence[str]) -> list[tuple[int,
 
 
 def pipeline_ends(layout: ParallelLayout) -> tuple[tuple[int, ...], ...]:
-    """First and last rank of every pipeline; nothing where there is none."""
+    """First and last rank of every pipeline; empty without a pipeline."""
     if layout.pp == 1:
         return ()
     return tuple((ranks[0], ranks[-1]) for ranks in rank_groups(dense_grid(layout), ["pp"]))
@@ -88,9 +88,9 @@ class Axis:
         size: ranks on the axis.
         rank: this rank's position on it.
         ranks: global ranks on the axis, by position.
-        group: the process group; ``None`` where ``size == 1`` and nothing is ever sent.
+        group: the process group; ``None`` if ``size == 1``.
         action_log: where what this rank does is written down; ``None`` for nowhere.
-        number: of the group in that record.
+        number: number of the group in that log.
     """
 
     name: str
@@ -123,10 +123,10 @@ class Axis:
         return nullcontext() if self.action_log is None else self.action_log.during(kind, detail)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
-        return self  # a process group is a handle, and copies of a model keep talking through the same one
+        return self  # a process group is a handle, which copies of a model share
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Modules are pickled into hyper-parameters and spawned workers; a group cannot travel, a coordinate can.
+        # Modules are pickled into hyper-parameters and spawned workers; coordinates can be pickled, a group cannot.
         return Axis, (self.name, self.size, self.rank, self.ranks, None)
 
 
@@ -138,24 +138,24 @@ class ParallelMesh:
         rank: global rank.
         tp, cp, dp, pp: axes of dense layers.
         etp, ep, edp: axes of experts.
-        etp_ep: expert tensor and expert parallel together: who together holds all experts once, and so whom a token may
-            have to visit.
-        dp_cp: data and context parallel together: who shares gradients and optimizer state of dense layers.
-        tp_cp: tensor and context parallel together: who shares the tokens of a sequence.
-        dp_pp: data and pipeline parallel together: who together has seen every sample once.
-        ends: first and last stage of this rank's pipeline, which share tied embeddings; for a rank that is neither, it
-            alone.
+        etp_ep: expert tensor and expert parallel: the ranks that together hold every expert once (the group of token
+            dispatch).
+        dp_cp: data and context parallel: the ranks that share gradients and optimizer state of dense layers.
+        tp_cp: tensor and context parallel: the ranks that share the tokens of a sequence.
+        dp_pp: data and pipeline parallel: the ranks that together process every sample once.
+        embedding: first and last stage of this rank's pipeline, which share tied embeddings; for a rank of any other
+            stage, that rank alone.
         world: all ranks.
         rng: the random streams of this rank.
         weight_grads: store of the weight gradients that layers defer (zero-bubble schedules).
-        host: all ranks, over the group that moves objects and tensors of the host.
+        host: all ranks, over the group for objects and for tensors in host memory.
         recorder: where this rank writes down what it does.
 
     Args:
-        layout: how many ranks each axis has; ``dp`` must be resolved.
-        rank: this process.
+        layout: number of ranks on each axis; ``dp`` must be resolved.
+        rank: global rank of this process.
         groups: process group of each axis longer than 1, by axis name.
-        device: the device whose generator the random streams swap.
+        device: the device whose random generator the streams use.
         recorder: where this rank writes down what it does.
     """
 
@@ -219,8 +219,8 @@ class ParallelMesh:
     ) -> ParallelMesh:
         """Build the groups of a job whose default process group is up. Every rank must call this.
 
-        Groups with the same members are built once. ``new_group`` gets nothing but ranks and timeout: Gaudi's oldest
-        supported bridge knows no more than (ranks, timeout, backend, pg_options).
+        Groups with the same members are built once. ``new_group`` gets only ranks and timeout: Gaudi's oldest
+        supported bridge accepts only (ranks, timeout, backend, pg_options).
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         layout = layout.resolve(world)
@@ -251,7 +251,7 @@ class ParallelMesh:
         wanted["world"] = group_of(dense, list(dense))
         wanted |= {name: group_of(expert, [name]) for name in ("etp", "ep", "edp")}
         wanted["etp_ep"] = group_of(expert, ["etp", "ep"])
-        # Objects and checkpoint plans travel over gloo whatever the device: accelerators' backends move only tensors.
+        # Objects and checkpoint plans are sent over gloo on every device: accelerators' backends send only tensors.
         if devices.kind_of(device) is devices.CPU or world == 1:
             wanted["host"] = dist.group.WORLD
         else:
@@ -260,7 +260,7 @@ class ParallelMesh:
 
     @property
     def shard_ranks(self) -> ShardRanks:
-        """Where this rank stands on the axes that cut parameters."""
+        """Position of this rank on the axes that shard parameters."""
         return ShardRanks(self.tp.rank, self.etp.rank, self.ep.rank)
 
     @property
@@ -270,7 +270,7 @@ class ParallelMesh:
 
     @property
     def is_alive(self) -> bool:
-        """True if the job that its groups belong to is still there."""
+        """True if the process groups still exist."""
         return not self.is_distributed or (dist.is_initialized() and self.world.group is dist.group.WORLD)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
@@ -296,9 +296,9 @@ class ParallelMesh:
         )
 
     def with_new_host_group(self, timeout: timedelta | None = None) -> ParallelMesh:
-        """This mesh with a host group of its own, for a thread that talks while others do. Every rank must call this.
+        """This mesh with a new host group, for a thread that communicates concurrently. Every rank must call this.
 
-        Whoever asks for it destroys the group; a single rank has none.
+        The caller destroys the group; a single rank has none.
         """
         other = copy.copy(self)
         if self.is_distributed:
@@ -309,7 +309,7 @@ class ParallelMesh:
         return other
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
-        return self  # as for an axis: a copy of a model, such as averaged weights, stands on the same rank
+        return self  # a copy of a model, such as averaged weights, is on the same rank
 
     def __repr__(self) -> str:
         place = ", ".join(f"{a.name} {a.rank}/{a.size}" for a in (self.tp, self.cp, self.dp, self.pp) if a.size > 1)

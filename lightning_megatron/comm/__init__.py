@@ -1,1 +1,1 @@
-"""How ranks talk: collectives with gradients, and point-to-point."""
+"""Communication between ranks: collectives with gradients, point-to-point, objects."""

@@ -1,7 +1,7 @@
 """Collectives over one :class:`~lightning_megatron.mesh.Axis`, plain and with gradients.
 
-Only SUM is used (Gaudi's HCCL has no AVG; whoever wants a mean divides). No function changes its input, and each is
-the identity on an axis of size 1, so a layer never asks how many ranks there are.
+Only SUM is used: Gaudi's HCCL has no AVG, so callers divide to get a mean. No function changes its input, and each is
+the identity on an axis of size 1, so layers need not check how many ranks there are.
 
 The pairs with gradients are the ``f``/``g`` of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3), their
 sequence-parallel forms (https://arxiv.org/abs/2205.05198, section 4.2.2), and the all-to-all that is its own pair.
@@ -22,13 +22,13 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.recorder.call import Call
 from lightning_megatron.recorder.file_format import Kind
 
-# torch 2.13 renamed these two, and warns of the old names.
+# torch 2.13 renamed these two functions and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending:
-    """A collective under way: :meth:`wait` gives its result."""
+    """A running collective: :meth:`wait` returns its result."""
 
     def __init__(self, result: Tensor, work: dist.Work | None = None, call: Call | None = None) -> None:
         self._result = result
@@ -39,7 +39,7 @@ class Pending:
         """Wait until the result is there (on an accelerator: until the current stream may use it).
 
         Raises:
-            PeerLostError: if another rank is to blame for its not coming.
+            PeerLostError: if another rank has failed to take part.
         """
         work, self._work = self._work, None
         if work is not None:
@@ -48,11 +48,11 @@ class Pending:
         return self._result
 
     def is_done(self) -> bool:
-        """True if the result is there already."""
+        """True if the result is ready."""
         return self._work is None or self._work.is_completed()
 
 
-def _begun(kind: Kind, axis: Axis, result: Tensor, function: Callable[..., dist.Work | None], *args: Tensor) -> Pending:
+def _start(kind: Kind, axis: Axis, result: Tensor, function: Callable[..., dist.Work | None], *args: Tensor) -> Pending:
     call = axis.call(kind, result)
     return Pending(result, call.issue(function, *args, group=axis.group, async_op=True), call)
 
@@ -62,7 +62,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(x)
     out = x.clone(memory_format=torch.contiguous_format)
-    return _begun(Kind.ALL_REDUCE, axis, out, dist.all_reduce, out)
+    return _start(Kind.ALL_REDUCE, axis, out, dist.all_reduce, out)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
@@ -70,7 +70,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(x)
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    return _begun(Kind.ALL_GATHER, axis, out, _all_gather_single, out, x.contiguous())
+    return _start(Kind.ALL_GATHER, axis, out, _all_gather_single, out, x.contiguous())
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -80,7 +80,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     if x.shape[0] % axis.size:
         raise ValueError(f"reduce-scatter over {axis.name}: {x.shape[0]} rows do not split over {axis.size} ranks")
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    return _begun(Kind.REDUCE_SCATTER, axis, out, _reduce_scatter_single, out, x.contiguous())
+    return _start(Kind.REDUCE_SCATTER, axis, out, _reduce_scatter_single, out, x.contiguous())
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -101,9 +101,9 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def all_to_all_no_grad(
     x: Tensor, axis: Axis, input_splits: Sequence[int] | None = None, output_splits: Sequence[int] | None = None
 ) -> Tensor:
-    """``[sum of input_splits, ...] -> [sum of output_splits, ...]``: a piece to every rank; no gradient.
+    """``[sum of input_splits, ...] -> [sum of output_splits, ...]``: one piece for each rank; no gradient.
 
-    Arguments as for :func:`all_to_all`.
+    Arguments are those of :func:`all_to_all`.
     """
     if axis.size == 1:
         return x
@@ -273,17 +273,17 @@ def split_features(x: Tensor, axis: Axis) -> Tensor:
 def all_to_all(
     x: Tensor, axis: Axis, input_splits: Sequence[int] | None = None, output_splits: Sequence[int] | None = None
 ) -> Tensor:
-    """All-to-all: piece ``j`` of ``x`` goes to rank ``j``, and what the others sent comes in their order.
+    """All-to-all: piece ``j`` of ``x`` goes to rank ``j``; the pieces received are concatenated in the order of ranks.
 
     Args:
-        x: ``[n, ...]``, cut along its first dimension.
+        x: ``[n, ...]``, split along its first dimension.
         axis: the ranks.
-        input_splits: rows for each rank, which may be 0; ``None`` for equal pieces.
-        output_splits: rows from each rank, i.e. what each has in its ``input_splits`` for this one; ``None`` for equal
+        input_splits: number of rows for each rank, possibly 0; ``None`` for equal pieces.
+        output_splits: number of rows from each rank (its entry in ``input_splits`` for this rank); ``None`` for equal
             pieces.
 
     Returns:
-        ``[sum of output_splits, ...]``. Gradients take the way back.
+        ``[sum of output_splits, ...]``. The backward pass is the reverse all-to-all.
     """
     if axis.size == 1:
         return x

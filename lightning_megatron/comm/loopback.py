@@ -1,7 +1,7 @@
-"""The store at which the processes of one machine find each other, closed to every other machine.
+"""A rendezvous store for the processes of one machine, unreachable from other machines.
 
-torch's own TCPStore listens on all addresses of the machine, and any client may read and set its keys: where ranks
-listen, and objects that are pickled between them. A socket that is bound to the loopback address keeps strangers out.
+torch's own TCPStore listens on all addresses of the machine, and any client may read and set its keys, which hold the
+addresses of ranks and pickled objects. A socket bound to the loopback address prevents that.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ def loopback_store(port: int, rank: int, world_size: int, timeout: timedelta) ->
     """The store of a job whose ranks are all on this machine.
 
     Args:
-        port: where rank 0 listens.
-        rank: of this process.
+        port: port on which rank 0 listens.
+        rank: rank of this process.
         world_size: number of processes.
-        timeout: after which a process that does not come is given up.
+        timeout: time after which waiting for another process fails.
 
     Raises:
-        OSError: if rank 0 cannot listen there.
+        OSError: if rank 0 cannot listen on the port.
     """
     listening = None
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Objects between ranks: tensors travel as tensors, the rest pickled."""
+"""Communication of Python objects: tensors are sent as tensors, the rest is pickled."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FREED_WITHOUT_THE_LOCK = bool(RequirementCache("torch>=2.7"))
 
 
 def broadcast_object(value: Any, axis: Axis, source: int, device: torch.device) -> Any:
-    """Give every rank of the axis what its position ``source`` has; tensors inside arrive on ``device``.
+    """Broadcast an object from position ``source`` of the axis; tensors in it arrive on ``device``.
 
     Args:
-        value: tensors and anything picklable, in dicts, lists and tuples; ignored elsewhere than at the source.
-        axis: who takes part.
+        value: tensors and picklable objects, in dicts, lists and tuples; ignored except at the source.
+        axis: the ranks that take part.
         source: position on the axis.
-        device: whose tensors the backend moves.
+        device: device of the tensors, which the backend must support.
     """
     if axis.size == 1:
         return value
@@ -40,7 +40,7 @@ def broadcast_object(value: Any, axis: Axis, source: int, device: torch.device) 
 
 
 def all_gather_object(mesh: ParallelMesh, value: T) -> list[T]:
-    """What every rank gave, by rank."""
+    """The values of all ranks, by rank."""
     if not mesh.is_distributed:
         return [value]
     values: list[T] = [value] * mesh.world.size
@@ -49,7 +49,7 @@ def all_gather_object(mesh: ParallelMesh, value: T) -> list[T]:
 
 
 def gather_object(mesh: ParallelMesh, value: T) -> list[T] | None:
-    """What every rank gave, by rank, on rank 0; ``None`` elsewhere."""
+    """The values of all ranks, by rank, on rank 0; ``None`` on the others."""
     if not mesh.is_distributed:
         return [value]
     values: list[T] | None = [value] * mesh.world.size if mesh.rank == 0 else None
@@ -58,7 +58,7 @@ def gather_object(mesh: ParallelMesh, value: T) -> list[T] | None:
 
 
 def scatter_object(mesh: ParallelMesh, values: list[T] | None) -> T:
-    """Each rank's own of what rank 0 gives, by rank."""
+    """This rank's entry of the list of values that rank 0 passes."""
     if not mesh.is_distributed:
         assert values is not None
         return values[0]
@@ -68,11 +68,11 @@ def scatter_object(mesh: ParallelMesh, values: list[T] | None) -> T:
 
 
 def drain_group(group: dist.ProcessGroup | None) -> None:
-    """Let the threads of a gloo group let go of the tensors of earlier collectives; all its ranks call this.
+    """Wait until the threads of a gloo group have freed the tensors of earlier collectives; all its ranks call this.
 
-    Up to torch 2.6 a group is freed with Python's lock in hand, and waits there for its threads. One that has yet to
-    free a tensor needs that lock: the job hangs. A barrier holds no tensor, and comes after all that was begun before;
-    but a group has two threads, and the one that has not served the barrier is given a moment.
+    Up to torch 2.6 a group is destroyed while holding Python's global lock, and waits for its threads. A thread that
+    has yet to free a tensor needs that lock: the job hangs. A barrier holds no tensor and runs after all earlier
+    collectives. But a group has two threads, so the one that has not run the barrier is given a moment.
     """
     dist.barrier(group)
     if not _FREED_WITHOUT_THE_LOCK:
@@ -80,7 +80,7 @@ def drain_group(group: dist.ProcessGroup | None) -> None:
 
 
 class _Slot:
-    """The place of a tensor."""
+    """Placeholder of a tensor in the pickled object."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype

@@ -1,7 +1,7 @@
-"""Point to point between the ranks of one axis.
+"""Point-to-point communication between the ranks of one axis.
 
-Shapes are known at both ends and messages carry no tag: what keeps them apart is their order, which whoever plans the
-messages makes the same at both ends. Nothing is received "from anyone": Gaudi's HCCL cannot.
+Shapes are known at both ends. Messages carry no tag and are told apart by their order, which the caller keeps equal at
+both ends. There is no receive from an arbitrary rank, which Gaudi's HCCL does not support.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ def start_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 def send(x: Tensor, axis: Axis, peer: int) -> None:
-    """Send ``x`` to position ``peer`` of the axis, and wait until that has it."""
+    """Send ``x`` to position ``peer`` of the axis, and wait until it is sent."""
     axis.call(Kind.SEND, x, axis.ranks[peer]).run(dist.send, x, axis.ranks[peer], group=axis.group)
 
 
 def receive(out: Tensor, axis: Axis, peer: int) -> None:
-    """Fill ``out`` with what position ``peer`` of the axis sends."""
+    """Fill ``out`` with the tensor that position ``peer`` of the axis sends."""
     axis.call(Kind.RECEIVE, out, axis.ranks[peer]).run(dist.recv, out, axis.ranks[peer], group=axis.group)
 
 
 class Rotation:
-    """A tensor on its way to the next rank, and one of the same shape on its way here from the rank before."""
+    """A running ring shift: a send to the next rank and a receive of the same shape from the previous one."""
 
     def __init__(self, sent: Pending, received: Pending) -> None:
         self._sent, self._received = sent, received
 
     def wait(self) -> Tensor:
-        """What came; what was sent may be changed from here on."""
+        """The received tensor; from here on the sent tensor may be changed."""
         self._sent.wait()
         return self._received.wait()
 
 
 def start_rotation(x: Tensor, axis: Axis) -> Rotation:
-    """Begin to send ``x`` to the next position on the axis, the last one's to the first.
+    """Begin to send ``x`` to the next position on the axis, from the last to the first.
 
-    Positions of even number send first and those of odd number receive first, so that nobody waits in a circle even
-    where a send blocks until its receive is there. ``x`` must not change before ``wait``.
+    Even positions send first and odd positions receive first, so that there is no deadlock even if a send blocks until
+    its receive is posted. ``x`` must not change before ``wait``.
     """
     after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     if axis.rank % 2 == 0:

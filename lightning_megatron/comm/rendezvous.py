@@ -1,4 +1,4 @@
-"""Texts that ranks exchange at the store where they meet, before there are groups whose collectives could hang."""
+"""Exchange of texts between ranks through the rendezvous store, before there are process groups."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ __all__ = ["Meeting", "Store"]
 
 
 class Meeting:
-    """All ranks at one store.
+    """A named exchange between all ranks through one store.
 
     Args:
-        store: reached by all ranks.
-        rank: of this process.
+        store: store that all ranks can reach.
+        rank: rank of this process.
         world_size: number of ranks.
-        name: of the meeting; the same on all ranks. A second one of that name is another meeting.
+        name: name of the exchange, equal on all ranks. A second one of that name is another exchange.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
         named = PrefixStore(f"lightning_megatron/{name}", store)
-        # Each rank counts for itself, and all come equally often.
+        # Each rank counts for itself, and all ranks take part equally often.
         self._store = PrefixStore(str(named.add(f"meetings of {rank}", 1)), named)
         self._rank, self._size, self._rounds = rank, world_size, 0
 
     def judged(self, own: str, judge: Callable[[Sequence[str]], str]) -> str:
-        """Hand in a text and hear what rank 0 makes of all of them. Every rank must call this.
+        """Submit a text, and return rank 0's verdict on the texts of all ranks. Every rank must call this.
 
         Args:
             own: this rank's text.
-            judge: called on rank 0 with the texts of all ranks.
+            judge: function that computes the verdict, called on rank 0 with the texts of all ranks.
         """
         self._rounds += 1
         said = PrefixStore(f"round {self._rounds}", self._store)
@@ -40,7 +40,7 @@ class Meeting:
         return said.get("judgement").decode()
 
     def part(self) -> None:
-        """Wait, on rank 0, whose process may hold the store, until all have come here."""
+        """Wait on rank 0, whose process may host the store, until all ranks have called this."""
         if self._store.add("parted", 1) == self._size:
             self._store.set("all have parted", "")
         if self._rank == 0:

@@ -1,8 +1,8 @@
-"""NaN and infinity in losses, gradients and parameters: noticed before the optimizer uses them, named on all ranks.
+"""Check of losses, gradients and parameters for NaN and infinity, before the optimizer uses them.
 
-Everything is looked at where it lies, and one number says whether anybody has found something. A CPU's answer is read
-at once, so that the step is not taken. That of a device is read in the next step, when it has long been there: no step
-waits for it, and parameters may have been spoilt by then, which is why nothing of such a model is saved.
+Each rank checks its own tensors, and one number tells all ranks if any of them has found something. A CPU's answer is
+read at once, so that the step is not taken. A device's answer is read in the next step, so that no step waits for it.
+By then the parameters may be spoilt, so nothing of such a model is saved.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ class NonFiniteError(RuntimeError):
     """A loss, a gradient or a parameter is NaN or infinite; the text says which, on which rank."""
 
 
-class _Look(NamedTuple):
-    """One tensor that was looked at: what it is, and the names of what lies in its rows."""
+class _Result(NamedTuple):
+    """Result of checking one tensor: its kind, its first bad row if it has one, and the names behind its rows."""
 
     kind: str
-    least: Tensor
+    is_finite: Tensor
     row: Tensor
     name_of: Callable[[int], str]
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """The finding of one rank; the least of all is where it began.
+    """One bad tensor on one rank. Findings are ordered: the least of all is the origin.
 
     Attributes:
-        cause: parameters come before losses, losses before gradients of a rank, those before gradients of the step and
-            their norm.
-        stage: along the pipeline, in the direction in which the bad value would travel.
-        place: on the rank, in the same direction.
-        rank: of the job.
+        cause: number of the kind: parameters before losses, losses before gradients of a rank, those before gradients
+            of the step and their norm.
+        stage: pipeline stage, negated for gradients, which travel backwards.
+        place: position of the tensor among those of the rank.
+        rank: global rank.
         kind: ``"parameter"``, ``"loss"`` or ``"gradient"``.
-        name: of the parameter.
+        name: name of the parameter.
     """
 
     cause: int
@@ -68,90 +68,93 @@ class Finding:
 
 
 class FiniteCheck:
-    """Looks at what a step of one optimizer is made of.
+    """Checks the losses, gradients and parameters of each step of one optimizer.
 
     Args:
         sharded: the optimizer.
         named_params: all parameters of this rank, trained or not, by name and in order of definition.
-        mesh: this rank's.
+        mesh: this rank's mesh.
     """
 
     def __init__(self, sharded: ShardedOptimizer, named_params: Mapping[str, nn.Parameter], mesh: ParallelMesh) -> None:
         self._sharded, self._params, self._mesh = sharded, named_params, mesh
         self._device = mesh.rng.device
         self._losses: list[Tensor] = []
-        self._grads: dict[Bucket, _Look] = {}
-        self._pending: tuple[int, list[_Look], Callable[[], list[int]]] | None = None
-        sharded.on_local_grads(self._see_grads)
+        self._grads: dict[Bucket, _Result] = {}
+        self._pending: tuple[int, list[_Result], Callable[[], list[int]]] | None = None
+        sharded.on_local_grads(self._add_grads)
 
-    def see_loss(self, loss: Tensor) -> None:
-        """Look at the loss of a batch; where it was computed."""
+    def add_loss(self, loss: Tensor) -> None:
+        """Include the loss of a batch in the check; on the rank that computed it."""
         if loss.is_floating_point():
             self._losses.append(loss.detach())
 
-    def _see_grads(self, bucket: Bucket) -> None:
-        """Look at this rank's gradients while they are its own."""
+    def _add_grads(self, bucket: Bucket) -> None:
+        """Include this rank's gradients in the check, before they are summed over ranks."""
         if bucket not in self._grads:
-            self._grads[bucket] = _Look("own", *_looked_at(bucket.grads), _namer(bucket.slots, bucket.start))
+            self._grads[bucket] = _Result("own", *_check(bucket.grads), _namer(bucket.slots, bucket.start))
 
     def forget(self) -> None:
-        """Somebody else has decided about the step."""
+        """Discard the losses and gradients of a step that the caller has decided about."""
         self._losses.clear()
         self._grads.clear()
 
     def __call__(self, step: int, norm: Tensor | None = None) -> None:
-        """Look, between the last change of the gradients and the step. Every rank must call this.
+        """Run the check, between the last change of the gradients and the step. Every rank must call this.
 
         Args:
-            step: for the text.
-            norm: of the gradients as the step will use them, if it is known.
+            step: number of the step, for the error text.
+            norm: norm of the gradients that the step will use, if it is known.
 
         Raises:
-            NonFiniteError: on all ranks, if any of them has found something: in this step on a CPU, else in the last.
+            NonFiniteError: on all ranks, if any has found something: in this step on a CPU, in the previous one on a
+                device.
         """
-        looks = []
+        results = []
         if self._losses:
             losses = torch.stack([loss.reshape(-1).sum().to(self._device) for loss in self._losses])
-            looks.append(_Look("loss", *_looked_at(losses), lambda row: ""))
-        looks += self._grads.values()
+            results.append(_Result("loss", *_check(losses), lambda row: ""))
+        results += self._grads.values()
         if norm is not None:
-            looks.append(_Look("norm", *_looked_at(norm), lambda row: ""))
+            results.append(_Result("norm", *_check(norm), lambda row: ""))
         else:
-            looks += self._sharded_looks("step")
+            results += self._optimizer_results("step")
         at_once = self._device.type == devices.CPU.type
         if not at_once:
-            looks += self._sharded_looks("parameter")
+            results += self._optimizer_results("parameter")
         self.forget()
-        fine = torch.stack([look.least for look in looks]) if looks else torch.ones(1, device=self._device)
+        fine = torch.stack([result.is_finite for result in results]) if results else torch.ones(1, device=self._device)
         anybody = all_reduce_max((1 - fine.min()).float(), self._mesh.world).to(torch.int32)
-        numbers = torch.stack([anybody, *(n.to(torch.int32) for look in looks for n in (look.least, look.row))])
-        self.settle()
-        self._pending = step, looks, devices.begin_read(numbers)
+        numbers = torch.stack(
+            [anybody, *(n.to(torch.int32) for result in results for n in (result.is_finite, result.row))]
+        )
+        self.finish()
+        self._pending = step, results, devices.begin_read(numbers)
         if at_once:
-            self.settle()
+            self.finish()
 
-    def settle(self) -> None:
-        """Hear of the last step what nobody has asked for yet. Every rank must call this.
+    def finish(self) -> None:
+        """Wait for the result of the last check. Every rank must call this.
 
         Raises:
             NonFiniteError: on all ranks.
         """
         if self._pending is None:
             return
-        step, looks, read = self._pending
+        step, results, read = self._pending
         self._pending = None
         anybody, *numbers = read()
         if not anybody:
             return
-        # A device's trained parameters are among the looks: by now a bad step may have spoilt them.
+        # On a device, trained parameters are among the results: the step may have spoilt them since.
         apart = {n: p for n, p in self._params.items() if self._device.type == devices.CPU.type or not p.requires_grad}
-        own = self._findings(looks, numbers[::2], numbers[1::2]) + self._bad_params(apart)
+        own = self._findings(results, numbers[::2], numbers[1::2]) + self._bad_params(apart)
         if all(finding.cause == _NORM for finding in own):
             own += self._bad_grads()
         self._raise_if_any(f"step {step}", own)
 
     def check_params(self) -> None:
-        """Look at all parameters, and wait for it. Every rank must call this.
+        """Check all parameters and wait for the result. Every rank must call this.
 
         Raises:
             NonFiniteError: on all ranks.
@@ -163,36 +166,38 @@ class FiniteCheck:
         if self._mesh.is_distributed:
             dist.all_gather_object(by_rank, own, group=self._mesh.host_group)
         if found := [finding for findings in by_rank for finding in findings]:
-            raise NonFiniteError(told(when, found))
+            raise NonFiniteError(_error_text(when, found))
 
-    def _sharded_looks(self, kind: str) -> list[_Look]:
-        looks = []
+    def _optimizer_results(self, kind: str) -> list[_Result]:
+        results = []
         for bucket, part, start in self._sharded.updated_tensors():
             x = part.grad if kind == "step" else part
             if x is not None:
-                looks.append(_Look(kind, *_looked_at(x), _namer(bucket.slots, start)))
-        return looks
+                results.append(_Result(kind, *_check(x), _namer(bucket.slots, start)))
+        return results
 
-    def _findings(self, looks: Sequence[_Look], fine: Sequence[int], rows: Sequence[int]) -> list[Finding]:
+    def _findings(self, results: Sequence[_Result], fine: Sequence[int], rows: Sequence[int]) -> list[Finding]:
         stage, rank = self._mesh.pp.rank, self._mesh.rank
         found = []
-        for place, (look, is_fine, row) in enumerate(zip(looks, fine, rows, strict=True)):
+        for place, (result, is_fine, row) in enumerate(zip(results, fine, rows, strict=True)):
             if not is_fine:
-                cause, kind = _CAUSES[look.kind]
+                cause, kind = _CAUSES[result.kind]
                 forwards = cause == 0
-                found.append(Finding(cause, stage if forwards else -stage, place, rank, kind, look.name_of(row)))
+                found.append(Finding(cause, stage if forwards else -stage, place, rank, kind, result.name_of(row)))
         return found
 
     def _bad_grads(self) -> list[Finding]:
-        """Gradients that somebody has spoilt since they were complete; all of them where clipping came after that."""
-        looks = self._sharded_looks("step")
-        return self._findings(looks, [int(look.least) for look in looks], [int(look.row) for look in looks])
+        """Bad gradients that were finite when they were complete (all of them, if clipping spread the value)."""
+        results = self._optimizer_results("step")
+        return self._findings(
+            results, [int(result.is_finite) for result in results], [int(result.row) for result in results]
+        )
 
     def _bad_params(self, candidates: Mapping[str, nn.Parameter]) -> list[Finding]:
         stage, rank = self._mesh.pp.rank, self._mesh.rank
         place = {name: number for number, name in enumerate(candidates)}
         bad = not_finite(candidates.items())
-        # What is frozen may be a mask, whose infinities are meant.
+        # A frozen parameter may be a mask with infinities on purpose.
         bad = [name for name in bad if candidates[name].requires_grad or candidates[name].isnan().any()]
         return [Finding(0, stage, place[name], rank, "parameter", name) for name in bad]
 
@@ -207,13 +212,13 @@ _CAUSES = {
 }
 
 
-def _looked_at(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as long as what parameters are aligned to, so that each lies in one of them."""
+def _check(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Finiteness of the worst row and its index; rows are as long as the alignment, so each is in one parameter."""
     return first_bad_row(x.reshape(-1), ALIGNMENT)
 
 
 def _namer(slots: Sequence[Slot], start: int) -> Callable[[int], str]:
-    """The name of the parameter in a row of a tensor that begins at an element of the slots' buffer."""
+    """Function that names the parameter in a row of a tensor that begins at element ``start`` of the buffer."""
 
     def name_of(row: int) -> str:
         element = start + row * ALIGNMENT
@@ -222,8 +227,8 @@ def _namer(slots: Sequence[Slot], start: int) -> Callable[[int], str]:
     return name_of
 
 
-def told(when: str, findings: Sequence[Finding]) -> str:
-    """The text of the error: where it began, and how far it has come."""
+def _error_text(when: str, findings: Sequence[Finding]) -> str:
+    """Error text: the origin first, then the other findings."""
     first, *others = dict.fromkeys(map(str, sorted(findings)))
     text = f"{when}: {first} is NaN or infinite"
     if others:

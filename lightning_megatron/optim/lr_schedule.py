@@ -1,6 +1,6 @@
-"""Megatron-LM's learning-rate and weight-decay schedules, as functions of how far training is.
+"""Megatron-LM's learning-rate and weight-decay schedules, as functions of the training step.
 
-The unit of ``step`` is the caller's, steps or samples, as long as it is the same throughout.
+The unit of ``step`` is the caller's choice, steps or samples, the same throughout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LRStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"]
 TailStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 WDStyle = Literal["constant", "linear", "cosine"]
 
-# Each maps the share of the decay that has passed, 0..1, to the share of (max - min) that is left.
+# Each maps the elapsed fraction of the decay, 0..1, to the remaining fraction of (max - min).
 _DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda r: 1 - r,
     "cosine": lambda r: (1 + math.cos(math.pi * r)) / 2,
@@ -41,18 +41,18 @@ class LRSchedule:
     """A learning rate that warms up linearly and then decays.
 
     Attributes:
-        max_lr: where warm-up ends.
-        min_lr: where decay ends.
-        init_lr: where warm-up begins.
+        max_lr: learning rate at the end of the warm-up.
+        min_lr: learning rate at the end of the decay.
+        init_lr: learning rate at the start of the warm-up.
         warmup: length of the warm-up.
         decay: step at which ``min_lr`` is reached, warm-up included; not needed for ``"constant"``.
         style: shape of the decay. ``"wsd"`` (warm-up, stable, decay; https://arxiv.org/abs/2404.06395) stays at
-            ``max_lr`` but for a tail.
+            ``max_lr`` until a tail.
         tail: length of the tail of ``"wsd"``, which ends at ``decay``.
         tail_style: shape of that tail.
 
     Raises:
-        ConfigError: for values that make no schedule.
+        ConfigError: for invalid values.
     """
 
     max_lr: float
@@ -85,7 +85,7 @@ class LRSchedule:
         raise_if_any(found)
 
     def learning_rate(self, step: int) -> float:
-        """The rate at ``step``."""
+        """The learning rate at ``step``."""
         if self.warmup > 0 and step <= self.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * step / self.warmup
         if self.style == "constant":
@@ -106,7 +106,7 @@ class LRSchedule:
         """Factor on the optimizer's ``lr`` (which should be ``max_lr``) after each of its steps, for ``LambdaLR``.
 
         Args:
-            step_size: units of this schedule in one optimizer step (the global batch size, if it counts samples).
+            step_size: units of the schedule in one optimizer step (the global batch size, if the unit is samples).
         """
         return lambda step: self.learning_rate(step * step_size) / self.max_lr
 
@@ -114,14 +114,14 @@ class LRSchedule:
 def schedule_problems(
     lr: float, min_lr: float | None, warmup_steps: int, decay_steps: int | None, lr_schedule: LRStyle
 ) -> list[Problem]:
-    """Faults of a schedule without a tail that is not made yet, under the names that modules give its arguments.
+    """Problems of a schedule without a tail, under the argument names of the modules.
 
     Args:
-        lr: its ``max_lr``.
-        min_lr: where decay ends; ``None`` for a tenth of ``lr``.
-        warmup_steps: its ``warmup``.
-        decay_steps: its ``decay``; ``None`` where training ends.
-        lr_schedule: its ``style``.
+        lr: value of ``max_lr``.
+        min_lr: value of ``min_lr``; ``None`` for a tenth of ``lr``.
+        warmup_steps: value of ``warmup``.
+        decay_steps: value of ``decay``; ``None`` for the end of training.
+        lr_schedule: value of ``style``.
     """
     if lr_schedule == "constant" and not warmup_steps:
         return []
@@ -142,13 +142,13 @@ class WDSchedule:
     """A weight decay that rises from ``start`` to ``end``.
 
     Attributes:
-        start: at step 0.
-        end: from step ``length`` on.
-        length: of the rise.
+        start: weight decay at step 0.
+        end: weight decay from step ``length`` on.
+        length: length of the rise.
         style: shape of the rise; ``"constant"`` needs ``start == end``.
 
     Raises:
-        ConfigError: for values that make no schedule.
+        ConfigError: for invalid values.
     """
 
     start: float
@@ -169,7 +169,7 @@ class WDSchedule:
         raise_if_any(found)
 
     def weight_decay(self, step: int) -> float:
-        """The decay at ``step``."""
+        """The weight decay at ``step``."""
         if self.style == "constant" or step > self.length:
             return self.end
         return self.end - _DECAY[self.style](step / self.length) * (self.end - self.start)
@@ -178,15 +178,15 @@ class WDSchedule:
 class MegatronLR(LambdaLR):
     """The schedules as one torch scheduler; give it to Lightning with ``"interval": "step"``.
 
-    Each group's own ``lr`` and ``weight_decay`` are what the schedules reach at their highest: a group with twice the
-    ``lr`` keeps twice the rate, one with ``weight_decay=0`` is never decayed.
+    Each group's own ``lr`` and ``weight_decay`` are the maxima of the schedules: a group with twice the ``lr`` keeps
+    twice the rate, a group with ``weight_decay=0`` is never decayed.
 
     Args:
-        optimizer: the user's.
-        lr: learning rate.
-        wd: weight decay; ``None`` leaves it.
-        step_size: units of the schedules in one optimizer step (the global batch size, if they count samples).
-        last_epoch: as in torch.
+        optimizer: the user's optimizer.
+        lr: learning-rate schedule.
+        wd: weight-decay schedule; ``None`` for a constant weight decay.
+        step_size: units of the schedules in one optimizer step (the global batch size, if the unit is samples).
+        last_epoch: argument of torch's ``LRScheduler``.
     """
 
     def __init__(
@@ -212,5 +212,5 @@ class MegatronLR(LambdaLR):
                     group["weight_decay"] = base * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, plain numbers only: the schedules come from the user's code, as lambdas do in ``LambdaLR``."""
+        """torch's state without the weight-decay schedule, which like ``LambdaLR``'s lambdas is the user's code."""
         return {name: value for name, value in super().state_dict().items() if name != "_wd"}

@@ -1,4 +1,4 @@
-"""The norm of every parameter's gradient over the whole model, whatever part of it a rank holds."""
+"""The norm of every parameter's gradient over the whole model, in any layout."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lightning_megatron.optim.clip import local_norm
 
 
 def norms_by_name(
-    pieces: Iterable[tuple[str, Tensor]], names: Sequence[str], world: Axis, device: torch.device, dtype: torch.dtype
+    grads: Iterable[tuple[str, Tensor]], names: Sequence[str], world: Axis, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """L2 norms by name of a parameter, equal on all ranks; all of them call this, and one collective is all it costs.
+    """L2 norms by name of the parameter, equal on all ranks; all of them call this, for one collective.
 
     Args:
-        pieces: gradients that this rank counts, of whole parameters or of parts of them.
-        names: of all parameters of the model, in one order on all ranks.
+        grads: name and gradient of the parameters, or parts of parameters, that this rank counts.
+        names: names of all parameters of the model, in the same order on all ranks.
         world: the ranks that hold the model.
-        device: where the result lives.
-        dtype: of the result.
+        device: device of the result.
+        dtype: dtype of the result.
 
     Returns:
-        A norm for each parameter of which any rank has a gradient.
+        A norm for each parameter that has a gradient on any rank.
     """
     place = {name: number for number, name in enumerate(names)}
-    table = torch.zeros(2, len(names), dtype=dtype, device=device)  # sums of squares, and whether there are any
-    for name, grad in pieces:
+    table = torch.zeros(2, len(names), dtype=dtype, device=device)  # sums of squares; 1 if there is a gradient
+    for name, grad in grads:
         table[0, place[name]] += local_norm(grad).square()
         table[1, place[name]] = 1
     squares, present = all_reduce(table, world)

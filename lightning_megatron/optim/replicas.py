@@ -1,8 +1,8 @@
-"""Parameters that every tensor-parallel rank holds whole, and whether their gradients say so.
+"""Check that parameters which every tensor-parallel rank holds whole have equal gradients.
 
-Nothing exchanges these gradients: they are equal because all ranks compute the same. A head of somebody's own that was
-given a shard of the sequence does not, and its copies would drift apart without a word. So the first steps compare two
-numbers of each gradient.
+These gradients are not communicated: they are equal because all ranks compute the same. A user's head that was given a
+shard of the sequence breaks this, and its copies would silently drift apart. So the first steps compare two numbers of
+each gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_megatron.recorder.file_format import Kind
 
 STEPS = 3
 TOLERANCE = 1e-2
-"""Far above what another order of sums makes of a gradient, far below what other tokens make of it."""
+"""Relative difference: far above the effect of another order of sums, far below the effect of other tokens."""
 
 
 class ReplicaError(RuntimeError):
@@ -30,8 +30,8 @@ class ReplicaCheck:
     """Compares gradients over tensor-parallel ranks in the first steps, and costs nothing afterwards.
 
     Args:
-        sharded: whose gradients.
-        mesh: this rank's.
+        sharded: the optimizer with the gradients.
+        mesh: this rank's mesh.
     """
 
     def __init__(self, sharded: ShardedOptimizer, mesh: ParallelMesh) -> None:
@@ -39,7 +39,7 @@ class ReplicaCheck:
         self._left = STEPS if mesh.tp.size > 1 else 0
 
     def __call__(self) -> None:
-        """Compare, between the reduction of gradients and the step. Every rank must call this.
+        """Compare gradients, between their reduction and the step. Every rank must call this.
 
         Raises:
             ReplicaError: on all ranks, naming every parameter whose gradients differ anywhere.
@@ -50,10 +50,10 @@ class ReplicaCheck:
         faults = self._faults(self._sharded.gradients_of(_is_replicated))
         if not all_reduce_max(torch.tensor(float(bool(faults)), device=self._mesh.rng.device), self._mesh.world).item():
             return
-        told: list[list[str]] = [[] for _ in range(self._mesh.world.size)]
+        names_by_rank: list[list[str]] = [[] for _ in range(self._mesh.world.size)]
         call = self._mesh.host.call(Kind.ALL_GATHER_OBJECT)
-        call.run(torch.distributed.all_gather_object, told, faults, group=self._mesh.host_group)
-        names = ", ".join(sorted({name for found in told for name in found}))
+        call.run(torch.distributed.all_gather_object, names_by_rank, faults, group=self._mesh.host_group)
+        names = ", ".join(sorted({name for found in names_by_rank for name in found}))
         raise ReplicaError(
             f"gradients of {names} differ between tensor-parallel ranks, each of which holds these parameters whole:"
             " their copies would drift apart. All tp ranks must compute the same with them: take hidden states from"
@@ -77,6 +77,6 @@ def _is_replicated(spec: ParamSpec) -> bool:
 
 
 def _sketch(grad: Tensor) -> Tensor:
-    """Length, and component along a fixed direction: gradients of other tokens agree in both by no accident."""
+    """Norm, and component along a fixed direction: gradients of different tokens do not agree in both."""
     direction = torch.arange(grad.numel(), dtype=torch.float32, device=grad.device).cos_()
     return torch.stack([local_norm(grad).float(), grad.float().dot(direction)])

@@ -173,7 +173,7 @@ class OptimizerSet:
         Returns:
             The output; with the mean loss if it has the number of tokens.
         """
-        self._see_loss(output)
+        self._check_loss(output)
         if output is None or not self._is_automatic:
             return output
         if backward_was_ours:
@@ -183,12 +183,12 @@ class OptimizerSet:
             self._probe.plant()
         return self.mean_over_tokens(output, batches)
 
-    def _see_loss(self, output: Any) -> None:
+    def _check_loss(self, output: Any) -> None:
         """Check the loss on the last stage, where it is computed, before it is averaged over replicas."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and self._mesh.pp.rank == self._mesh.pp.size - 1:
             for check in self.finite_checks.values():
-                check.see_loss(loss)
+                check.add_loss(loss)
 
     def begin_backward(self) -> None:
         """Prepare Lightning's own backward of a batch, which adds to gradients that were not cleared."""

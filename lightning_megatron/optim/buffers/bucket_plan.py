@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat buffer: pure arithmetic, no tensors of its own."""
+"""Layout of parameters in a flat buffer: arithmetic without tensors."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
-"""Elements to which every parameter's start and every rank's share of a bucket is rounded up.
+"""Number of elements to a multiple of which every parameter's start and every rank's share is rounded up.
 
-Matrix kernels read 16 bytes at a time and collectives are fastest from 128 bytes on; 64 bf16 elements are 128 bytes.
+Matrix kernels read 16 bytes at a time, and collectives are fastest from 128 bytes on; 64 bf16 elements are 128 bytes.
 """
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """A stretch of a buffer that is reduced and gathered at once.
+    """The range of a buffer that one bucket covers.
 
     Attributes:
-        start: first element of the stretch in the buffer.
-        end: one past the last, padding included.
-        starts: first element in the buffer of each parameter in the stretch.
-        first: index of the stretch's first parameter in the buffer's list of parameters.
+        start: first element of the bucket in the buffer.
+        end: one past the last element, padding included.
+        starts: first element in the buffer of each parameter of the bucket.
+        first: index of the bucket's first parameter in the buffer's list of parameters.
     """
 
     start: int
@@ -35,19 +35,19 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def default_bucket_size(ranks: int) -> int:
-    """Elements of a bucket: Megatron-LM's rule, so that a message stays long when it is shared by many ranks."""
+    """Elements of a bucket by Megatron-LM's rule, which keeps the messages of many ranks long enough."""
     return max(40_000_000, 1_000_000 * ranks)
 
 
 def plan_buckets(sizes: Sequence[int], bucket_size: int, ranks: int) -> list[BucketPlan]:
-    """Cut parameters, in the order given, into buckets of at least ``bucket_size`` elements (the last may be less).
+    """Group parameters, in the order given, into buckets of at least ``bucket_size`` elements (the last may be less).
 
-    A parameter is never split over buckets; a bucket is padded so that ``ranks`` equal aligned shares make it up.
+    A parameter is never split over buckets. A bucket is padded so that it consists of ``ranks`` equal aligned shares.
 
     Args:
         sizes: elements of each parameter.
         bucket_size: elements after which a bucket is closed.
-        ranks: how many ranks share a bucket.
+        ranks: number of ranks that share a bucket.
     """
     plans: list[BucketPlan] = []
     start = offset = first = 0
