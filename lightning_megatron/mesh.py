@@ -89,7 +89,7 @@ class Axis:
         rank: this rank's position on it.
         ranks: global ranks on the axis, by position.
         group: the process group; ``None`` if ``size == 1``.
-        action_log: where what this rank does is written down; ``None`` for nowhere.
+        action_log: log of this rank's actions; ``None`` for no log.
         number: number of the group in that log.
     """
 
@@ -149,14 +149,14 @@ class ParallelMesh:
         rng: the random streams of this rank.
         weight_grads: store of the weight gradients that layers defer (zero-bubble schedules).
         host: all ranks, over the group for objects and for tensors in host memory.
-        recorder: where this rank writes down what it does.
+        recorder: recorder of this rank's actions.
 
     Args:
         layout: number of ranks on each axis; ``dp`` must be resolved.
         rank: global rank of this process.
         groups: process group of each axis longer than 1, by axis name.
         device: the device whose random generator the streams use.
-        recorder: where this rank writes down what it does.
+        recorder: recorder of this rank's actions.
     """
 
     def __init__(

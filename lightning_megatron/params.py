@@ -86,7 +86,7 @@ class ParamSpec:
         """True for a parameter of experts, whose ranks form the expert grid."""
         return self.ep_dim is not None
 
-    def cuts(self, ranks: ShardRanks) -> dict[int, int]:
+    def sharded_dims(self, ranks: ShardRanks) -> dict[int, int]:
         """The sharded dimensions, each with the position of a rank along it."""
         along = {self.tp_dim: ranks.etp if self.is_expert else ranks.tp, self.ep_dim: ranks.ep}
         return {dim: rank for dim, rank in along.items() if dim is not None}
@@ -95,7 +95,7 @@ class ParamSpec:
         """The box of the global parameter that a tensor of ``local_shape`` holds at ``ranks``, without padding."""
         offsets = [0] * len(local_shape)
         sizes = list(local_shape)
-        for dim, rank in self.cuts(ranks).items():
+        for dim, rank in self.sharded_dims(ranks).items():
             total, length = self.global_shape[dim], local_shape[dim]
             offsets[dim] = min(rank * length, total)
             sizes[dim] = max(0, min(length, total - rank * length))
@@ -128,9 +128,9 @@ class ParamShard:
 
 
 def is_calibration(key: str) -> bool:
-    """True if a tensor of a checkpoint is what a layer's ``products`` have seen of their ranges (fp8).
+    """True if a key of a checkpoint is fp8 calibration state of a linear layer (its child module ``products``).
 
-    It says nothing of the model: a checkpoint that lacks it, or has it for nobody, is loaded all the same.
+    It is no part of the model: a checkpoint loads even if it lacks this state, or has it for a layer without fp8.
     """
     return ".products." in key
 

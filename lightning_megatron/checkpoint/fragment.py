@@ -126,7 +126,7 @@ class Fragment:
         local_shape = tuple(local.shape)
         box = spec.local_box(local_shape, ranks) if _can_be_slice(local_shape, spec) else None
         if box is None:
-            dims = " and ".join(map(str, spec.cuts(ranks)))
+            dims = " and ".join(map(str, spec.sharded_dims(ranks)))
             how = f"cut along dimension {dims}" if dims else "held whole by every rank"
             raise ValueError(
                 f"a local tensor of shape {local_shape} is no slice of one of shape {spec.global_shape} {how}"

@@ -164,7 +164,7 @@ def carry_over(module: nn.Module, model: nn.Module, before: Placement, built: nn
 def _beside(module: nn.Module, model: nn.Module) -> dict[str, Any]:
     """Parameters and buffers outside the model, which every rank holds whole."""
     inside, specs = {id(value) for value in local_tensors(model).values()}, spec_registry(module)
-    cut = {name for name, spec in specs.items() if spec.cuts(ShardRanks())}
+    cut = {name for name, spec in specs.items() if spec.sharded_dims(ShardRanks())}
     return {name: value for name, value in local_tensors(module).items() if id(value) not in inside and name not in cut}
 
 

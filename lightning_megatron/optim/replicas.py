@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_gather, all_reduce_max
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.clip import local_norm
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec
-from lightning_megatron.recorder.file_format import Kind
 
 STEPS = 3
 TOLERANCE = 1e-2
@@ -50,10 +50,7 @@ class ReplicaCheck:
         faults = self._faults(self._sharded.gradients_of(_is_replicated))
         if not all_reduce_max(torch.tensor(float(bool(faults)), device=self._mesh.rng.device), self._mesh.world).item():
             return
-        names_by_rank: list[list[str]] = [[] for _ in range(self._mesh.world.size)]
-        call = self._mesh.host.call(Kind.ALL_GATHER_OBJECT)
-        call.run(torch.distributed.all_gather_object, names_by_rank, faults, group=self._mesh.host_group)
-        names = ", ".join(sorted({name for found in names_by_rank for name in found}))
+        names = ", ".join(sorted({name for found in all_gather_object(self._mesh, faults) for name in found}))
         raise ReplicaError(
             f"gradients of {names} differ between tensor-parallel ranks, each of which holds these parameters whole:"
             " their copies would drift apart. All tp ranks must compute the same with them: take hidden states from"

@@ -1,4 +1,4 @@
-"""Update scope of an optimizer: the values that its update of one element reads, which must lie on one rank."""
+"""Update scope of an optimizer: the values that its update of one element reads, which one rank must hold."""
 
 from __future__ import annotations
 

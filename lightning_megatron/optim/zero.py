@@ -254,7 +254,7 @@ class ShardedOptimizer(ShardedState):
         """Name and gradient of every parameter that this rank counts in a sum over all ranks."""
         for bucket, main in self._mains.items():
             if counts_here(bucket, self._mesh):
-                yield from main.grad_pieces()
+                yield from main.named_grads()
 
     def clip_by_norm(self, max_norm: float) -> Tensor:
         """Scale gradients so that their norm is at most ``max_norm``, like ``torch.nn.utils.clip_grad_norm_``.

@@ -23,7 +23,7 @@ def whole(local: Tensor, spec: ParamSpec, mesh: ParallelMesh) -> Tensor:
         AssertionError: if a tensor that all ranks should hold whole differs between them.
     """
     joined = local.detach()
-    if not spec.cuts(mesh.shard_ranks):
+    if not spec.sharded_dims(mesh.shard_ranks):
         pieces = all_gather(joined.unsqueeze(0), mesh.tp)
         for rank, piece in enumerate(pieces):
             assert torch.equal(piece, pieces[0]), f"tp rank {rank} holds another value than tp rank 0: {spec}"

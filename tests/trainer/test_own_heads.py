@@ -125,7 +125,8 @@ def found(run: Run) -> Found:
     trainer = quiet_trainer(strategy, max_epochs=1, gradient_clip_val=1.0, logger=recorder)
     trainer.fit(module, DataLoader(samples(), batch_size=BATCH // run.dp, shuffle=True))  # type: ignore[arg-type]
     strategy.finish_param_gather()
-    whole = {n: p.detach().clone() for n, p, spec in named_specs(module) if not spec.cuts(strategy.mesh.shard_ranks)}
+    ranks = strategy.mesh.shard_ranks
+    whole = {n: p.detach().clone() for n, p, spec in named_specs(module) if not spec.sharded_dims(ranks)}
     return Found(Curve(recorder.series("train_loss"), recorder.series("grad_norm")), whole)
 
 

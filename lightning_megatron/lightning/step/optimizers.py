@@ -9,13 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning._private import MockOptimizer
 from lightning_megatron.lightning.step.per_token_loss import TokenCounter
@@ -29,7 +29,6 @@ from lightning_megatron.optim.replicas import ReplicaCheck
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs
 from lightning_megatron.pipeline.tied_embeddings import SharedParameters, held_by_stages, sum_tied_gradients, tied_names
-from lightning_megatron.recorder.file_format import Kind
 
 
 @runtime_checkable
@@ -314,12 +313,10 @@ class OptimizerSet:
 
 
 def _names_on_all_stages(own: list[str], mesh: ParallelMesh) -> list[str]:
-    """Names of the parameters of all pipeline stages, in one order on all ranks."""
+    """Names of the parameters of all pipeline stages, in the same order on all ranks."""
     if mesh.pp.size == 1:
         return own
-    told: list[list[str]] = [[] for _ in range(mesh.world.size)]
-    mesh.host.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, told, own, group=mesh.host_group)
-    return list(dict.fromkeys(name for names in told for name in names))
+    return list(dict.fromkeys(name for names in all_gather_object(mesh, own) for name in names))
 
 
 class _Probe:

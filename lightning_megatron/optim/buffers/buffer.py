@@ -1,8 +1,8 @@
 """Parameters and gradients of one kind, laid out end to end.
 
-Collectives, clipping and optimizers are fast on few long tensors. So all parameters that are treated alike share one
+Collectives, clipping and optimizers are fast on few long tensors. So all parameters that are treated equally share one
 flat tensor, and their gradients another. The layout is that of Megatron-LM's distributed optimizer (ZeRO stage 1,
-https://arxiv.org/abs/1910.02054). Gradients are accumulated in fp32 whatever the dtype of the parameter.
+https://arxiv.org/abs/1910.02054). Gradients are accumulated in fp32 for every dtype of the parameters.
 """
 
 from __future__ import annotations

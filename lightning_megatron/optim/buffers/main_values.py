@@ -104,7 +104,7 @@ class MainValues:
             else:  # the buffer itself where dtypes agree
                 part.param.grad = self.bucket.own_grads[part.span].view(part.param.shape).to(part.param.dtype)
 
-    def grad_pieces(self) -> Iterator[tuple[str, Tensor]]:
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         """Name and gradient of every parameter that has one, parameter by parameter."""
         for part in self.parts:
             grad = part.param.grad
@@ -163,18 +163,18 @@ class MainValues:
             return
         parts = []
         for part, state in whole:
-            pieces = [piece for piece in self.parts if set(piece.slots) <= set(part.slots) and piece.slots]
-            shared = [_shared(optimizer.state.get(piece.param, {}), piece.param) for piece in pieces]
-            if len(pieces) < 2:
+            split = [new for new in self.parts if set(new.slots) <= set(part.slots) and new.slots]
+            shared = [_shared(optimizer.state.get(new.param, {}), new.param) for new in split]
+            if len(split) < 2:
                 parts.append(part)
             elif all(_equal(one, shared[0]) for one in shared):
-                for piece in pieces:
-                    optimizer.state.pop(piece.param, None)
+                for new in split:
+                    optimizer.state.pop(new.param, None)
                 if state:
                     optimizer.state[part.param] = {**state, **shared[0]}  # the rest was loaded through views
                 parts.append(part)
             else:
-                parts += pieces
+                parts += split
         self.parts = parts
 
 
