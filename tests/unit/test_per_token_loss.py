@@ -107,7 +107,7 @@ class Returns(LightningModule):
 
 def work(outputs: list[Any], scale: float = 1.0) -> tuple[TrainingWork, list[Tensor | None]]:
     pieces = [(output, 1 / len(outputs)) for output in outputs]
-    found = TrainingWork(Returns(), pieces, (0,), StageBoundary(1), scale, nullcontext)
+    found = TrainingWork(Returns(), pieces, (0,), StageBoundary(1), scale)
     return found, [found.forward(0, i, None) for i in range(len(outputs))]
 
 
