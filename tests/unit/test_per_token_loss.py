@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,8 +147,8 @@ def test_experts_in_a_pipeline_are_refused() -> None:
         model_shape = SimpleNamespace(num_experts=4)
 
     def step(num_stages: int) -> None:
-        pieces, nothing = [(counted(1.0, 2), 1.0)], nullcontext
-        last = TrainingWork(WithExperts(), pieces, (0,), StageBoundary(num_stages), 1.0, nothing)
+        pieces = [(counted(1.0, 2), 1.0)]
+        last = TrainingWork(WithExperts(), pieces, (0,), StageBoundary(num_stages), 1.0)
         last.forward(num_stages - 1, 0, None)
 
     step(1)
