@@ -25,7 +25,6 @@ from lightning_megatron.checkpoint.formats.megatron import open_megatron
 from lightning_megatron.checkpoint.keys import model_key
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.load import open_checkpoint
-from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of
@@ -79,7 +78,7 @@ def megatron_to_checkpoint(
     _refuse_existing(target)
     checkpoint = open_megatron(source, allow_pickle=allow_pickle)
     config = config or megatron_config(checkpoint, source)
-    tensors = megatron_tensors(checkpoint, config, parameter_shapes(config))
+    tensors = megatron_tensors(checkpoint, config)
     _save(target, config, tensors, source, dtype)
 
 

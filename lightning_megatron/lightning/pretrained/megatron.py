@@ -11,6 +11,7 @@ from lightning_megatron.checkpoint.formats.megatron import (
     weight_map,
 )
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.files import PathLike
@@ -29,14 +30,14 @@ def megatron_config(checkpoint: MegatronCheckpoint, path: PathLike) -> Transform
 
 
 def megatron_tensors(
-    checkpoint: MegatronCheckpoint, config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]]
+    checkpoint: MegatronCheckpoint, config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, LazyTensor]:
     """Tensors of a checkpoint by our names.
 
     Args:
         checkpoint: the opened checkpoint.
         config: the model's configuration.
-        shapes: required shapes by global name; other tensors are left out.
+        shapes: required shapes by global name, other tensors are left out; ``None`` for those of the configuration.
 
     Raises:
         CheckpointError: naming tensors of another shape.
@@ -44,4 +45,5 @@ def megatron_tensors(
             no place for.
     """
     raise_if_any(size_problems(checkpoint.tensors, config))
-    return weight_map(config).to_native(checkpoint.tensors, shapes)
+    # Sizes come first: a file that describes a billion layers is refused before their names are made.
+    return weight_map(config).to_native(checkpoint.tensors, parameter_shapes(config) if shapes is None else shapes)
