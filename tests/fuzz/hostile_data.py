@@ -96,7 +96,9 @@ def tokenizers(mark: Path) -> Iterator[Case]:
         ),
     }
     for trick, (name, value) in odd.items():
-        yield Case("tokenizer.json", trick, "hf-tok", "tokenizer.json", part(name, value), harmless=True)
+        yield Case(
+            "tokenizer.json", trick, "hf-tok", "tokenizer.json", part(name, value), harmless=True, errs_with="hf-tok"
+        )
     for trick, content in {
         "not UTF-8": b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n\xff\xfe",
         "empty": b"",

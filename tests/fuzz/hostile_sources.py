@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, record
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.data.preprocessing.train_tokenizer import train_tokenizer
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf
@@ -80,12 +81,37 @@ def _megatron(home: Path) -> None:
     tensors = {name: tensor.detach() for name, tensor in model.model.state_dict().items()}
     layout = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "experts": "te"}
     write_torch_dist(home / "dist" / "iter_0000003", tensors, model.config, stacked=True, prefix="")
-    torch.save({"args": argparse.Namespace(num_layers=2), "iteration": 3}, home / "dist" / "iter_0000003" / "common.pt")
+    words = _command_line(model.config)
+    torch.save({"args": words, "iteration": 3}, home / "dist" / "iter_0000003" / "common.pt")
     write_legacy(home / "legacy" / "iter_0000003", tensors, model.config, **layout)  # type: ignore[arg-type]
+    for file in (home / "legacy").rglob("model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)  # just written
+        torch.save({**content, "args": argparse.Namespace(**{**vars(content["args"]), **vars(words)})}, file)
     for name in ("dist", "legacy"):
         (home / name / "latest_checkpointed_iteration.txt").write_text("3")
     (home / "config").mkdir()
     (home / "config" / "model.json").write_text(json.dumps(model.hparams["config"]))
+
+
+def _command_line(config: TransformerConfig) -> argparse.Namespace:
+    """Arguments of Megatron that describe the model whole, so that a reader fails by the hostile file alone."""
+    return argparse.Namespace(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        group_query_attention=True,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        rotary_base=int(config.rope_theta),
+        swiglu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=not config.tie_embeddings,
+    )
 
 
 def _tokenizers(home: Path) -> None:

@@ -75,6 +75,7 @@ class _Encoder:
         self, tokenizer: TokenizerSpec, keys: Sequence[str], append_eod: bool, by_sentence: bool, keep_newlines: bool
     ) -> None:
         self.tokenizer = tokenizer.build()
+        self._source = f"the tokenizer {tokenizer.path or tokenizer.vocab_file or tokenizer.type}"
         self.dtype = optimal_dtype(self.tokenizer.vocab_size)
         self._keys = keys
         eod = self.tokenizer.eod
@@ -101,6 +102,9 @@ class _Encoder:
         if sequences and self._eod:
             sequences[-1] = sequences[-1] + self._eod
         flat = [token for ids in sequences for token in ids]
+        if flat and max(flat) > (limit := int(np.iinfo(self.dtype).max)):
+            fault = f"{self._source} gives the id {max(flat)}, and its vocabulary of {self.tokenizer.vocab_size} tokens"
+            raise DataError(f"{fault} is stored in {self.dtype.name}, which ends at {limit}")
         return np.array(flat, self.dtype), [len(ids) for ids in sequences]
 
 

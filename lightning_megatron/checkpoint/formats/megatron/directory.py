@@ -95,6 +95,8 @@ def _refuse_other_backend(file: Path) -> None:
 
 
 def _common_arguments(directory: Path, allow_pickle: bool) -> dict[str, Any] | None:
-    if not allow_pickle or not (directory / COMMON).is_file():
+    if not allow_pickle or not os.path.lexists(directory / COMMON):
         return None
+    if not (directory / COMMON).is_file():
+        raise CheckpointError(f"{directory / COMMON} is no ordinary file")
     return command_line(load_file(directory / COMMON, allow_pickle=True), directory / COMMON)
