@@ -23,6 +23,9 @@ from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 BOUND = 1e-5
+# Adam makes whole steps of gradients that are rounding alone, such as those of a key's bias: on processors of some makers
+# a curve deviates by 1.3e-5, on others by 3e-6 at most.
+CURVE_BOUND = 3e-5
 STEPS, LENGTH, VOCABULARY, SEED = 10, 12, 61, 5
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -130,7 +133,7 @@ def _expected(ranks: Callable[..., list[Any]], training: Training) -> Curve:
 
 
 def check(ranks: Callable[..., list[Any]], runs: Sequence[Run], record: Callable[[str, Any], None]) -> None:
-    check_runs(ranks, curves, runs, lambda run: _expected(ranks, run.training), BOUND, record)
+    check_runs(ranks, curves, runs, lambda run: _expected(ranks, run.training), CURVE_BOUND, record)
 
 
 MODELS = [Training(family, tied) for family, tied in product(("gpt", "llama"), (True, False))]
@@ -195,7 +198,7 @@ def test_covering_pipelines_equal_one_process(ranks: Callable[..., list[Any]], r
 
 
 # Half of the grid: every pipeline with two models that differ in family and in ties, another two for another number of
-# micro-batches. All of it was run once: nowhere was the deviation above 3e-6.
+# micro-batches. All of it was run once, on one processor: nowhere was the deviation above 3e-6.
 HALF = [r for r in GRID if (r.micro_batches == 4) == ((r.training.family == "gpt") == r.training.tied)]
 
 
