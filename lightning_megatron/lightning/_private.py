@@ -128,7 +128,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "_version",
         "torch.Tensor",
-        ("lightning/step/optimizers.py", "optim/buffers/buffer.py", "optim/buffers/edits.py"),
+        ("lightning/step/optimizers.py", "optim/buffers/slot.py", "optim/buffers/edits.py"),
         "weights that a script has written between steps",
     ),
     PrivateName("_schema", "torch.ops.aten.relu.default", ("ops/mixture_of_experts.py",), "arguments of an operator"),

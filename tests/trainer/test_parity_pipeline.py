@@ -23,8 +23,8 @@ from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 BOUND = 1e-5
-# Adam makes whole steps of gradients that are rounding alone, such as those of a key's bias: on processors of some makers
-# a curve deviates by 1.3e-5, on others by 3e-6 at most.
+# Adam makes whole steps of gradients that are rounding alone, such as those of a key's bias: on some processors a curve
+# deviates by 1.3e-5, on others by 3e-6 at most.
 CURVE_BOUND = 3e-5
 STEPS, LENGTH, VOCABULARY, SEED = 10, 12, 61, 5
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")

@@ -90,6 +90,8 @@ def read_entries(path: Path) -> dict[str, Entry]:
     Raises:
         CheckpointError: if it is no such file, or is truncated.
     """
+    if not path.is_file():  # opening a pipe would wait for its other end
+        raise CheckpointError(f"{path}: missing, or no ordinary file")
     try:
         with path.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -100,7 +102,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
             if name != "__metadata__"
         }
     except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
-        raise CheckpointError(f"{path}: missing, truncated or no safetensors file: {error}") from None
+        raise CheckpointError(f"{path}: truncated or no safetensors file: {error}") from None
     if path.stat().st_size < max((entry.start + entry.num_bytes for entry in found.values()), default=0):
         raise CheckpointError(f"{path}: truncated")
     return found
