@@ -2,9 +2,11 @@
 
     python benchmarks/compare.py "--peer ours" "--peer hf" --rounds 8
 
-The first contestant is the one the others are compared with. Ratios are of medians over rounds; rounds alternate, so
-that a busy machine slows all alike. Figures: tokens/s (wall), tokens per CPU second of rank 0, peak resident MB of
-rank 0.
+    python benchmarks/compare.py "--peer ours" "PYTHONPATH=../before --peer ours"  # with another checkout
+
+Words such as NAME=VALUE before its arguments are in a contestant's environment. The first contestant is the one that
+the others are compared with. Ratios are medians of those of each round; rounds alternate, so that a busy machine slows
+all alike. Figures: tokens/s (wall), tokens per CPU second of rank 0, peak resident MB of rank 0.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -31,9 +34,11 @@ class Contestant:
         self.name = arguments
         self.rounds: list[dict[str, float]] = []
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the process
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        words = shlex.split(arguments)
+        given = dict(word.split("=", 1) for word in takewhile(lambda word: not word.startswith("-"), words))
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **given}
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "peer.py"), *shlex.split(arguments)],
+            [sys.executable, str(HERE / "peer.py"), *words[len(given) :]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
