@@ -127,14 +127,6 @@ class ParamShard:
     shared: Mapping[str, Any] = field(default_factory=dict)
 
 
-def is_calibration(key: str) -> bool:
-    """True if a key of a checkpoint is fp8 calibration state of a linear layer (its child module ``products``).
-
-    It is no part of the model: a checkpoint loads even if it lacks this state, or has it for a layer without fp8.
-    """
-    return ".products." in key
-
-
 @runtime_checkable
 class HasParamSpecs(Protocol):
     """A layer that declares the parameters it owns directly."""

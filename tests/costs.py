@@ -4,6 +4,8 @@ A test's cost is what this process and all that descend from it have computed be
 own end, pools and servers included; on a busy machine it says far more than the clock does. Only on Linux.
 
 Run: ``python tests/costs.py FILE [OTHER FILE]`` to show the dearest files and tests, or what has changed.
+After a session of all tests ``python tests/costs.py FILE --slow > tests/slow.txt`` keeps dear ones out of
+``make test-fast``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any
 
 import pytest
 
+SLOW = 2.5
+"""Seconds of processor time from which on a test is no quick one."""
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -134,9 +138,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--most", type=int, default=40)
+    parser.add_argument("--slow", action="store_true", help="print the tests that tests/slow.txt should list, instead")
     options = parser.parse_args()
     runs = [json.loads(file.read_text()) for file in options.files]
-    if len(runs) == 1:
+    if options.slow:
+        print("\n".join(sorted(name for name, test in runs[0]["tests"].items() if test["cpu"] > SLOW)))
+    elif len(runs) == 1:
         show(runs[0], options.most)
     else:
         compare(runs[0], runs[1], options.most)

@@ -20,6 +20,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
+SLOW = Path(__file__).with_name("slow.txt")
+"""Tests that are slow by measurement, beside those that carry the mark; made by ``tests/costs.py FILE --slow``."""
 KINDS = ("quick", "slow", "exhaustive")
 LEFT_OUT = "left_out"
 T = TypeVar("T")
@@ -102,6 +104,10 @@ class Selection:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        slow = set(SLOW.read_text().splitlines())
+        for item in items:
+            if item.nodeid in slow:
+                item.add_marker("slow")
         items[:] = ordered(items, self.turn)
         if self.turn is not None:
             self.elsewhere = self.turn.others(item.nodeid for item in items if kind_of(item) == "exhaustive")

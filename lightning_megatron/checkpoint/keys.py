@@ -22,6 +22,9 @@ MODEL = "model"
 MAIN = "master"
 """State of an optimizer under which the main values of a parameter are saved."""
 
+_CALIBRATION = "products"
+"""Child module of a linear layer that keeps the calibration of its fp8 products."""
+
 _PER_RANK = "per_rank"
 _PARAM_GROUPS = "param_groups"
 _WHOLE = "whole"
@@ -69,6 +72,14 @@ class Key:
     def is_model(self) -> bool:
         """True for a tensor of the model."""
         return self.family == MODEL and bool(self.name)
+
+    @property
+    def is_calibration(self) -> bool:
+        """True for fp8 calibration of a linear layer, in any version of the weights.
+
+        It is no part of the model: a checkpoint loads even if it lacks this state, or has it for a layer without fp8.
+        """
+        return _CALIBRATION in self.name.split(".")[:-1]
 
     @property
     def is_optimizer(self) -> bool:

@@ -34,7 +34,7 @@ from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import CheckpointError, nearest_names
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import Box, is_calibration
+from lightning_megatron.params import Box
 
 _SHOWN = 10
 
@@ -134,7 +134,7 @@ def load(
 
     def fit() -> list[str]:
         missing, faults = load_faults(state, metadata)
-        if strict and (needed := [key for key in missing if not is_calibration(key)]):
+        if strict and (needed := [key for key in missing if not Key.parse(key).is_calibration]):
             faults = _missing_faults(needed, list(metadata.state_dict_metadata)) + faults
         if strict:
             faults += [f"{key}: in the checkpoint, but not in the model" for key in unexpected]
@@ -170,7 +170,7 @@ def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[st
     return [
         key
         for key in metadata.state_dict_metadata
-        if Key.parse(key).is_model and key not in requested and not is_calibration(key)
+        if (parsed := Key.parse(key)).is_model and key not in requested and not parsed.is_calibration
     ]
 
 
@@ -209,7 +209,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Loaded, dict[str, Laz
 
     found = {}
     for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and not is_calibration(key):
+        if isinstance(entry, TensorStorageMetadata) and not Key.parse(key).is_calibration:
             shape, dtype = tuple(entry.size), entry.properties.dtype
             found[key] = LazyTensor(shape, dtype, partial(tensor, key, shape, dtype))
     return loaded, found

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.fragment import Fragment, Part
+from lightning_megatron.checkpoint.keys import Key
 from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.comm.p2p import receive, send
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import Box, is_calibration
+from lightning_megatron.params import Box
 
 _SHOWN = 8
 
@@ -117,7 +118,7 @@ def _common(a: Box, b: Box) -> Box | None:
 
 def _shapes(state: State) -> dict[str, tuple[int, ...]]:
     fragments = ((key, value) for key, value in state.items() if isinstance(value, Fragment))
-    return {key: value.shape for key, value in fragments if not is_calibration(key)}
+    return {key: value.shape for key, value in fragments if not Key.parse(key).is_calibration}
 
 
 def _refuse_misfit(shapes: Sequence[tuple[Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]]]]) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron import MegatronStrategy, ParallelLayout
 from lightning_megatron.checkpoint import load, local_tensors, model_state, save
+from lightning_megatron.checkpoint.keys import Key
 from lightning_megatron.checkpoint.load import open_checkpoint
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.fp8_linear import Fp8Gemms, Fp8Steps, multiply_in_fp8, use_fp8
@@ -254,6 +255,10 @@ def test_the_first_and_last_layers_and_odd_sizes_stay_as_they_are():
     assert chosen["layers.1.mlp.fc2"] == "56 features, no multiple of 16"
     fp8 = {name.removesuffix(".products") for name, m in model.named_modules() if isinstance(m, Fp8Gemms)}
     assert fp8 == {f"layers.{i}.{part}" for i in (1, 2) for part in ("attention.qkv", "mlp.fc1")}
+    # Checkpoints may lack the state of fp8, and of nothing else: the grammar of keys knows it by name.
+    calibration = {name for name in model.state_dict() if Key("model", name).is_calibration}
+    assert calibration == model.state_dict().keys() - dict(model.named_parameters()).keys()
+    assert len(calibration) > 0
 
 
 def test_where_there_is_no_fp8_auto_says_so_and_require_is_refused():

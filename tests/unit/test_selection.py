@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from selection import Turn, account, features, lacking
+from selection import ROOT, SLOW, Turn, account, features, lacking
 
 pytest_plugins = ["pytester"]
 TESTS = """
@@ -89,3 +89,9 @@ def test_the_job_that_merges_runs_what_every_feature_rests_on() -> None:
     assert " -m " not in everything.replace("python -m pytest", "")
     for entry in features():
         assert any(path.startswith("tests/") and path != "tests/cuda/" for path in entry["evidence"]), entry["feature"]
+
+
+def test_every_listed_slow_test_is_still_there() -> None:
+    for name in SLOW.read_text().splitlines():
+        file, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), name
