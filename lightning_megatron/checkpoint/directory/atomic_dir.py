@@ -87,10 +87,10 @@ def among_unfinished(entry: Path, make: Callable[[], object]) -> None:
     Another thread (a save in the background) or another run may remove it between the two steps here.
     """
     for attempt in range(_ATTEMPTS):
-        entry.parent.mkdir(parents=True, exist_ok=True)
         try:
+            entry.parent.mkdir(parents=True, exist_ok=True)
             make()
-        except FileNotFoundError:
+        except (FileNotFoundError, FileExistsError):  # mkdir says "exists" of a folder that is removed as it looks
             if attempt == _ATTEMPTS - 1:
                 raise
         else:
