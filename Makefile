@@ -7,13 +7,14 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: demo test test-fast test-hpu test-cuda lint types clean
+.PHONY: demo test test-fast test-hpu test-cuda test-eval test-streaming bench docs dist lint types clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# Each process begins with a share of neighbouring tests, and takes others' last ones when it is done.
-WORKERS ?= 2
+# Each process begins with a share of neighbouring tests, and takes others' last ones when it is done. Three keep two
+# cores busy, as many tests wait for processes that start, or hang on purpose.
+WORKERS ?= 3
 TESTS   := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Seconds each: minutes in all.
@@ -28,15 +29,56 @@ test-all: $(READY)
 	$(TESTS) $(PYTEST)
 
 # The Trainer's tests again, on a Gaudi in the host's memory (docs/simulated-hpu.md).
-PROFILE ?= 1.21
+PROFILE ?= 1.24
+PRODUCT ?= GAUDI2
 ON_HPU  := tests/trainer/ tests/acceptance/
 
 test-hpu: $(READY)
-	$(TESTS) -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) -m "not exhaustive" $(ON_HPU) $(PYTEST)
+	$(TESTS) -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) --hpu-sim-device $(PRODUCT) -m "not exhaustive" $(ON_HPU) $(PYTEST)
 
 # The Trainer's tests again, on CUDA and NCCL: all ranks share the machine's first card.
 test-cuda: $(READY)
 	$(BIN)/python -m pytest -p lightning_megatron.testing.one_card --one-card -m "not exhaustive" tests/cuda/ $(ON_HPU) $(PYTEST)
+
+# Tasks of lm-eval, an extra of half a gigabyte.
+test-eval: $(VENV)/eval
+	$(BIN)/python -m pytest tests/trainer/evaluation/test_lm_eval.py $(PYTEST)
+
+$(VENV)/eval: $(READY)
+	@$(PIP) install --editable '.[dev,eval]'
+	@touch $@
+
+# Loaders of litdata and mosaicml-streaming, in an environment of their own: they want other versions than the rest, and
+# a torch for CUDA (7 GB), since torchvision is on PyPI for that alone.
+STREAMING := $(VENV)-streaming
+
+test-streaming: $(STREAMING)/ready
+	$(STREAMING)/bin/python -m pytest tests/trainer/data/test_streaming_loaders.py $(PYTEST)
+
+$(STREAMING)/ready: setup.cfg pyproject.toml
+	@echo "installing into $(STREAMING)"
+	@rm -rf $(STREAMING)
+	@$(PYTHON) -m venv $(STREAMING)
+	@$(STREAMING)/bin/python -m pip -qq --disable-pip-version-check install --editable '.[dev,litdata,mosaic]'
+	@touch $@
+
+# Ours beside its peers, each in an environment of its own under .bench; BENCH="--rows all" for every row.
+bench: $(READY)
+	$(BIN)/python benchmarks/bench.py $(BENCH)
+
+# The site of docs/, in build/site; every warning is an error. It has programs of its own, beside those of the tests.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+$(VENV)/docs: $(READY)
+	@$(PIP) install --editable '.[docs]'
+	@touch $@
+
+# Wheel and source archive in dist, as they would be published.
+dist: $(READY)
+	@rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -46,10 +88,10 @@ types: $(READY)
 	$(BIN)/mypy $(wildcard lightning_megatron examples benchmarks)
 
 clean:
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) $(STREAMING) .demo
 
 HAS_ACCELERATOR := from runpy import run_path; \
-	raise SystemExit(run_path("lightning_megatron/device.py")["best_available"]().type == "cpu")
+	raise SystemExit(run_path("lightning_megatron/device/kinds.py")["best_available"]().type == "cpu")
 
 $(READY): setup.cfg pyproject.toml
 	@echo "installing into $(VENV)"

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.recompute import RecomputePlan
 from lightning_megatron.testing.activations import MiddleStage
 from lightning_megatron.testing.workers import WorkerPool
 

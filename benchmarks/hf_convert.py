@@ -11,18 +11,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from lightning_megatron.checkpoint.formats.hf import FAMILIES
+from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.formats.hf.write import write_hf
 from lightning_megatron.checkpoint.formats.weight_map import Split, WeightMap
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.families import FAMILIES
 
 MB = 1e6
 
@@ -80,7 +80,7 @@ def main() -> None:
         layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
         with tempfile.TemporaryDirectory() as home:
             hf, ckpt, back = (str(Path(home) / name) for name in ("hf", "a.ckpt", "back"))
-            write_hf(hf, family.config_to_hf(asdict(config)), random_splits(shapes, family.weight_map(config)))
+            write_hf(hf, family.config_to_hf(config), random_splits(shapes, weight_map(family, config)))
             there = growth("hf-to-ckpt", hf, ckpt)
             here = growth("ckpt-to-hf", ckpt, back)
         numbers = sum(sizes.values()), layer, max(sizes.values()), there, here

@@ -19,7 +19,7 @@ COPY docker/keep.py docker/keep.py
 # recipes draw how experts are loaded (plot), and read tokenizer.json and .zst (data).
 RUN python3 docker/keep.py > constraints.txt \
     && python3 -m pip install --no-cache-dir --constraint constraints.txt '.[data,plot]' \
-    && python3 docker/keep.py | diff constraints.txt -
+    && python3 docker/keep.py --check constraints.txt
 
 ENTRYPOINT ["lightning-megatron"]
 CMD ["doctor"]

@@ -1,6 +1,7 @@
 """Write docs/api.md, the public names and their signatures: ``python docs/api.py``; a test holds that it is up to date.
 
-So a change of a name, an argument or a default shows as a line of a diff, and is made on purpose.
+So a change of a name, an argument or a default shows as a line of a diff, and is made on purpose. New names are added
+to docs/names.yaml, from which none is taken away: one that is public no more must be among the deprecated ones.
 """
 
 from __future__ import annotations
@@ -14,10 +15,17 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import lightning_megatron
 from lightning_megatron.cli import main as cli
 
 PAGE = Path(__file__).parent / "api.md"
+KEPT = Path(__file__).parent / "names.yaml"
+HEAD_OF_KEPT = """\
+# Names that are or were public, by module. `python docs/api.py` adds new ones. A name that goes becomes an entry of
+# lightning_megatron/deprecation.py first, and leaves this file by hand with the version that drops it.
+"""
 NAMES = {
     "lightning_megatron": (),
     "lightning_megatron.data": (),
@@ -37,12 +45,30 @@ compares this page with the code.
 """
 
 
+def public_names() -> dict[str, list[str]]:
+    """Public names of each module."""
+    return {module: sorted(names or import_module(module).__all__) for module, names in NAMES.items()}
+
+
+def kept_names() -> dict[str, list[str]]:
+    """Entries of docs/names.yaml."""
+    found: dict[str, list[str]] = yaml.safe_load(KEPT.read_text()) if KEPT.exists() else {}
+    return found
+
+
+def names_page() -> str:
+    """docs/names.yaml as it must be: what it has, and new names."""
+    kept, now = kept_names(), public_names()
+    every = {module: sorted({*kept.get(module, ()), *now.get(module, ())}) for module in dict.fromkeys([*now, *kept])}
+    return HEAD_OF_KEPT + yaml.safe_dump(every, sort_keys=False)
+
+
 def page() -> str:
     """docs/api.md as it must be."""
     parts = [HEAD]
-    for name, names in NAMES.items():
+    for name, names in public_names().items():
         module = import_module(name)
-        texts = [_text(each, getattr(module, each)) for each in sorted(names or module.__all__)]
+        texts = [_text(each, getattr(module, each)) for each in names]
         parts.append(f"\n## `{name}`\n\n" + "\n".join(f"```text\n{text}\n```\n" for text in texts))
     parts.append("\n## Commands\n\n`fit`, `validate`, `test` and `predict` take LightningCLI's options.\n\n")
     parts.append("\n".join(f"- `lightning-megatron {name}`: {options}" for name, options in _commands()) + "\n")
@@ -137,3 +163,4 @@ def _commands() -> Iterator[tuple[str, str]]:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    KEPT.write_text(names_page())

@@ -3,12 +3,13 @@
 The names below are imported at their first use, so that programs without Lightning do not wait for its import.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lightning_megatron.lazy_exports import exports_of
 from lightning_megatron.registration import register_with_lightning
 
 if TYPE_CHECKING:
+    from lightning_megatron.adapters.lora import LoRA
     from lightning_megatron.config.layout import ParallelLayout
     from lightning_megatron.config.transformer import TransformerConfig
     from lightning_megatron.errors import ConfigError
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from lightning_megatron.lightning.accelerator import HPUAccelerator
     from lightning_megatron.lightning.base_module import MegatronModule
     from lightning_megatron.lightning.callbacks import (
+        DeviceProfiler,
         ExpertTelemetry,
+        GaudiTelemetry,
         KillSwitch,
+        MegatronLog,
         SpikeGuard,
         StragglerMonitor,
         Throughput,
@@ -25,12 +29,18 @@ if TYPE_CHECKING:
         VerifyCheckpoint,
     )
     from lightning_megatron.lightning.datamodule import MegatronDataModule
-    from lightning_megatron.lightning.module import GPTModule, LlamaModule, MixtralModule
+    from lightning_megatron.lightning.module import BloomModule, GPTModule, LlamaModule, MixtralModule
+    from lightning_megatron.lightning.modules.bert import BertModule
+    from lightning_megatron.lightning.modules.bert_data import BertDataModule
+    from lightning_megatron.lightning.modules.chat_data import ChatDataModule
+    from lightning_megatron.lightning.modules.t5 import T5Module
+    from lightning_megatron.lightning.modules.t5_data import T5DataModule
     from lightning_megatron.lightning.precision import MegatronPrecision
     from lightning_megatron.lightning.pretrained.load_module import load_module, read_checkpoint
     from lightning_megatron.lightning.strategy.megatron import MegatronHPUStrategy, MegatronStrategy
 
 _MODULES = {
+    "adapters.lora": ("LoRA",),
     "config.layout": ("ParallelLayout",),
     "config.transformer": ("TransformerConfig",),
     "errors": ("ConfigError",),
@@ -38,8 +48,11 @@ _MODULES = {
     "lightning.accelerator": ("HPUAccelerator",),
     "lightning.base_module": ("MegatronModule",),
     "lightning.callbacks": (
+        "DeviceProfiler",
         "ExpertTelemetry",
+        "GaudiTelemetry",
         "KillSwitch",
+        "MegatronLog",
         "SpikeGuard",
         "StragglerMonitor",
         "Throughput",
@@ -47,23 +60,35 @@ _MODULES = {
         "VerifyCheckpoint",
     ),
     "lightning.datamodule": ("MegatronDataModule",),
-    "lightning.module": ("GPTModule", "LlamaModule", "MixtralModule"),
+    "lightning.module": ("BloomModule", "GPTModule", "LlamaModule", "MixtralModule"),
+    "lightning.modules.bert": ("BertModule",),
+    "lightning.modules.bert_data": ("BertDataModule",),
+    "lightning.modules.chat_data": ("ChatDataModule",),
+    "lightning.modules.t5": ("T5Module",),
+    "lightning.modules.t5_data": ("T5DataModule",),
     "lightning.precision": ("MegatronPrecision",),
     "lightning.pretrained.load_module": ("load_module", "read_checkpoint"),
     "lightning.strategy.megatron": ("MegatronHPUStrategy", "MegatronStrategy"),
 }
-_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "BertDataModule",
+    "BertModule",
+    "BloomModule",
+    "ChatDataModule",
     "ColumnParallelLinear",
     "ConfigError",
+    "DeviceProfiler",
     "ExpertTelemetry",
     "GPTModule",
+    "GaudiTelemetry",
     "HPUAccelerator",
     "KillSwitch",
     "LlamaModule",
+    "LoRA",
     "MegatronDataModule",
     "MegatronHPUStrategy",
+    "MegatronLog",
     "MegatronModule",
     "MegatronPrecision",
     "MegatronStrategy",
@@ -72,6 +97,8 @@ __all__ = [
     "RowParallelLinear",
     "SpikeGuard",
     "StragglerMonitor",
+    "T5DataModule",
+    "T5Module",
     "Throughput",
     "TransformerConfig",
     "UploadCheckpoints",
@@ -82,17 +109,6 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
-
-    def __getattr__(name: str) -> Any:
-        """Import the module of a public name, once."""
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
+    __getattr__, __dir__ = exports_of(__name__, _MODULES)
 
 register_with_lightning()

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
-from functools import wraps
+from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, ParamSpec, Union, get_args, get_origin, get_type_hints
 
@@ -74,9 +74,10 @@ def argument_problems(
     found = []
     for name, value in values.items():
         hint, rule = hints.get(name, Any), rules.get(name)
-        if _fits(value, hint) and isinstance(rule, Check):
+        fits = _fits(value, hint)
+        if fits and isinstance(rule, Check):
             found += rule.problems(value)
-        if _fits(value, hint) and _keeps(value, rule):
+        if fits and _keeps(value, rule):
             continue
         words = rule.known if isinstance(rule, OneOf) else [word for word in _literals(hint) if isinstance(word, str)]
         if isinstance(value, str) and words:
@@ -98,7 +99,14 @@ def field_problems(instance: Any, rules: Rules, leave: Collection[str] = ()) -> 
     known = [field for field in fields(instance) if field.init and field.name not in leave]
     values = {field.name: getattr(instance, field.name) for field in known}
     defaults = {field.name: field.default for field in known}
-    return argument_problems(values, get_type_hints(type(instance)), rules, defaults)
+    owner: Any = type(instance)
+    return argument_problems(values, _hints_of(owner), rules, defaults)
+
+
+@cache
+def _hints_of(annotated: Any) -> Mapping[str, Any]:
+    """Types by name, of a class or function; evaluating them takes long."""
+    return get_type_hints(annotated)
 
 
 def checked(
@@ -120,7 +128,7 @@ def checked(
 
         @wraps(init)
         def checking(*args: P.args, **kwargs: P.kwargs) -> None:
-            hints = get_type_hints(init)
+            hints = _hints_of(init)
             defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty}
             owner = init.__qualname__.split(".")[0]
             unknown = list(_unknown(signature, kwargs, owner, elsewhere or {}))

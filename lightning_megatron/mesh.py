@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -62,6 +64,28 @@ def rank_groups(grid: Mapping[str, int], axes: Sequence[str]) -> list[tuple[int,
     fixed = [i for i in range(len(names)) if i not in moving]
     table = ranks.transpose(*fixed, *moving).reshape(-1, math.prod(grid[name] for name in axes))
     return [tuple(row) for row in table.tolist()]
+
+
+def uneven_groups(layout: ParallelLayout, devices_per_node: int) -> dict[str, tuple[int, ...]]:
+    """One group of each kind, by axis, that has unequally many ranks on the nodes that it touches.
+
+    Args:
+        layout: resolved layout.
+        devices_per_node: ranks of a node.
+    """
+    dense, expert = dense_grid(layout), expert_grid(layout)
+    groups = {name: rank_groups(dense, [name]) for name in dense}
+    groups |= {f"{a}_{b}": rank_groups(dense, [a, b]) for a, b in (("dp", "cp"), ("tp", "cp"), ("dp", "pp"))}
+    groups |= {name: rank_groups(expert, [name]) for name in ("etp", "ep", "edp")}
+    groups["etp_ep"] = rank_groups(expert, ["etp", "ep"])
+    groups["embedding"] = list(pipeline_ends(layout))
+    found = {}
+    for name, kind in groups.items():
+        for ranks in kind:
+            if len(set(Counter(rank // devices_per_node for rank in ranks).values())) > 1:
+                found[name] = ranks
+                break
+    return found
 
 
 def pipeline_ends(layout: ParallelLayout) -> tuple[tuple[int, ...], ...]:
@@ -130,6 +154,28 @@ class Axis:
         return Axis, (self.name, self.size, self.rank, self.ranks, None)
 
 
+def _count_members(group: dist.ProcessGroup, device: torch.device | None) -> float:
+    """Sum of one element of value 1 over a group, read back so that it has arrived."""
+    one = torch.ones(1, device=device)
+    dist.all_reduce(one, group=group)
+    return one.item()
+
+
+@dataclass(frozen=True)
+class RehearsedRanks:
+    """Other ranks of a job of which only one is there, in a rehearsal, as far as that one depends on them.
+
+    What ranks tell each other besides is taken to be the same on all of them.
+
+    Attributes:
+        tied: names of the parameters that the first and the last pipeline stage share.
+        held: shapes of the parameters of every pipeline rank, by name; empty without a pipeline.
+    """
+
+    tied: frozenset[str] = frozenset()
+    held: tuple[Mapping[str, tuple[int, ...]], ...] = ()
+
+
 class ParallelMesh:
     """The groups of one rank; layers and schedules receive it, or one :class:`Axis` of it, as an argument.
 
@@ -150,6 +196,8 @@ class ParallelMesh:
         weight_grads: store of the weight gradients that layers defer (zero-bubble schedules).
         host: all ranks, over the group for objects and for tensors in host memory.
         recorder: recorder of this rank's actions.
+        connect_seconds: seconds of each group's first collective, by axis, if :meth:`connect` was called.
+        rehearsed: the other ranks, where they do not exist; ``None`` in a run.
 
     Args:
         layout: number of ranks on each axis; ``dp`` must be resolved.
@@ -198,6 +246,8 @@ class ParallelMesh:
         self.world = axis("world", dense, list(dense))
         self.host = recorded(replace(self.world, name="host", group=groups.get("host")))
         self._background = self.recorder.group("background", self.world.ranks)
+        self.connect_seconds: dict[str, float] = {}
+        self.rehearsed: RehearsedRanks | None = None
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:
@@ -257,6 +307,36 @@ class ParallelMesh:
         else:
             wanted["host"] = dist.new_group(list(range(world)), timeout=timeout, backend=devices.CPU.backend)
         return cls(layout, rank, {name: group for name, group in wanted.items() if group is not None}, device, recorder)
+
+    @property
+    def device_axes(self) -> tuple[Axis, ...]:
+        """One axis for each group for tensors of the device that this rank is in, in the order of their creation."""
+        dense = (self.world, self.tp, self.cp, self.dp, self.pp, self.dp_cp, self.tp_cp, self.dp_pp, self.embedding)
+        found: dict[int, Axis] = {}
+        for axis in (*dense, self.etp, self.ep, self.edp, self.etp_ep):
+            if axis.group is not None:
+                found.setdefault(id(axis.group), axis)
+        return tuple(found.values())
+
+    def connect(self) -> None:
+        """Run one collective of one element on every group of this rank. Every rank must call this.
+
+        Some backends connect the members of a group at its first collective. Without this call that happens in the
+        middle of a step, where a rank may compile for long while others wait, and where a broken cable looks like a
+        fault of the model.
+
+        Raises:
+            RuntimeError: if a sum is wrong.
+        """
+        for axis in self.device_axes:
+            begun = time.monotonic()
+            counted = axis.call(Kind.ALL_REDUCE).run(_count_members, axis.group, self.rng.device)
+            self.connect_seconds[axis.name] = time.monotonic() - begun
+            if counted != axis.size:
+                raise RuntimeError(
+                    f"the first sum over {axis.name} (ranks {list(axis.ranks)}) is wrong: {axis.size} ranks gave 1 "
+                    f"each, and the sum is {counted:g}. The network or a device is at fault, not the model"
+                )
 
     @property
     def shard_ranks(self) -> ShardRanks:

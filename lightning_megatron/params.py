@@ -67,8 +67,8 @@ class ParamSpec:
         ep_dim: the dimension that counts experts, which expert parallelism splits likewise. A parameter that has one
             belongs to experts: expert tensor parallelism then splits ``tp_dim``, and its replicas are the ranks of
             the expert-data axis.
-        grad_sum_over_tp: True if every tp rank holds the whole parameter but sees only part of the sequence, so that
-            its gradient must be summed over tp (norms and row biases under sequence parallelism).
+        grad_sum_over_tp: True if every tp rank holds the whole parameter but sees only part of the sequence or of the
+            heads, so that its gradient must be summed over tp (norms and row biases under sequence parallelism).
         decay: True if weight decay applies by default (not to norms and biases).
         tied_with: global name of the parameter this one repeats on another pipeline stage; a repeated parameter is
             left out of gradient norms and checkpoints. A layer does not know global names and declares ``SAME_NAME``.
@@ -129,10 +129,10 @@ class ParamShard:
 
 @runtime_checkable
 class HasParamSpecs(Protocol):
-    """A layer that declares the parameters it owns directly."""
+    """A layer that declares the parameters it owns directly, and buffers that are weights to other programs."""
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """Specs of this module's own parameters, by their name inside the module."""
+        """Specs of this module's own parameters and of such buffers, by their name inside the module."""
         ...
 
 
@@ -154,24 +154,42 @@ def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamSpec
         yield name, param, replace(known, tied_with=name) if known.tied_with == SAME_NAME else known
 
 
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, ParamSpec]]:
+    """Parameters as :func:`named_specs` gives them, and every buffer for which a layer declares a spec."""
+    yield from named_specs(model)
+    for prefix, module in model.named_modules():
+        for name, buffer, spec in declared_buffers(module):
+            yield f"{prefix}.{name}" if prefix else name, buffer, spec
+
+
+def declared_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, ParamSpec]]:
+    """A module's own buffers for which it declares a spec, by their name inside the module."""
+    if not isinstance(module, HasParamSpecs):
+        return
+    specs = module.param_specs()
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if name in specs:
+            yield name, buffer, specs[name]
+
+
 def spec_registry(model: nn.Module) -> dict[str, ParamSpec]:
     """The specs of :func:`named_specs` by global name."""
     return {name: spec for name, _, spec in named_specs(model)}
 
 
 def load_full(model: nn.Module, tensors: Mapping[str, Tensor], ranks: ShardRanks) -> None:
-    """Copy this rank's slices of whole parameters into ``model``; the rest of a padded slice becomes zero.
+    """Copy this rank's slices of whole weights into ``model``; the rest of a padded slice becomes zero.
 
     Args:
-        model: model whose parameters are filled.
-        tensors: whole parameters by global name, without padding; names that this part of the model lacks are ignored.
+        model: model whose weights (:func:`named_weights`) are filled.
+        tensors: whole weights by global name, without padding; names that this part of the model lacks are ignored.
         ranks: position of this rank (``ParallelMesh.shard_ranks``).
 
     Raises:
-        KeyError: for a parameter that ``tensors`` does not have.
+        KeyError: for a weight that ``tensors`` does not have.
         ValueError: for one of another shape.
     """
-    for name, param, spec in named_specs(model):
+    for name, param, spec in named_weights(model):
         copy_slice(name, param, spec, tensors[name], ranks)
 
 

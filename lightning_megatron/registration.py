@@ -1,38 +1,51 @@
-"""Registration of our strategy and accelerator by name, as soon as Lightning is imported.
+"""Registration of our strategy and accelerator by name, as soon as Lightning is imported, and of classes for its CLI.
 
 Lightning has no entry point for strategies, and importing it takes seconds. So before it is imported, a finder in
-``sys.meta_path`` waits for ``lightning.pytorch``, and is removed after that import.
+``sys.meta_path`` waits for ``lightning.pytorch``, and is removed after that import; another waits for its CLI.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_AWAITED = "lightning.pytorch"
+_AWAITED = {
+    "lightning.pytorch": "lightning_megatron.lightning.registered",
+    "lightning.pytorch.cli": "lightning_megatron.lightning.classes_for_cli",
+}
+"""Modules of ours by the module of Lightning whose import they follow."""
 
 
 def register_with_lightning() -> None:
-    """Register now if Lightning is imported, else right after its import."""
-    if _AWAITED in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Waiting())
-
-
-def _register() -> None:
-    import lightning_megatron.lightning.registered  # noqa: F401
+    """Register now what belongs to modules that are imported, and the rest right after their import."""
+    waiting = {finder.awaited for finder in sys.meta_path if isinstance(finder, _Waiting)}
+    for awaited, follows in _AWAITED.items():
+        if awaited in sys.modules:
+            import_module(follows)
+        elif awaited not in waiting:
+            sys.meta_path.insert(0, _Waiting(awaited))
 
 
 class _Waiting(MetaPathFinder):
-    """Finder of one module, by the other finders."""
+    """Finder of one module, by the other finders.
+
+    Args:
+        awaited: name of the module.
+
+    Attributes:
+        awaited: name of the module.
+    """
+
+    def __init__(self, awaited: str) -> None:
+        self.awaited = awaited
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The other finders' spec, with a loader that registers after loading."""
-        if name != _AWAITED:
+        if name != self.awaited:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in others if spec is not None), None)
@@ -49,7 +62,7 @@ class _ThenRegister(Loader):
         finder: finder that is removed after loading.
     """
 
-    def __init__(self, loader: Loader, finder: MetaPathFinder) -> None:
+    def __init__(self, loader: Loader, finder: _Waiting) -> None:
         self._loader = loader
         self._finder = finder
 
@@ -65,4 +78,4 @@ class _ThenRegister(Loader):
         self._loader.exec_module(module)  # if this fails, the finder stays for another import
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
-        _register()
+        import_module(_AWAITED[self._finder.awaited])

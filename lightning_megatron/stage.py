@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,32 @@ class StageBoundary:
         self.stage: int | None = None
         self.hidden: Tensor | None = None
         self.loss_scale = BackwardScale()
+        self._is_taken = False
 
     @contextmanager
-    def at(self, stage: int, hidden: Tensor | None, loss_scale: float = 1.0) -> Iterator[BackwardScale]:
+    def at(self, stage: int, hidden: Tensor | None, loss_scale: float | Tensor = 1.0) -> Iterator[BackwardScale]:
         """Run ``stage`` in the model's next call; yields the scale, which may change until backward."""
-        before = self.stage, self.hidden, self.loss_scale
-        self.stage, self.hidden, self.loss_scale = stage, hidden, BackwardScale(loss_scale)
+        before = self.stage, self.hidden, self.loss_scale, self._is_taken
+        self.stage, self.hidden, self.loss_scale, self._is_taken = stage, hidden, BackwardScale(loss_scale), False
         try:
             yield self.loss_scale
         finally:
-            self.stage, self.hidden, self.loss_scale = before
+            self.stage, self.hidden, self.loss_scale, self._is_taken = before
+
+    def take(self) -> Tensor:
+        """The input of the stage, for one call of the model: stages before this one have run for a single one.
+
+        Raises:
+            RuntimeError: for a second call in the same step.
+        """
+        if self._is_taken:
+            raise RuntimeError(
+                "the model is cut into pipeline stages, which run once in a step: call hidden() once and pass its"
+                " result to loss() and token_losses(), or use pp=1"
+            )
+        assert self.hidden is not None
+        self._is_taken = True
+        return self.hidden
 
     def leave(self, hidden: Tensor) -> NoReturn:
         """End the step on this stage, with the activation for the next one."""

@@ -1,21 +1,45 @@
-"""Store of deferred weight gradients.
+"""Weight gradients that layers compute later, or put into their place themselves.
 
 Zero-bubble schedules (https://arxiv.org/abs/2401.10241) split a backward in two: the gradient of the input, which the
 previous stage waits for, and the gradients of the weights, which nothing waits for. While the store defers, linear
 layers put functions that compute their weights' gradients into it. A flush runs these functions through autograd, so
 that the hooks of a parameter see an ordinary gradient.
+
+An ordinary gradient is a tensor of its own, which autograd then adds to the gradients of earlier micro-batches: three
+more passes over memory that are as long as the parameters. Where nothing needs that tensor, a layer adds its product to
+the accumulated gradient itself, and returns ``None`` to autograd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Compute = Callable[[], tuple[Tensor | None, ...]]
+
+BLOCK = 1 << 18
+"""Elements of a gradient that are added at a time, where a processor has caches."""
+
+
+class GradPlace(NamedTuple):
+    """The place of a parameter's accumulated gradient.
+
+    Attributes:
+        grad: the gradient, in the parameter's shape.
+        is_new: True if it holds no gradient yet; whatever is in it has to be overwritten.
+        block: elements that are added at a time.
+    """
+
+    grad: Tensor
+    is_new: bool
+    block: int = BLOCK
+
+
+FindPlace = Callable[[Tensor], GradPlace | None]
 
 
 class _Deposit(torch.autograd.Function):
@@ -56,11 +80,58 @@ class WeightGradStore:
 
     Attributes:
         enabled: True if this job's schedule splits backwards; layers choose their forward by it.
+        block: elements of a gradient that are added at a time; large for tensors without memory, which have no caches.
     """
 
     def __init__(self) -> None:
         self.enabled = False
+        self.block = BLOCK
         self._open: PendingWeightGrads | None = None
+        self._find_place: FindPlace | None = None
+        self._is_accumulating = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the places: those of the parameters of a copied layer are elsewhere."""
+        return {**self.__dict__, "_find_place": None, "_is_accumulating": False}
+
+    @property
+    def has_places(self) -> bool:
+        """True if gradients have places to which layers may add them."""
+        return self._find_place is not None
+
+    @property
+    def takes_gradients(self) -> bool:
+        """True if a forward may choose a backward that adds gradients to their places; a traced one may not."""
+        return not torch.compiler.is_compiling() and self.has_places and torch.is_grad_enabled()
+
+    def set_places(self, find_place: FindPlace | None) -> None:
+        """Set the function that finds the place of a parameter's gradient.
+
+        Args:
+            find_place: function of the parameter, called when its gradient is about to be computed. It returns ``None``
+                for a parameter whose gradient autograd has to see.
+        """
+        self._find_place = find_place
+
+    @contextmanager
+    def accumulating(self, allowed: bool = True) -> Iterator[None]:
+        """Bracket a backward whose gradients all end in ``param.grad``, as those of ``torch.autograd.grad`` do not.
+
+        Args:
+            allowed: False for a backward of which this is not known.
+        """
+        before, self._is_accumulating = self._is_accumulating, allowed
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
+    def place_of(self, param: Tensor | None) -> GradPlace | None:
+        """The place to which the caller adds a gradient itself; ``None`` if it has to return it to autograd."""
+        if param is None or self._find_place is None or not self._is_accumulating or torch.is_grad_enabled():
+            return None
+        place = self._find_place(param)
+        return None if place is None else place._replace(block=self.block)
 
     def put(self, compute: Compute, *leaves: Tensor | None) -> None:
         """Defer ``compute``, which returns one gradient per leaf; outside of :meth:`deferring`, run it at once."""

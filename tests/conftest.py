@@ -16,6 +16,8 @@ from costs import Costs
 from hypothesis import settings
 from selection import Selection
 
+from lightning_megatron import device
+from lightning_megatron.testing.hpu import real_card, rules
 from lightning_megatron.testing.workers import WorkerPool
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code
@@ -30,6 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     text = "show the stacks of ranks that have not answered after that time, and go on with new ones"
     parser.addoption("--patience", type=float, default=600.0, metavar="SECONDS", help=text)
     parser.addoption("--costs", type=Path, metavar="FILE", help="write the CPU seconds of each test there, as JSON")
+    real_card.add_options(parser)
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    return real_card.supervise(config)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     _own_temporary_folder(config)
     config.pluginmanager.register(Selection(config), "selection")
+    if (part := config.getoption(real_card.PART)) is not None:
+        config.pluginmanager.register(rules.Recorder(**part), "recorder")
     if (file := config.getoption("--costs")) is not None:
         worker = getattr(config, "workerinput", {}).get("workerid")  # with pytest-xdist, which puts the parts together
         config.pluginmanager.register(Costs(file.with_name(f"{file.name}.{worker}") if worker else file), "costs")
@@ -59,20 +68,33 @@ def _own_temporary_folder(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def _pool(pytestconfig: pytest.Config) -> Iterator[WorkerPool]:
-    with WorkerPool(size=8, timeout=pytestconfig.getoption("--patience")) as pool:
+    patience, real = pytestconfig.getoption("--patience"), pytestconfig.getoption(real_card.REAL)
+    cards = device.device_count(device.HPU) if real else 0
+    with WorkerPool(size=min(8, cards) if real else 8, timeout=patience, takes_cards=real) as pool:
         pytestconfig.stash[POOL] = pool
         yield pool
 
 
 @pytest.fixture
-def ranks(_pool: WorkerPool) -> Ranks:
+def ranks(_pool: WorkerPool, pytestconfig: pytest.Config) -> Ranks:
     """``ranks(4, function, *args)`` runs a function on four gloo ranks and returns their results."""
-    return _pool.run
+    if not pytestconfig.getoption(real_card.REAL):
+        return _pool.run
+
+    def run(world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+        if world_size > _pool.size:
+            pytest.skip(f"needs {world_size} cards, and there are {_pool.size}")
+        return _pool.run(world_size, *args, **kwargs)
+
+    return run
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
     """No process group, thread, variable, temporary file or process outlives a test."""
+    if pytestconfig.getoption(real_card.REAL):  # the real software keeps threads of its own
+        yield
+        return
 
     def pool() -> list[int]:
         return pytestconfig.stash[POOL].process_ids if POOL in pytestconfig.stash else []

@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 # What libraries set when they are imported, and keep.
 OF_LIBRARIES = {"PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+OF_LIBRARIES |= {"PT_HPU_WEIGHT_SHARING"}
 OF_LIBRARIES |= {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TOKENIZERS_PARALLELISM", "PYTEST_CURRENT_TEST"}
 # What Lightning and torch set for a job, and leave: the guard puts it back after each test.
 OF_A_JOB = {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "GLOBAL_RANK", "GROUP_RANK"}
 OF_A_JOB |= {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "HLS_MODULE_ID", "ID"}
-OF_A_JOB |= {"TORCHELASTIC_USE_AGENT_STORE"}
+OF_A_JOB |= {"TORCHELASTIC_USE_AGENT_STORE", "PT_HPU_RECIPE_CACHE_CONFIG"}
 # Threads, files and processes that a library makes and keeps, by the beginning of the name.
 KEPT_THREADS = ("tqdm", "TMonitor", "SubprocPool", "Thread-1 (_read_thread)", "execnet", "pytest_timeout")
+KEPT_THREADS += ("Dummy-",)  # torch's own, in which the backward of a device runs Python
 KEPT_FILES = ("pymp-", "torchelastic_", "torchinductor_")
 KEPT_PROCESSES = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "compile_worker")
 

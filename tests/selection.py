@@ -1,6 +1,7 @@
 """Order of the tests, and account of those that a session leaves out: a pytest plugin.
 
 Quick tests come first, slow ones next, exhaustive ones last, so that what does not fit into ``--budget`` is at the end.
+Among the slow ones, those that are marked ``long`` begin first: no process is left with one when the others are done.
 ``--turn NUMBER/PARTS`` is for a job that runs again and again with other numbers: of the exhaustive tests it runs one
 part, among the slow ones, and it begins at another file, so that what does not fit is not always the same.
 The end of a session counts what was left out; ``--evidence`` names the features that it is evidence of.
@@ -80,6 +81,9 @@ def ordered(items: Sequence[pytest.Item], turn: Turn | None) -> list[pytest.Item
     found: list[pytest.Item] = []
     for kinds in [KINDS[:1], KINDS[1:]] if turn else [(kind,) for kind in KINDS]:
         chosen = [item for item in items if kind_of(item) in kinds]
+        long = [item for item in chosen if kind_of(item) == "slow" and item.get_closest_marker("long")]
+        found += long
+        chosen = [item for item in chosen if item not in long]
         files = [list(group) for _, group in groupby(chosen, lambda item: item.path)]
         found += [item for file in (turn.rotated(files) if turn else files) for item in file]
     return found

@@ -1,6 +1,6 @@
 """Measures of the package's structure and prose: ``python tests/structure.py [ROOT]`` prints them.
 
-``tests/unit/test_structure.py`` holds the limits; ROOT is another checkout, to compare with.
+``tests/unit/structure/test_structure.py`` holds the limits; ROOT is another checkout, to compare with.
 """
 
 from __future__ import annotations

@@ -1,27 +1,81 @@
-"""Checkpoints that outlive the layout: sharded, published at once, verified, loaded under any other layout."""
+"""Checkpoints that outlive the layout: sharded, published at once, verified, loaded under any other layout.
 
-from lightning_megatron.checkpoint.async_save import BackgroundWriter
-from lightning_megatron.checkpoint.directory.atomic_dir import remove, remove_unlinked
-from lightning_megatron.checkpoint.directory.leftovers import remove_stale
-from lightning_megatron.checkpoint.directory.newest import Candidate, candidates, newest_good
-from lightning_megatron.checkpoint.fragment import Fragment
-from lightning_megatron.checkpoint.integrity.fault import Fault
-from lightning_megatron.checkpoint.integrity.finite_values import refuse_nonfinite
-from lightning_megatron.checkpoint.integrity.hashes import Check, faults_of
-from lightning_megatron.checkpoint.integrity.manifest import Progress
-from lightning_megatron.checkpoint.integrity.save_guard import SaveGuard
-from lightning_megatron.checkpoint.integrity.verify import verify
-from lightning_megatron.checkpoint.load import Loaded, load
-from lightning_megatron.checkpoint.save import PendingSave, save
-from lightning_megatron.checkpoint.state_dict import (
-    State,
-    local_tensors,
-    model_state,
-    optimizer_state,
-    regrouped,
-    shared_state,
-)
+The names below are imported at their first use, so that a run without checkpoints does not wait for
+``torch.distributed.checkpoint``.
+"""
+
+from typing import TYPE_CHECKING
+
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.lazy_exports import exports_of
+
+if TYPE_CHECKING:
+    from lightning_megatron.checkpoint.background.writer import BackgroundWriter
+    from lightning_megatron.checkpoint.directory.atomic_dir import remove, remove_unlinked
+    from lightning_megatron.checkpoint.directory.leftovers import remove_stale
+    from lightning_megatron.checkpoint.directory.newest import Candidate, candidates, is_checkpoint, newest_good
+    from lightning_megatron.checkpoint.fragment import Fragment
+    from lightning_megatron.checkpoint.integrity.fault import Fault
+    from lightning_megatron.checkpoint.integrity.finite_values import refuse_nonfinite
+    from lightning_megatron.checkpoint.integrity.hashes import Check, faults_of
+    from lightning_megatron.checkpoint.integrity.manifest import Progress, read_manifest
+    from lightning_megatron.checkpoint.integrity.verify import verify
+    from lightning_megatron.checkpoint.loading import Loaded, load
+    from lightning_megatron.checkpoint.meta import objects_in
+    from lightning_megatron.checkpoint.saving import PendingSave, SaveGuard, save
+    from lightning_megatron.checkpoint.state_dict import (
+        State,
+        local_tensors,
+        model_state,
+        optimizer_state,
+        regrouped,
+        shared_state,
+    )
+
+_MODULES = {
+    "background.writer": ("BackgroundWriter",),
+    "directory.atomic_dir": (
+        "remove",
+        "remove_unlinked",
+    ),
+    "directory.leftovers": ("remove_stale",),
+    "directory.newest": (
+        "Candidate",
+        "candidates",
+        "is_checkpoint",
+        "newest_good",
+    ),
+    "fragment": ("Fragment",),
+    "integrity.fault": ("Fault",),
+    "integrity.finite_values": ("refuse_nonfinite",),
+    "integrity.hashes": (
+        "Check",
+        "faults_of",
+    ),
+    "integrity.manifest": (
+        "Progress",
+        "read_manifest",
+    ),
+    "integrity.verify": ("verify",),
+    "loading": (
+        "Loaded",
+        "load",
+    ),
+    "meta": ("objects_in",),
+    "saving": (
+        "PendingSave",
+        "SaveGuard",
+        "save",
+    ),
+    "state_dict": (
+        "State",
+        "local_tensors",
+        "model_state",
+        "optimizer_state",
+        "regrouped",
+        "shared_state",
+    ),
+}
 
 __all__ = [
     "BackgroundWriter",
@@ -37,11 +91,14 @@ __all__ = [
     "State",
     "candidates",
     "faults_of",
+    "is_checkpoint",
     "load",
     "local_tensors",
     "model_state",
     "newest_good",
+    "objects_in",
     "optimizer_state",
+    "read_manifest",
     "refuse_nonfinite",
     "regrouped",
     "remove",
@@ -51,3 +108,6 @@ __all__ = [
     "shared_state",
     "verify",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for a public one
+    __getattr__, __dir__ = exports_of(__name__, _MODULES)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -44,11 +43,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
-from lightning_megatron.checkpoint.formats.unpacked_size import refuse_packed_items
+from lightning_megatron.checkpoint.box_reader import BoxReader
+from lightning_megatron.checkpoint.box_writer import BoxWriter
 from lightning_megatron.checkpoint.fragment import Fragment, cover_fault
+from lightning_megatron.checkpoint.integrity.manifest import FileRecord, record, records
+from lightning_megatron.checkpoint.integrity.metadata_file import METADATA
 from lightning_megatron.checkpoint.keys import Key
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.state_dict import State
@@ -57,20 +58,20 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
 
 
-def write_fragments(directory: Path, state: State, mesh: ParallelMesh, action: str) -> Mapping[str, int]:
+def write_fragments(directory: Path, state: State, mesh: ParallelMesh, action: str) -> dict[str, FileRecord]:
     """Write a state as ``.metadata`` and one ``__R_0.distcp`` per rank. Every rank must call this.
 
-    Lazy tensors get a file each, because DCP keeps what it writes in memory until it closes the file.
+    Lazy tensors get a file each, so that each can be let go when its file is on the disk.
 
     Returns:
-        Names of the files that this rank has written, with a lower bound of their bytes.
+        Lengths and hashes of the files that this rank has written, by name, made from the bytes in memory.
 
     Raises:
         CheckpointError: on every rank, if any step failed on any.
     """
     streams = any(isinstance(value, LazyTensor) for value in state.values())
     planner = FragmentSavePlanner()
-    writer = FileSystemWriter(directory, single_file_per_rank=not streams, sync_files=True)
+    writer = BoxWriter(directory, single_file=not streams)
     is_rank_zero = mesh.rank == 0
 
     def plan_own() -> SavePlan:
@@ -94,24 +95,20 @@ def write_fragments(directory: Path, state: State, mesh: ParallelMesh, action: s
         if agreed and results:
             writer.finish(agreed[1], results)
 
+    def check() -> dict[str, FileRecord]:
+        own = {} if mesh.rank else {METADATA: record(directory / METADATA)}
+        return records(directory, writer.records | own)
+
     on_all_ranks(mesh, action, finish)
-    return _files_of(written)
-
-
-def _files_of(written: list[WriteResult]) -> dict[str, int]:
-    files: dict[str, int] = {}
-    for place in (result.storage_data for result in written):
-        files[place.relative_path] = max(files.get(place.relative_path, 0), place.offset + place.length)
-    return files
+    return on_all_ranks(mesh, action, check)
 
 
 def read_fragments(directory: Path, metadata: Metadata, state: State) -> None:
     """Fill a state in place. Each rank reads on its own, without collectives."""
-    planner, reader = FragmentLoadPlanner(), FileSystemReader(directory)
+    planner, reader = FragmentLoadPlanner(), BoxReader(directory)
     planner.set_up_planner(state, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())
-    refuse_packed_items(directory, (metadata.storage_data[item.storage_index] for item in plan.items))
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
@@ -125,7 +122,7 @@ def _shard(key: str, value: Fragment | LazyTensor, box: Box) -> WriteItem:
 
 
 class FragmentSavePlanner(SavePlanner):
-    """Writes the parts of fragments that are this rank's to write, and any other value once in the job.
+    """Writes the chunks of fragments that are this rank's to write, and any other value once in the job.
 
     A :class:`LazyTensor` is made when its turn comes, and let go when it is written.
     """
@@ -133,24 +130,24 @@ class FragmentSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Keep the state and index its parts by the name and offset that DCP will ask for."""
+        """Keep the state and index its chunks by the name and offset that DCP will ask for."""
         self._state = state_dict
-        self._parts: dict[tuple[str, torch.Size], Tensor] = {
-            (key, torch.Size(part.box.offsets)): part.data
+        self._chunks: dict[tuple[str, torch.Size], Tensor] = {
+            (key, torch.Size(chunk.box.offsets)): chunk.data
             for key, value in state_dict.items()
             if isinstance(value, Fragment)
-            for part in value.parts
-            if part.write
+            for chunk in value.chunks
+            if chunk.write
         }
 
     def create_local_plan(self) -> SavePlan:
-        """One item per part, and one per value that is no tensor."""
+        """One item per chunk, and one per value that is no tensor."""
         items = []
         for key, value in self._state.items():
             if isinstance(value, LazyTensor):
                 items.append(_shard(key, value, value.box))
             elif isinstance(value, Fragment):
-                items += [_shard(key, value, part.box) for part in value.parts if part.write]
+                items += [_shard(key, value, chunk.box) for chunk in value.chunks if chunk.write]
             else:
                 items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
         return SavePlan(items)
@@ -173,14 +170,14 @@ class FragmentSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The view of live memory for a part, the pickled bytes for any other value."""
+        """The view of live memory for a chunk, the pickled bytes for any other value."""
         index = write_item.index
         value = self._state[index.fqn]
         if isinstance(value, LazyTensor):
             return value.materialize()
         if write_item.type is not WriteItemType.BYTE_IO:
             assert index.offset is not None
-            return self._parts[index.fqn, index.offset]
+            return self._chunks[index.fqn, index.offset]
         buffer = io.BytesIO()
         torch.save(value, buffer)
         return buffer
@@ -221,15 +218,15 @@ class FragmentLoadPlanner(LoadPlanner):
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """The overlaps of every part with what was saved."""
+        """The overlaps of every chunk with what was saved."""
         items: list[ReadItem] = []
         for key, value in self._state.items():
             entry = self._metadata.state_dict_metadata[key]
             if isinstance(entry, BytesStorageMetadata):
                 whole, none = MetadataIndex(key), torch.Size((0,))
                 items.append(ReadItem(LoadItemType.BYTE_IO, whole, none, whole, none, none))
-            elif value.parts:
-                reads = create_read_items_for_chunk_list(key, entry, [_chunk(part.box) for part in value.parts])
+            elif value.chunks:
+                reads = create_read_items_for_chunk_list(key, entry, [_chunk(chunk.box) for chunk in value.chunks])
                 _refuse_holes(key, value, reads)
                 items += reads
         return LoadPlan(items)
@@ -250,7 +247,7 @@ class FragmentLoadPlanner(LoadPlanner):
         """The live memory that a read fills."""
         index = read_item.dest_index
         assert index.index is not None
-        data = self._state[index.fqn].parts[index.index].data
+        data = self._state[index.fqn].chunks[index.index].data
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             data = data.narrow(dim, offset, length)
         return data
@@ -260,7 +257,7 @@ class FragmentLoadPlanner(LoadPlanner):
 
 
 def _refuse_holes(key: str, fragment: Fragment, reads: list[ReadItem]) -> None:
-    wanted = sum(prod(part.box.sizes) for part in fragment.parts)
+    wanted = sum(prod(chunk.box.sizes) for chunk in fragment.chunks)
     found = sum(prod(read.lengths) for read in reads)
     if wanted != found:
         raise ValueError(f"the checkpoint holds {found} of the {wanted} elements of {key} that this rank needs")

@@ -18,7 +18,7 @@ from lightning_megatron.params import Box, ParamSpec, ShardRanks
 
 
 @dataclass(frozen=True)
-class Cut:
+class FlatBox:
     """A box of a whole parameter and its place in a flat range of the local one.
 
     Attributes:
@@ -37,7 +37,9 @@ class Cut:
         return _narrowed(padded, self.box.sizes)
 
 
-def cut(spec: ParamSpec, local_shape: Sequence[int], ranks: ShardRanks, start: int, end: int) -> list[Cut]:
+def boxes_of_range(
+    spec: ParamSpec, local_shape: Sequence[int], ranks: ShardRanks, start: int, end: int
+) -> list[FlatBox]:
     """Split elements ``start .. end-1`` of a flattened local parameter into boxes of the whole one.
 
     The range covers each of its elements once; padding beyond ``spec.global_shape`` is in no box. A parameter of
@@ -45,14 +47,14 @@ def cut(spec: ParamSpec, local_shape: Sequence[int], ranks: ShardRanks, start: i
     """
     shape = tuple(local_shape)
     held = spec.local_box(shape, ranks)
-    cuts, place = [], 0
+    found, place = [], 0
     for offsets, sizes in _boxes(shape, start, end):
         true = tuple(max(0, min(n, h - o)) for n, h, o in zip(sizes, held.sizes, offsets, strict=True))
         box = Box(tuple(a + b for a, b in zip(held.offsets, offsets, strict=True)), true)
         if not box.is_empty:
-            cuts.append(Cut(box, place, sizes))
+            found.append(FlatBox(box, place, sizes))
         place += prod(sizes)
-    return cuts
+    return found
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -88,7 +90,7 @@ def _narrowed(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class Chunk:
     """One box of a whole tensor and the live memory that holds it.
 
     Attributes:
@@ -109,12 +111,12 @@ class Fragment:
     Attributes:
         shape: shape of the whole tensor, without padding.
         dtype: dtype of the tensor.
-        parts: boxes with their memory; empty if this rank holds nothing but padding.
+        chunks: boxes with their memory; empty if this rank holds nothing but padding.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    chunks: tuple[Chunk, ...]
 
     @classmethod
     def of_local(cls, local: Tensor, spec: ParamSpec, ranks: ShardRanks, write: bool) -> Fragment:
@@ -133,26 +135,26 @@ class Fragment:
             )
         data = _narrowed(local.detach(), box.sizes)
         keep = not box.is_empty or 0 in spec.global_shape  # a tensor without elements still has a name and a shape
-        return cls(spec.global_shape, local.dtype, (Part(box, data, write),) if keep else ())
+        return cls(spec.global_shape, local.dtype, (Chunk(box, data, write),) if keep else ())
 
     @classmethod
     def of_flat(
         cls, flat: Tensor, spec: ParamSpec, local_shape: Sequence[int], ranks: ShardRanks, start: int, write: bool
     ) -> Fragment:
         """The fragment of a flat range of a local parameter that begins at its element ``start``."""
-        cuts = cut(spec, local_shape, ranks, start, start + flat.numel())
-        return cls(spec.global_shape, flat.dtype, tuple(Part(c.box, c.view(flat.detach()), write) for c in cuts))
+        boxes = boxes_of_range(spec, local_shape, ranks, start, start + flat.numel())
+        return cls(spec.global_shape, flat.dtype, tuple(Chunk(b.box, b.view(flat.detach()), write) for b in boxes))
 
     def joined(self, other: Fragment) -> Fragment:
-        """This fragment with the parts of another one of the same tensor."""
+        """This fragment with the chunks of another one of the same tensor."""
         if other.shape != self.shape:
             raise ValueError(f"two parts of one tensor disagree about its shape: {self.shape} and {other.shape}")
-        return Fragment(self.shape, self.dtype, self.parts + other.parts)
+        return Fragment(self.shape, self.dtype, self.chunks + other.chunks)
 
     @property
     def writes_origin(self) -> bool:
         """True if this rank saves the first element, which exactly one rank of the job does."""
-        return any(part.write and not any(part.box.offsets) for part in self.parts)
+        return any(chunk.write and not any(chunk.box.offsets) for chunk in self.chunks)
 
 
 def _can_be_slice(local_shape: tuple[int, ...], spec: ParamSpec) -> bool:

@@ -35,6 +35,31 @@ _MAPPINGS = ("hyper_parameters", "hugging_face")
 
 def is_plain(value: Any) -> bool:
     """True if a value survives ``torch.save`` and ``torch.load(weights_only=True)``."""
+    return is_surely_plain(value) or _survives(value)
+
+
+def is_surely_plain(value: Any, depth: int = 20) -> bool:
+    """True for lists, tuples and dicts of numbers, strings and tensors: plain, which is known without trying it.
+
+    Args:
+        value: any value.
+        depth: number of containers in one another that are looked into.
+    """
+    kind = type(value)
+    if kind in (str, float, bool, type(None)):
+        return True
+    if kind is int:
+        return -(1 << 63) <= value < 1 << 63  # others have a form of their own in a pickle
+    if kind is torch.Tensor:
+        return value.layout is torch.strided and value.is_cpu and not value.is_quantized and not vars(value)
+    if depth and kind in (list, tuple):
+        return all(is_surely_plain(child, depth - 1) for child in value)
+    if depth and kind is dict:
+        return all(is_surely_plain(child, depth - 1) for pair in value.items() for child in pair)
+    return False
+
+
+def _survives(value: Any) -> bool:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.fragment import Fragment, Part
+from lightning_megatron.checkpoint.fragment import Chunk, Fragment
 from lightning_megatron.checkpoint.keys import Key
 from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.comm.objects import all_gather_object
@@ -25,7 +25,7 @@ _SHOWN = 8
 
 
 class _Offer(NamedTuple):
-    """A part that its rank can send."""
+    """A chunk that its rank can send."""
 
     key: str
     box: Box
@@ -43,11 +43,11 @@ def reshard(source: State, target: State, mesh: ParallelMesh) -> None:
     Raises:
         CheckpointError: on every rank, naming tensors that no rank holds or that have another shape.
     """
-    own, wanted = _parts(source), _parts(target)
+    own, wanted = _chunks(source), _chunks(target)
     _refuse_misfit(all_gather_object(mesh, (_shapes(source), _shapes(target))))
-    lacking = {key: [part for part in parts if not _taken(part, own.get(key, ()))] for key, parts in wanted.items()}
-    offers = [_Offer(key, p.box, p.data.dtype) for key, parts in own.items() for p in parts if p.write]
-    needs = {key: [part.box for part in parts] for key, parts in lacking.items() if parts}
+    lacking = {key: [each for each in chunks if not _taken(each, own.get(key, ()))] for key, chunks in wanted.items()}
+    offers = [_Offer(key, p.box, p.data.dtype) for key, chunks in own.items() for p in chunks if p.write]
+    needs = {key: [chunk.box for chunk in chunks] for key, chunks in lacking.items() if chunks}
     by_rank = all_gather_object(mesh, (offers, needs))
     for sender, (offered, _) in enumerate(by_rank):
         for offer in offered:
@@ -56,15 +56,15 @@ def reshard(source: State, target: State, mesh: ParallelMesh) -> None:
                     _carry(offer, sender, receiver, own, lacking, mesh)
 
 
-def _parts(state: State) -> dict[str, tuple[Part, ...]]:
-    return {key: value.parts for key, value in state.items() if isinstance(value, Fragment) and value.parts}
+def _chunks(state: State) -> dict[str, tuple[Chunk, ...]]:
+    return {key: value.chunks for key, value in state.items() if isinstance(value, Fragment) and value.chunks}
 
 
-def _taken(wanted: Part, own: Sequence[Part]) -> bool:
-    """Fill a part from this rank's own memory, if one of its parts contains it."""
-    for part in own:
-        if _common(part.box, wanted.box) == wanted.box:
-            _copy(part.box, part.data, wanted)
+def _taken(wanted: Chunk, own: Sequence[Chunk]) -> bool:
+    """Fill a chunk from this rank's own memory, if one of its chunks contains it."""
+    for chunk in own:
+        if _common(chunk.box, wanted.box) == wanted.box:
+            _copy(chunk.box, chunk.data, wanted)
             return True
     return wanted.box.is_empty
 
@@ -73,12 +73,12 @@ def _carry(
     offer: _Offer,
     sender: int,
     receiver: int,
-    own: Mapping[str, Sequence[Part]],
-    lacking: Mapping[str, Iterable[Part]],
+    own: Mapping[str, Sequence[Chunk]],
+    lacking: Mapping[str, Iterable[Chunk]],
     mesh: ParallelMesh,
 ) -> None:
     if mesh.rank == sender:
-        data = next(part.data for part in own[offer.key] if part.write and part.box == offer.box)
+        data = next(chunk.data for chunk in own[offer.key] if chunk.write and chunk.box == offer.box)
         if receiver == sender:
             _fill(offer.box, data, lacking[offer.key])
         else:
@@ -89,21 +89,21 @@ def _carry(
         _fill(offer.box, data, lacking[offer.key])
 
 
-def _fill(box: Box, data: Tensor, parts: Iterable[Part]) -> None:
-    for part in parts:
-        _copy(box, data, part)
+def _fill(box: Box, data: Tensor, chunks: Iterable[Chunk]) -> None:
+    for chunk in chunks:
+        _copy(box, data, chunk)
 
 
 @torch.no_grad()
-def _copy(box: Box, data: Tensor, wanted: Part) -> None:
-    """Copy what a box has in common with a wanted part."""
+def _copy(box: Box, data: Tensor, wanted: Chunk) -> None:
+    """Copy what a box has in common with a wanted chunk."""
     both = _common(box, wanted.box)
     if both is not None:
         _inside(wanted.data, wanted.box, both).copy_(_inside(data, box, both))
 
 
-def _inside(data: Tensor, box: Box, part: Box) -> Tensor:
-    for dim, (first, begin, size) in enumerate(zip(box.offsets, part.offsets, part.sizes, strict=True)):
+def _inside(data: Tensor, box: Box, inner: Box) -> Tensor:
+    for dim, (first, begin, size) in enumerate(zip(box.offsets, inner.offsets, inner.sizes, strict=True)):
         data = data.narrow(dim, begin - first, size)
     return data
 

@@ -115,9 +115,9 @@ def shared_state(state: State, index: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
         parsed = Key.parse(key)
-        is_number = isinstance(value, Fragment) and value.shape == () and bool(value.parts)
+        is_number = isinstance(value, Fragment) and value.shape == () and bool(value.chunks)
         if parsed.family == optimizer_family(index) and parsed.state and is_number:
-            found.setdefault(parsed.name, {})[parsed.state] = value.parts[0].data.item()
+            found.setdefault(parsed.name, {})[parsed.state] = value.chunks[0].data.item()
     return found
 
 

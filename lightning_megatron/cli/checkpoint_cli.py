@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -15,15 +16,17 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
+from lightning_megatron.cli.recipes.words import config_words
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, module_arguments
 from lightning_megatron.lightning.module import GPTModule
 from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled_checkpoint
-from lightning_megatron.lightning.pretrained.hugging_face import checked_hf_config
+from lightning_megatron.lightning.pretrained.hugging_face import checked_hf_config, hf_module_name
 from lightning_megatron.models.presets import PRESETS
 
 _WORDS = ("last", "best", "hpc", "registry")
 """Words that Lightning resolves to paths, once there is a Trainer; here their paths are unknown."""
+_FROM_HF = "--model.from_hf"
 
 
 class CheckpointCLI(LightningCLI):
@@ -33,18 +36,30 @@ class CheckpointCLI(LightningCLI):
     from either is an error: a command should not guess a default.
     """
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Take what is read elsewhere: a recipe's section for ``launch``, and words that become files before."""
+        parser.add_argument("--cluster", type=dict | None, default=None, help="machines, for `launch`; not read here")
+        parser.add_argument(
+            "--recipe", type=str | None, default=None, help="a recipe of this package, as with --config"
+        )
+        small = "cpu, or cpu=N: the recipe's layout on at most 16 or N processes, with a tiny model and random tokens"
+        parser.add_argument("--scale", type=str | None, default=None, help=small)
+
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the words, and add arguments of the model from the checkpoint that they name."""
-        super().parse_arguments(parser, args)
-        command = self.config.get("subcommand")
+        """Parse the words, and add arguments of the model from the checkpoint or Hugging Face directory they name."""
         if isinstance(args, dict | Namespace):  # a whole configuration in place of words: all of it is given
+            super().parse_arguments(parser, args)
             return
+        given = config_words(sys.argv[1:] if args is None else args, os.environ)
+        words, from_hf = with_hf_module(given)
+        self.config = parser.parse_args(words)
+        command = self.config.get("subcommand")
         model = self.config[command].get("model") if command else None
-        path = self.config[command].get("ckpt_path") if command else None
+        path = from_hf or (self.config[command].get("ckpt_path") if command else None)
         if model is None or not path or not Path(path).is_dir() or str(path) in _WORDS:
             return
-        given = parser.parse_args(args, defaults=False)[command].get("model")
-        saved = _arguments(path, _class_of(model), given.get("init_args") or {})
+        own = parser.parse_args(words, defaults=False)[command].get("model")
+        saved = _arguments(path, _class_of(model), own.get("init_args") or {})
         if saved:
             filled = {command: {"model": {"class_path": model.class_path, **saved}}}
             self.config = parser.parse_object(filled, self.config)
@@ -60,6 +75,32 @@ class CheckpointCLI(LightningCLI):
                 " directory that has it"
             )
             raise ConfigError([Problem("model.config", None, reason, tuple(PRESETS))])
+
+
+def with_hf_module(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Words in which ``--model.from_hf DIR`` is written out: the class of its module, and the path of its weights.
+
+    A class or a ``--ckpt_path`` that is given too stays as it is.
+
+    Returns:
+        The words, and the directory, if there is one.
+
+    Raises:
+        ConfigError: for a path that is no Hugging Face directory, or a model of an unknown family.
+    """
+    words = list(words)
+    place = next((n for n, word in enumerate(words) if word.partition("=")[0] == _FROM_HF), None)
+    if place is None:
+        return words, None
+    _, joined, path = words[place].partition("=")
+    after = words[place + 1 :] if joined else words[place + 2 :]
+    path = path if joined else "".join(words[place + 1 : place + 2])
+    if not is_hf_directory(path):
+        raise ConfigError([Problem("model.from_hf", path, "no Hugging Face directory: it has no config.json")])
+    given = {word.partition("=")[0] for word in words}
+    chosen = [] if "--model" in given else [f"--model=lightning_megatron.{hf_module_name(path)}"]
+    chosen += [] if "--ckpt_path" in given else [f"--ckpt_path={path}"]
+    return words[:place] + chosen + after, path
 
 
 def _class_of(model: Any) -> type:

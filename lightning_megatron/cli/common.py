@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import signal
 import sys
 import threading
@@ -12,7 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+from lightning_megatron.config.byte_size import parse_bytes
+
 _SIGNALS = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 
 
@@ -77,11 +77,10 @@ def size_in_bytes(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: for anything else.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
-    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
-    return size
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @contextmanager

@@ -1,39 +1,39 @@
-"""``lightning-megatron convert``: Hugging Face directories to checkpoints and back, and Megatron's checkpoints."""
+"""``lightning-megatron convert``: models and adapters of other programs to checkpoints, and back."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_megatron.cli.common import ending_by_signal, size_in_bytes
+from lightning_megatron.cli.common import command_parser, ending_by_signal, exit_status, size_in_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from lightning_megatron.config.transformer import TransformerConfig
 
 _DESCRIPTION = """\
-Convert LLaMA 2/3.x, GPT-2 and Mixtral, tensor by tensor, in one process: the memory it takes is that of the largest
-tensors of the model. Checkpoints may come from any layout, and load into any; Megatron's are read, and not written."""
+Convert Hugging Face models of known families, tensor by tensor, in one process: the memory it takes is that of the
+largest tensors of the model. Checkpoints may come from any layout, and load into any; Megatron's are read, and not
+written."""
 
 _EXAMPLE = """\
 examples:
   lightning-megatron convert hf-to-ckpt Llama-3.1-8B llama.ckpt
   lightning-megatron convert ckpt-to-hf run/last.ckpt exported --dtype bf16 --tokenizer Llama-3.1-8B
-  lightning-megatron convert megatron-to-ckpt megatron/checkpoints llama.ckpt --config llama3.1-8b"""
+  lightning-megatron convert megatron-to-ckpt megatron/checkpoints llama.ckpt --config llama3.1-8b
+  lightning-megatron convert ckpt-to-peft run/last.ckpt adapter
+  lightning-megatron convert merge run/last.ckpt merged.ckpt"""
 
+_OF_ADAPTERS = ("ckpt-to-peft", "peft-to-ckpt", "merge")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def convert_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron convert",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("convert", _DESCRIPTION, _EXAMPLE)
     ways = parser.add_subparsers(dest="way", required=True, metavar="WAY")
     there = ways.add_parser("hf-to-ckpt", help="a Hugging Face directory to a checkpoint that begins a run")
     there.add_argument("source", metavar="HF_DIR", help="directory with config.json and weights")
@@ -67,40 +67,85 @@ def convert_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="read files that hold objects, as those with Megatron's command line do; nothing that they name is run",
     )
-    for way in (there, back, megatron):
+    adapters = _adapter_parsers(ways)
+    for way in (there, back, megatron, *adapters):
         way.add_argument("--dtype", choices=_DTYPES, help="of the tensors written (default: as they are)")
     return parser
 
 
-def convert_command(argv: Sequence[str]) -> int:
-    """Run ``lightning-megatron convert`` with these arguments; returns the exit code (2: the user's error)."""
-    args = convert_parser().parse_args(argv)
-    import torch  # takes seconds with Lightning; --help must not wait for it
+def _adapter_parsers(ways: Any) -> tuple[argparse.ArgumentParser, ...]:
+    """The ways of adapters."""
+    out = ways.add_parser("ckpt-to-peft", help="an adapter of a checkpoint to a directory that PEFT loads")
+    out.add_argument("source", metavar="CKPT", help="checkpoint directory of a module with lora=")
+    out.add_argument("target", metavar="OUT_DIR", help="directory to make")
+    into = ways.add_parser("peft-to-ckpt", help="an adapter of PEFT to a checkpoint that begins a run")
+    into.add_argument("source", metavar="PEFT_DIR", help="directory with adapter_config.json")
+    into.add_argument("target", metavar="OUT.ckpt", help="checkpoint directory to make")
+    into.add_argument("--base", required=True, metavar="HF_DIR", help="directory of the weights that it is for")
+    merge = ways.add_parser("merge", help="an adapter and the weights that it is for to a checkpoint of a whole model")
+    merge.add_argument("source", metavar="CKPT", help="checkpoint directory of a module with lora=")
+    merge.add_argument("target", metavar="OUT.ckpt", help="checkpoint directory to make")
+    merge.add_argument(
+        "--base", metavar="DIR", help="the weights that it is for (default: where they were in training)"
+    )
+    for way in (out, merge):
+        way.add_argument("--adapter", metavar="NAME", help="one of several (default: the only one)")
+    return out, into, merge
 
-    from lightning_megatron.checkpoint import CheckpointError
+
+def convert_command(argv: Sequence[str]) -> int:
+    """Run ``lightning-megatron convert`` with these arguments; returns the exit status."""
+    args = convert_parser().parse_args(list(argv))
+    from lightning_megatron.checkpoint import CheckpointError  # takes seconds with torch; --help must not wait for it
+
+    return exit_status(lambda: _run(args), ValueError, OSError, CheckpointError)
+
+
+def _run(args: argparse.Namespace) -> int:
+    import torch
+
+    dtype = None if args.dtype is None else getattr(torch, _DTYPES[args.dtype])
+    with ending_by_signal():
+        written = (_adapter if args.way in _OF_ADAPTERS else _model)(args, dtype)
+    print(f"{args.target}{written}")
+    return 0
+
+
+def _model(args: argparse.Namespace, dtype: torch.dtype | None) -> str:
+    """Convert a model; words behind the path that is printed."""
     from lightning_megatron.lightning.pretrained.convert import (
         checkpoint_to_hf,
         hf_to_checkpoint,
         megatron_to_checkpoint,
     )
 
-    dtype = None if args.dtype is None else getattr(torch, _DTYPES[args.dtype])
-    written = ""
-    try:
-        with ending_by_signal():
-            if args.way == "hf-to-ckpt":
-                hf_to_checkpoint(args.source, args.target, dtype=dtype)
-            elif args.way == "megatron-to-ckpt":
-                options = {"config": args.config, "allow_pickle": args.allow_pickle}
-                megatron_to_checkpoint(args.source, args.target, dtype=dtype, **options)
-            else:
-                options = {"max_shard_size": args.max_shard_size, "tokenizer": args.tokenizer}
-                written = f": {checkpoint_to_hf(args.source, args.target, dtype=dtype, **options)}"
-    except (ValueError, OSError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{args.target}{written}")
-    return 0
+    if args.way == "hf-to-ckpt":
+        hf_to_checkpoint(args.source, args.target, dtype=dtype)
+        return ""
+    if args.way == "megatron-to-ckpt":
+        options = {"config": args.config, "allow_pickle": args.allow_pickle}
+        megatron_to_checkpoint(args.source, args.target, dtype=dtype, **options)
+        return ""
+    options = {"max_shard_size": args.max_shard_size, "tokenizer": args.tokenizer}
+    return f": {checkpoint_to_hf(args.source, args.target, dtype=dtype, **options)}"
+
+
+def _adapter(args: argparse.Namespace, dtype: torch.dtype | None) -> str:
+    """Convert an adapter; words behind the path that is printed."""
+    from lightning_megatron.lightning.pretrained.convert_adapter import (
+        checkpoint_to_peft,
+        merge_adapter,
+        peft_to_checkpoint,
+    )
+
+    if args.way == "ckpt-to-peft":
+        notes = checkpoint_to_peft(args.source, args.target, dtype=dtype, adapter=args.adapter)
+        return "".join(f"\n{note}" for note in notes)
+    if args.way == "peft-to-ckpt":
+        peft_to_checkpoint(args.source, args.target, dtype=dtype, base=args.base)
+    else:
+        merge_adapter(args.source, args.target, dtype=dtype, base=args.base, adapter=args.adapter)
+    return ""
 
 
 def transformer_config(text: str) -> TransformerConfig:

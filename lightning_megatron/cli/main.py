@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from typing import NamedTuple
@@ -26,12 +28,28 @@ _COMMANDS = {
     "test": _Command(_TRAINER, "trainer_command", "one pass over the test data"),
     "predict": _Command(_TRAINER, "trainer_command", "run predict_step over data"),
     "train-tokenizer": _Command(
-        "lightning_megatron.cli.tokenizer", "train_tokenizer_command", "a sentencepiece model from text"
+        "lightning_megatron.cli.data.tokenizer", "train_tokenizer_command", "a sentencepiece model from text"
     ),
     "preprocess": _Command(
-        "lightning_megatron.cli.preprocess", "preprocess_command", "JSON lines to the token files that training reads"
+        "lightning_megatron.cli.data.preprocess",
+        "preprocess_command",
+        "JSON lines to the token files that training reads",
     ),
-    "generate": _Command("lightning_megatron.cli.generate", "generate_command", "continue a text with a checkpoint"),
+    "merge": _Command("lightning_megatron.cli.data.merge", "merge_command", "several pairs of token files as one"),
+    "inspect": _Command(
+        "lightning_megatron.cli.data.inspect",
+        "inspect_command",
+        "statistics of token files; a document or sample as text",
+    ),
+    "demo-data": _Command(
+        "lightning_megatron.cli.data.demo", "demo_data_command", "a corpus, a tokenizer and token files for a first try"
+    ),
+    "generate": _Command(
+        "lightning_megatron.cli.inference.generate", "generate_command", "continue a text with a checkpoint"
+    ),
+    "evaluate": _Command(
+        "lightning_megatron.cli.inference.evaluate", "evaluate_command", "perplexity, cloze tests and lm-eval's tasks"
+    ),
     "convert": _Command(
         "lightning_megatron.cli.convert", "convert_command", "other programs' models to ours, and back"
     ),
@@ -39,8 +57,32 @@ _COMMANDS = {
         "lightning_megatron.cli.verify", "verify_command", "is a checkpoint whole, and what was written?"
     ),
     "why": _Command("lightning_megatron.cli.why", "why_command", "which rank hung or died first, and in what?"),
-    "doctor": _Command("lightning_megatron.cli.doctor", "doctor_command", "does what is installed here fit together?"),
+    "doctor": _Command(
+        "lightning_megatron.cli.doctor.command", "doctor_command", "does what is installed here fit together?"
+    ),
     "ops": _Command("lightning_megatron.cli.ops", "ops_command", "the implementation of each op on a device, and why"),
+    "recipes": _Command(
+        "lightning_megatron.cli.recipes.command", "recipes_command", "the recipes that `--recipe NAME` knows"
+    ),
+    "launch": _Command(
+        "lightning_megatron.cli.launch.command",
+        "launch_command",
+        "a recipe by Slurm, Kubernetes, torchrun, mpirun",
+    ),
+    "plan": _Command("lightning_megatron.cli.plan.command", "plan_command", "the layout that fits, and how fast it is"),
+    "rehearse": _Command(
+        "lightning_megatron.cli.trials.rehearse",
+        "rehearse_command",
+        "memory and traffic of ranks of a job, without devices",
+    ),
+    "parity": _Command(
+        "lightning_megatron.cli.trials.parity", "parity_command", "two layouts side by side: where do the numbers part?"
+    ),
+    "from-megatron-args": _Command(
+        "lightning_megatron.cli.from_megatron.command",
+        "from_megatron_command",
+        "the recipe that a command line of Megatron stands for",
+    ),
     "schedule": _Command(
         "lightning_megatron.cli.schedule", "schedule_command", "print, price and draw a pipeline schedule"
     ),
@@ -71,18 +113,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {name!r} is not a command; nearest: {near}", file=sys.stderr)
         return 2
     command = _COMMANDS[name]
-    function = getattr(import_module(command.module), command.function)
+    with _collecting_later(is_own_process=argv is None):
+        function = getattr(import_module(command.module), command.function)
     # LightningCLI starts the other processes of a job with the words of this process; None tells it to use them.
     arguments = words if command.module == _TRAINER else words[1:]
     try:
         status: int = function(None if argv is None and arguments is words else arguments)
         sys.stdout.flush()
+        if argv is None and command.module != _TRAINER:
+            gc.freeze()  # what is left is ours, and needs no looking through at the end of the process
     except BrokenPipeError:  # ``| head`` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
         return 128 + signal.SIGPIPE
     except SystemExit as leave:  # a parser has printed its help or an error
         return leave.code if isinstance(leave.code, int) else 2
     return status
+
+
+@contextmanager
+def _collecting_later(*, is_own_process: bool) -> Iterator[None]:
+    """Leave the objects that imports make, which live to the end, out of garbage collection.
+
+    Looking through those of torch and Lightning takes seconds, most of them at the end of the process.
+
+    Args:
+        is_own_process: True if nobody else's objects are there; otherwise nothing changes.
+    """
+    if not is_own_process or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _help() -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -33,6 +36,8 @@ def trainer_command(argv: Sequence[str] | None) -> int:
     Returns:
         The exit status: 0, or 2 where the configuration or the data is at fault.
     """
+    if rank_zero_only.rank:  # type: ignore[attr-defined]  # all ranks say "Seed set to ..."
+        logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
     try:
         CheckpointCLI(
             LightningModule,
@@ -41,6 +46,8 @@ def trainer_command(argv: Sequence[str] | None) -> int:
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
+            # Without a number Lightning warns that it takes 0.
+            seed_everything_default=True if "PL_GLOBAL_SEED" in os.environ else 0,
             args=None if argv is None else list(argv),
         )
     except Exception as error:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_megatron.checkpoint import verify
 from lightning_megatron.cli.common import command_parser, fail
 
 _DESCRIPTION = """\
@@ -29,6 +28,8 @@ def verify_parser() -> argparse.ArgumentParser:
 def verify_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron verify`` with these arguments; returns the exit status."""
     args = verify_parser().parse_args(list(argv))
+    from lightning_megatron.checkpoint import verify  # imports torch, which --help need not wait for
+
     if not Path(args.path).is_dir():
         found = "is a file, and no checkpoint directory" if Path(args.path).exists() else "there is no such directory"
         return fail(f"{args.path}: {found}")

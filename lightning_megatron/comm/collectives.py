@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.device import collective_traits
 from lightning_megatron.mesh import Axis
 from lightning_megatron.recorder.call import Call
 from lightning_megatron.recorder.file_format import Kind
@@ -27,13 +28,34 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Pending:
-    """A running collective: :meth:`wait` returns its result."""
+class Work(Protocol):
+    """The part of ``torch.distributed.Work`` that is used."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None = None, call: Call | None = None) -> None:
+    def wait(self) -> Any: ...  # noqa: D102
+    def is_completed(self) -> bool: ...  # noqa: D102
+
+
+class Pending:
+    """A running collective: :meth:`wait` returns its result.
+
+    Args:
+        result: tensor that is complete after the wait.
+        work: the collective; ``None`` if the result is there.
+        call: record of the collective.
+        finish: function that completes the result after the wait.
+    """
+
+    def __init__(
+        self,
+        result: Tensor,
+        work: Work | None = None,
+        call: Call | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
         self._result = result
         self._work = work
         self._call = call
+        self._finish = finish
 
     def wait(self) -> Tensor:
         """Wait until the result is there (on an accelerator: until the current stream may use it).
@@ -45,6 +67,9 @@ class Pending:
         if work is not None:
             with self._call or nullcontext():
                 work.wait()
+            if self._finish is not None:
+                self._finish()
+                self._finish = None  # it holds what has been received
         return self._result
 
     def is_done(self) -> bool:
@@ -70,6 +95,9 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(x)
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    if collective_traits(x.device).copies_pieces:
+        local_shard(out, axis).copy_(x.detach())
+        return start_all_gather_in_place(out, axis)
     return _start(Kind.ALL_GATHER, axis, out, _all_gather_single, out, x.contiguous())
 
 
@@ -79,8 +107,69 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     if x.shape[0] % axis.size:
         raise ValueError(f"reduce-scatter over {axis.name}: {x.shape[0]} rows do not split over {axis.size} ranks")
-    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    return _start(Kind.REDUCE_SCATTER, axis, out, _reduce_scatter_single, out, x.contiguous())
+    return start_reduce_scatter_into(x.new_empty((x.shape[0] // axis.size, *x.shape[1:])), x.contiguous(), axis)
+
+
+def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """Begin ``[R n, ...] -> [n, ...]`` into a given tensor, on an axis of several ranks.
+
+    Args:
+        out: ``[n, ...]``; may be this rank's own piece of ``x``.
+        x: ``[R n, ...]``, contiguous; must not change before ``wait``.
+        axis: the ranks.
+    """
+    if not collective_traits(x.device).copies_pieces:
+        return _start(Kind.REDUCE_SCATTER, axis, out, _reduce_scatter_single, out, x)
+    received = torch.empty_like(x)  # one piece from each rank
+
+    def add_up() -> None:
+        first, second, *others = received.unflatten(0, (axis.size, out.shape[0]))
+        torch.add(first, second, out=out)
+        for other in others:  # in the order of ranks, so that sums are the same every time
+            out.add_(other)
+
+    call = axis.call(Kind.REDUCE_SCATTER, out)
+    work = call.issue(dist.all_to_all_single, received, x, group=axis.group, async_op=True)
+    return Pending(out, work, call, add_up)
+
+
+class _All:
+    """Several collectives as one.
+
+    Args:
+        works: the collectives.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """True if all are done."""
+        return all(work.is_completed() for work in self._works)
+
+
+def start_all_gather_in_place(whole: Tensor, axis: Axis) -> Pending:
+    """Begin to fill ``[R n, ...]``, of which each rank has its own piece, with the pieces of all ranks.
+
+    Args:
+        whole: contiguous tensor; its piece at this rank's position is sent.
+        axis: the ranks, several.
+    """
+    pieces = whole.unflatten(0, (axis.size, whole.shape[0] // axis.size))
+    if not collective_traits(whole.device).copies_pieces:
+        return _start(Kind.ALL_GATHER, axis, whole, _all_gather_single, whole, pieces[axis.rank])
+    call = axis.call(Kind.ALL_GATHER, whole)
+    return Pending(whole, call.issue(_broadcast_each, pieces, axis), call)
+
+
+def _broadcast_each(pieces: Tensor, axis: Axis) -> _All:
+    pairs = zip(pieces, axis.ranks, strict=True)
+    return _All([dist.broadcast(piece, rank, group=axis.group, async_op=True) for piece, rank in pairs])
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -229,8 +318,11 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis) -> Tensor:
-    if axis.size == 1:
-        return x
+    return x if axis.size == 1 else _outside_of_graphs(function, x, axis)
+
+
+@torch.compiler.disable  # one break; inside, every function around the collective would be one
+def _outside_of_graphs(function: type[torch.autograd.Function], x: Tensor, axis: Axis) -> Tensor:
     out: Tensor = function.apply(x, axis)
     return out
 

@@ -2,35 +2,82 @@
 
 torch's own TCPStore listens on all addresses of the machine, and any client may read and set its keys, which hold the
 addresses of ranks and pickled objects. A socket bound to the loopback address prevents that.
+
+The port is taken before another process is told of it. A port that is only known to be free may be in use a moment
+later: on a busy machine by any connection, or by a process of the job itself, which asks for the store before anybody
+listens and, by chance, from that very port.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but no stub says so
 
 ADDRESS = "127.0.0.1"
+PORT = "MASTER_PORT"
 
 
-def loopback_store(port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
-    """The store of a job whose ranks are all on this machine.
+class LoopbackPort:
+    """The port of a job on this machine, on which rank 0 listens."""
 
-    Args:
-        port: port on which rank 0 listens.
-        rank: rank of this process.
-        world_size: number of processes.
-        timeout: time after which waiting for another process fails.
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
 
-    Raises:
-        OSError: if rank 0 cannot listen on the port.
-    """
-    listening = None
-    if rank == 0:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as own:
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            own.bind((ADDRESS, port))
-            own.listen(world_size)
-            listening = own.detach()  # the store closes it
-    return TCPStore(ADDRESS, port, world_size, rank == 0, timeout, master_listen_fd=listening)
+    def take(self, main_port: Callable[[], int]) -> None:
+        """Listen, before other processes are started.
+
+        Args:
+            main_port: function that returns the job's port; one that is not chosen yet is read from the environment
+                variable ``MASTER_PORT``, which is set here.
+
+        Raises:
+            OSError: if somebody else listens on a port that was given.
+        """
+        self.free()
+        self._socket = _listening(0)
+        chosen = self._socket.getsockname()[1]
+        os.environ.setdefault(PORT, str(chosen))
+        if (wanted := main_port()) != chosen:  # it was given, or chosen before
+            self.free()
+            self._socket = _listening(wanted)
+
+    def free(self) -> None:
+        """Listen no more, unless a store does."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def store(self, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+        """The store of a job whose ranks are all on this machine.
+
+        Args:
+            port: port on which rank 0 listens.
+            rank: rank of this process.
+            world_size: number of processes.
+            timeout: time after which waiting for another process fails.
+
+        Raises:
+            OSError: if rank 0 cannot listen on the port.
+        """
+        listening = None
+        if rank == 0:
+            held, self._socket = self._socket or _listening(port), None
+            listening = held.detach()  # the store closes it
+        return TCPStore(ADDRESS, port, world_size, rank == 0, timeout, master_listen_fd=listening)
+
+
+def _listening(port: int) -> socket.socket:
+    """Socket that listens on the loopback address alone; 0 for any port."""
+    own = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.bind((ADDRESS, port))
+        own.listen(socket.SOMAXCONN)
+    except OSError:
+        own.close()
+        raise
+    return own

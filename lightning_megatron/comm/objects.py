@@ -44,6 +44,8 @@ def all_gather_object(mesh: ParallelMesh, value: T) -> list[T]:
     if not mesh.is_distributed:
         return [value]
     values: list[T] = [value] * mesh.world.size
+    if mesh.rehearsed is not None:
+        return values
     mesh.host.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, values, value, group=mesh.host_group)
     return values
 

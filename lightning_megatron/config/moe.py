@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_megatron.arguments import OneOf, Rules, above, at_least, within
-from lightning_megatron.errors import Problem, nearest_to
+from lightning_megatron.errors import Problem, divisors, nearest_to
 
 SCORES = ("softmax", "sigmoid")
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
@@ -21,6 +21,8 @@ MOE_RULES: Rules = {
     "moe_aux_loss_coeff": at_least(0.0),
     "moe_z_loss_coeff": at_least(0.0),
     "moe_input_jitter_eps": within(0.0, 1.0),
+    "moe_router_num_groups": at_least(0),
+    "moe_router_group_topk": at_least(0),
     "moe_expert_bias_update_rate": at_least(0.0),
     "moe_shared_expert_ffn_hidden_size": at_least(0),
     "moe_token_dispatcher": OneOf(DISPATCHERS),
@@ -37,24 +39,32 @@ MOE_RULES: Rules = {
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The experts of a transformer; a model without any has ``num_experts=0``. Experts have no biases.
+    """The experts of a transformer; a model without any has ``num_experts=0``.
 
     Attributes:
         num_experts: experts ``E`` of a layer over all ranks.
         moe_layers: numbers of the layers that have experts; empty for all.
         moe_ffn_hidden_size: features inside one expert; 0 means ``ffn_hidden_size``.
+        moe_linear_bias: True if both layers of each expert, and the router, have biases (gpt-oss).
         moe_router_topk: experts ``k`` that a token visits.
         moe_router_score: function from logits to weights: ``"softmax"`` or ``"sigmoid"`` (DeepSeek-V3).
         moe_router_pre_softmax: True for softmax over all experts before the choice, so that the chosen weights do not
             sum to 1; the default, as in Mixtral, is softmax over the chosen experts.
+        moe_router_normalize: False for weights that are the sigmoids of the chosen experts, not divided by their sum.
         moe_router_scaling_factor: factor of the weights.
+        moe_router_num_groups: groups of equal size into which experts are cut, of which a token visits some only; 0 for
+            none. A group counts as much as its best expert, of sigmoid scores as its two best (DeepSeek-V2 and V3,
+            https://arxiv.org/abs/2412.19437).
+        moe_router_group_topk: groups that a token visits.
         moe_load_balancing: loss that evens out the load: over a micro-batch (``"aux_loss"``), over each sequence
             (``"seq_aux_loss"``), over the whole batch so far (``"global_aux_loss"``), or ``"none"``.
         moe_aux_loss_coeff: weight of that loss.
         moe_z_loss_coeff: weight of the loss that keeps router logits small (https://arxiv.org/abs/2202.08906).
         moe_input_jitter_eps: width of uniform noise, the router's input is multiplied by ``1 - eps .. 1 + eps``.
-        moe_expert_bias_update_rate: step of the bias that favours experts with few tokens, updated after each optimizer
-            step (https://arxiv.org/abs/2408.15664); it needs sigmoid scores, 0 is off.
+        moe_expert_bias: True for a bias of each expert that shares in the choice, and not in the weights; it needs
+            sigmoid scores. It is 0 until it is loaded or updated.
+        moe_expert_bias_update_rate: step by which that bias comes to favour experts with few tokens, after each
+            optimizer step (https://arxiv.org/abs/2408.15664). A rate means that there is a bias; 0 leaves it as it is.
         moe_shared_expert_ffn_hidden_size: features inside an expert that every token visits; 0 for none.
         moe_token_dispatcher: ``"alltoall"`` sends tokens to their experts' ranks, ``"allgather"`` all tokens to all.
         moe_capacity_factor: factor of an expert's capacity, ``ceil(T k / E x factor)`` of a rank's tokens; it drops
@@ -73,14 +83,19 @@ class MoEConfig:
     num_experts: int = 0
     moe_layers: tuple[int, ...] = field(default=())
     moe_ffn_hidden_size: int = 0
+    moe_linear_bias: bool = False
     moe_router_topk: int = 2
     moe_router_score: str = "softmax"
     moe_router_pre_softmax: bool = False
+    moe_router_normalize: bool = True
     moe_router_scaling_factor: float = 1.0
+    moe_router_num_groups: int = 0
+    moe_router_group_topk: int = 0
     moe_load_balancing: str = "aux_loss"
     moe_aux_loss_coeff: float = 0.0
     moe_z_loss_coeff: float = 0.0
     moe_input_jitter_eps: float = 0.0
+    moe_expert_bias: bool = False
     moe_expert_bias_update_rate: float = 0.0
     moe_shared_expert_ffn_hidden_size: int = 0
     moe_token_dispatcher: str = "alltoall"
@@ -98,6 +113,11 @@ class MoEConfig:
         """True if the layer of that number has experts in place of one feed-forward layer."""
         return self.num_experts > 0 and (not self.moe_layers or layer in self.moe_layers)
 
+    @property
+    def has_expert_bias(self) -> bool:
+        """True if a bias shares in the choice of experts."""
+        return self.moe_expert_bias or self.moe_expert_bias_update_rate > 0
+
     def moe_problems(self) -> list[Problem]:
         """Faults of fields that must fit together."""
         found: list[Problem] = []
@@ -109,10 +129,33 @@ class MoEConfig:
         if k == 1 and self.moe_router_score == "softmax" and not self.moe_router_pre_softmax:
             reason = "softmax over one chosen expert is always 1, and the router would not learn"
             found.append(Problem("moe_router_pre_softmax", False, reason, (True,)))
-        if self.moe_expert_bias_update_rate and self.moe_router_score != "sigmoid":
+        if self.has_expert_bias and self.moe_router_score != "sigmoid":
             reason = "the bias is added to scores that do not depend on each other"
             found.append(Problem("moe_router_score", self.moe_router_score, reason, ("sigmoid",)))
-        return found + self._capacity_problems()
+        if not self.moe_router_normalize and self.moe_router_score != "sigmoid":
+            reason = "for softmax over all experts, not divided by the sum of the chosen, set moe_router_pre_softmax"
+            found.append(Problem("moe_router_normalize", False, reason, (True,)))
+        return found + self._group_problems() + self._capacity_problems()
+
+    def _group_problems(self) -> list[Problem]:
+        """Faults of groups of experts."""
+        found: list[Problem] = []
+        groups, chosen, experts = self.moe_router_num_groups, self.moe_router_group_topk, self.num_experts
+        if not groups:
+            reason = "there are no groups to choose from: give moe_router_num_groups"
+            return [Problem("moe_router_group_topk", chosen, reason, (0,))] if chosen else []
+        if experts % groups:
+            reason = f"num_experts={experts} does not split into groups of equal size"
+            return [Problem("moe_router_num_groups", groups, reason, nearest_to(groups, divisors(experts)))]
+        size = experts // groups
+        if self.moe_router_score == "sigmoid" and size < 2:
+            reason = "a group counts as much as its two best experts, and has one"
+            found.append(Problem("moe_router_num_groups", groups, reason, nearest_to(groups, divisors(experts)[:-1])))
+        least = -(-self.moe_router_topk // size)
+        if not least <= chosen <= groups:
+            reason = f"a token visits {self.moe_router_topk} experts of {groups} groups with {size} each"
+            found.append(Problem("moe_router_group_topk", chosen, reason, nearest_to(chosen, (least, groups))))
+        return found
 
     def _capacity_problems(self) -> list[Problem]:
         """Faults of options for the load that exclude each other."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lightning_megatron.arguments import OneOf, Rules, above, at_least, field_problems, unknown_name, within
+from lightning_megatron.config.attention import ATTENTION_RULES, AttentionConfig
+from lightning_megatron.config.hugging_face.other_names import ELSEWHERE
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.moe import MOE_RULES, MoEConfig
-from lightning_megatron.errors import Problem, divisors, nearest_names, nearest_to, raise_if_any
+from lightning_megatron.config.rope_scaling import DynamicScaling, RopeScaling, YarnScaling, rope_scaling_of
+from lightning_megatron.config.score_rule import ScoreRule, alibi_slopes
+from lightning_megatron.errors import Problem, divisors, nearest_to, raise_if_any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 NORMS = ("layernorm", "rmsnorm")
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "swiglu")
-GATED = frozenset({"swiglu"})
-POSITION_EMBEDDINGS = ("learned", "rope", "none")
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh", "swiglu_clamped")
+GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "swiglu_clamped"})
+POSITION_EMBEDDINGS = ("learned", "rope", "alibi", "none")
 
 RULES: Rules = {
     "num_layers": at_least(1),
@@ -30,6 +35,8 @@ RULES: Rules = {
     "norm": OneOf(NORMS),
     "norm_epsilon": at_least(0.0),
     "activation": OneOf(ACTIVATIONS),
+    "swiglu_alpha": above(0.0, 1.702),
+    "swiglu_limit": above(0.0, 7.0),
     "position_embedding": OneOf(POSITION_EMBEDDINGS),
     "rope_theta": above(0.0, 10000.0),
     "init_std": at_least(0.0),
@@ -37,83 +44,59 @@ RULES: Rules = {
     "attention_dropout": within(0.0, 1.0),
     "label_smoothing": within(0.0, 1.0),
     "vocab_multiple": at_least(1),
+    "embedding_scale": above(0.0, 1.0),
+    "logit_softcap": at_least(0.0),
+    "mtp_num_layers": at_least(0),
+    "mtp_loss_scaling_factor": at_least(0.0),
 }
 """Rules for single fields, in addition to their types."""
 
-ELSEWHERE = {
-    "num_hidden_layers": "num_layers",
-    "n_layer": "num_layers",
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "intermediate_size": "ffn_hidden_size",
-    "num_key_value_heads": "num_query_groups",
-    "kv_channels": "head_dim",
-    "seq_length": "max_position_embeddings",
-    "n_positions": "max_position_embeddings",
-    "rms_norm_eps": "norm_epsilon",
-    "layernorm_epsilon": "norm_epsilon",
-    "normalization": "norm",
-    "hidden_act": "activation",
-    "rotary_base": "rope_theta",
-    "tie_word_embeddings": "tie_embeddings",
-    "initializer_range": "init_std",
-    "init_method_std": "init_std",
-    "num_local_experts": "num_experts",
-    "num_moe_experts": "num_experts",
-    "num_experts_per_tok": "moe_router_topk",
-    "make_vocab_size_divisible_by": "vocab_multiple",
-}
-"""Our fields by their names in Hugging Face's and Megatron's configurations."""
 
-
-def unknown_fields(given: Mapping[str, object]) -> list[Problem]:
-    """Names that are no fields of :class:`TransformerConfig`."""
-    known = [field.name for field in fields(TransformerConfig)]
+def unknown_fields(given: Mapping[str, object], kind: type[TransformerConfig]) -> list[Problem]:
+    """Names that are no fields of a class of configurations."""
+    known = [field.name for field in fields(kind)]
     return [
-        unknown_name(str(name), value, "field of TransformerConfig", known, ELSEWHERE)
+        unknown_name(str(name), value, f"field of {kind.__name__}", known, ELSEWHERE)
         for name, value in given.items()
         if name not in known
     ]
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """LLaMA 3.1's rule: frequencies of long wavelength are slowed, short ones kept, and those between interpolated.
-
-    Source: the published LLaMA 3.1 configuration (``rope_type: llama3``).
+class InitStds(NamedTuple):
+    """Standard deviations of initial weights, by kind.
 
     Attributes:
-        factor: factor by which low frequencies are slowed.
-        low_freq_factor: wavelengths above ``original_max_position_embeddings / low_freq_factor`` are slowed fully.
-        high_freq_factor: wavelengths below ``original_max_position_embeddings / high_freq_factor`` are kept.
-        original_max_position_embeddings: context length of the model's pretraining.
+        embedding: deviation of the tokens' embedding.
+        qkv: deviation of queries, keys and values.
+        out: deviation of the output of attention.
+        fc1: deviation of the first matrix of the feed-forward layer.
+        fc2: deviation of its second matrix.
+        head: deviation of an output layer that is not tied.
     """
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    embedding: float
+    qkv: float
+    out: float
+    fc1: float
+    fc2: float
+    head: float
 
-    def problems(self) -> list[Problem]:
-        """Every fault of the fields."""
-        found = field_problems(self, dict.fromkeys((field.name for field in fields(self)), above(0)))
-        if not found and self.high_freq_factor <= self.low_freq_factor:
-            reason = f"must be above low_freq_factor={self.low_freq_factor}"
-            found.append(Problem("high_freq_factor", self.high_freq_factor, reason, (4 * self.low_freq_factor,)))
-        return [replace(problem, argument=f"rope_scaling.{problem.argument}") for problem in found]
 
-    def apply(self, frequencies: Tensor) -> Tensor:
-        """Scaled frequencies, ``[D/2]``."""
-        wavelength = 2 * math.pi / frequencies
-        turns = self.original_max_position_embeddings / wavelength
-        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        keep = keep.clamp(0.0, 1.0)
-        return frequencies * keep + frequencies / self.factor * (1 - keep)
+class Rotary(NamedTuple):
+    """Angles of the rotary embedding of a layer.
+
+    Attributes:
+        theta: base of the frequencies.
+        scaling: rule by which they are slowed, or ``None``.
+    """
+
+    theta: float
+    scaling: RopeScaling | None
 
 
 @dataclass(frozen=True)
-class TransformerConfig(MoEConfig):
-    """The shape of a decoder-only transformer; :class:`MoEConfig` has the fields about experts.
+class TransformerConfig(AttentionConfig, MoEConfig):
+    """The shape of a decoder-only transformer; more fields are in the classes that it inherits from.
 
     Attributes:
         num_layers: transformer blocks.
@@ -126,12 +109,24 @@ class TransformerConfig(MoEConfig):
         head_dim: features of a head; ``None`` means ``hidden_size / num_attention_heads``.
         norm: ``"layernorm"`` or ``"rmsnorm"``.
         norm_epsilon: summand under the norm's root.
-        activation: ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or ``"swiglu"``.
-        position_embedding: ``"learned"``, ``"rope"`` or ``"none"``.
+        norm_zero_centered: True if norms multiply by ``1 + weight``, so that weights begin at 0.
+        post_norms: True if what attention and the feed-forward layer return is normed, too, before it is added.
+        activation: ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, or of two matrices ``"swiglu"``, ``"geglu"``,
+            ``"geglu_tanh"`` or ``"swiglu_clamped"`` (``gate sigmoid(alpha gate) (up + 1)`` of clamped values, gpt-oss).
+        swiglu_alpha: ``alpha`` of the last one; no other activation has it.
+        swiglu_limit: highest gate and largest magnitude of up, of the last one.
+        position_embedding: ``"learned"``, ``"rope"``, ``"alibi"`` (scores that fall with the distance,
+            https://arxiv.org/abs/2108.12409) or ``"none"``.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: LLaMA 3's rule, or ``None``; a dict of its fields is accepted too (YAML).
+        rope_scaling: rule of ``config/rope_scaling.py``, or ``None``; a dict of its fields is accepted too (YAML).
         add_bias_linear: True if linear layers have biases.
         tie_embeddings: True if the output layer is the embedding.
+        embedding_norm: True for a norm between the token embedding and everything behind it (BLOOM).
+        embedding_scale: factor of the embedded tokens; the output layer does not have it, tied or not.
+        logit_softcap: bound of the logits, by the hyperbolic tangent; 0 for none.
+        mtp_num_layers: modules behind the last layer of which each predicts one token further in training
+            (multi-token prediction, https://arxiv.org/abs/2412.19437); they share the embedding and the output layer.
+        mtp_loss_scaling_factor: weight of the mean of their losses, each a mean over the tokens that are predicted.
         init_std: standard deviation of initial weights; output projections get ``init_std / sqrt(2 num_layers)``.
         hidden_dropout: dropout probability of embeddings and of each sub-layer's output.
         attention_dropout: dropout probability of attention weights.
@@ -150,36 +145,38 @@ class TransformerConfig(MoEConfig):
     head_dim: int = 0
     norm: str = "layernorm"
     norm_epsilon: float = 1e-5
+    norm_zero_centered: bool = False
+    post_norms: bool = False
     activation: str = "gelu"
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     position_embedding: str = "learned"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     add_bias_linear: bool = True
     tie_embeddings: bool = True
+    embedding_norm: bool = False
+    embedding_scale: float = 1.0
+    logit_softcap: float = 0.0
+    mtp_num_layers: int = 0
+    mtp_loss_scaling_factor: float = 0.1
     init_std: float = 0.02
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     label_smoothing: float = 0.0
     vocab_multiple: int = 128
 
+    is_causal: ClassVar[bool] = True  # a position sees only those before it and itself
+    _more_rules: ClassVar[Rules] = {}  # of the fields of a subclass
+
     def __post_init__(self) -> None:
         # Fields that are not given are derived once, here: all others read numbers.
         found = self._value_problems()
-        if isinstance(self.rope_scaling, Mapping):
-            known = [f.name for f in fields(RopeScaling)]
-            unknown = [name for name in self.rope_scaling if name not in known]
-            found += [
-                Problem(
-                    f"rope_scaling[{name!r}]", self.rope_scaling[name], "no such field", nearest_names(str(name), known)
-                )
-                for name in unknown
-            ]
-            if not unknown:
-                object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        if isinstance(self.rope_scaling, RopeScaling):
-            found += self.rope_scaling.problems()
-        raise_if_any(found)
-        object.__setattr__(self, "moe_layers", tuple(self.moe_layers))
+        scaling, faults = rope_scaling_of(self.rope_scaling)
+        object.__setattr__(self, "rope_scaling", scaling)
+        raise_if_any(found + faults)
+        for name in ("moe_layers", "sliding_window_layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
         object.__setattr__(self, "num_query_groups", self.num_query_groups or self.num_attention_heads)
         if not self.head_dim and self.hidden_size % self.num_attention_heads == 0:
@@ -188,36 +185,55 @@ class TransformerConfig(MoEConfig):
 
     def _value_problems(self) -> list[Problem]:
         """Faults of single fields."""
-        found = field_problems(self, {**RULES, **MOE_RULES}, leave=("rope_scaling",))
-        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling | Mapping):
-            reason = "must be a RopeScaling, a mapping of its fields, or None"
-            found.append(Problem("rope_scaling", self.rope_scaling, reason, (None,)))
-        return found
+        return field_problems(
+            self, {**RULES, **ATTENTION_RULES, **MOE_RULES, **self._more_rules}, leave=("rope_scaling",)
+        )
 
     def _shape_problems(self) -> list[Problem]:
         """Faults of fields that must fit together."""
         found = []
         heads, groups = self.num_attention_heads, self.num_query_groups
-        found += self.moe_problems()
+        found += self.moe_problems() + self.attention_problems(self.num_layers)
         beyond = [number for number in self.moe_layers if not 0 <= number < self.num_layers]
         if beyond:
             found.append(Problem("moe_layers", beyond, f"layers are numbered 0 to {self.num_layers - 1}"))
         if self.num_experts and self.add_bias_linear:
-            found.append(Problem("add_bias_linear", True, "experts have no biases", (False,)))
+            reason = "with experts, biases are chosen by add_qkv_bias, add_attention_out_bias and moe_linear_bias"
+            found.append(Problem("add_bias_linear", True, reason, (False,)))
         if not self.head_dim:
             near = nearest_to(heads, divisors(self.hidden_size))
             reason = f"hidden_size={self.hidden_size} does not split over the heads, and head_dim is not given"
             found.append(Problem("num_attention_heads", heads, reason, near))
-        elif self.position_embedding == "rope" and self.head_dim % 2:
+        elif self.position_embedding == "rope" and self.rotary_dim % 2:
             near = nearest_to(self.head_dim, (self.head_dim - 1, self.head_dim + 1))
             found.append(Problem("head_dim", self.head_dim, "rotary embedding turns pairs of features", near))
+        if isinstance(self.rope_scaling, DynamicScaling) and self.rotary_dim == 2:
+            name = "rope_head_dim" if self.rope_head_dim else "head_dim"
+            found.append(Problem(name, 2, f"dynamic scaling divides by {name} - 2", (4,)))
         if heads % groups:
             reason = f"num_attention_heads={heads} does not split into groups of equal size"
             found.append(Problem("num_query_groups", groups, reason, nearest_to(groups, divisors(heads))))
+        if self.mtp_num_layers and (self.position_embedding == "learned" or self.embedding_norm):
+            reason = "the last stage embeds tokens by their table alone: it has no learned positions and no norm"
+            found.append(Problem("mtp_num_layers", self.mtp_num_layers, reason, (0,)))
+        return found + (self._latent_problems() if self.has_latents else [])
+
+    def _latent_problems(self) -> list[Problem]:
+        """Faults of sizes with latents."""
+        found = []
+        if self.num_query_groups != self.num_attention_heads:
+            reason = "with latents (kv_lora_rank) every head has keys and values of its own"
+            found.append(Problem("num_query_groups", self.num_query_groups, reason, (self.num_attention_heads,)))
+        if self.position_embedding != "rope":
+            reason = "latents (kv_lora_rank) have a part of each key that is turned"
+            found.append(Problem("position_embedding", self.position_embedding, reason, ("rope",)))
+        if self.head_dim and self.rope_head_dim >= self.head_dim:
+            reason = f"is a part of head_dim={self.head_dim}, and the other part comes from the latent"
+            found.append(Problem("rope_head_dim", self.rope_head_dim, reason, (self.head_dim // 2,)))
         return found
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> TransformerConfig:
+    def of(cls, given: Mapping[str, Any]) -> Self:
         """The configuration with these fields.
 
         Raises:
@@ -225,10 +241,39 @@ class TransformerConfig(MoEConfig):
         """
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         raise_if_any(
-            unknown_fields(given)
+            unknown_fields(given, cls)
             + [Problem(name, None, f"{cls.__name__} needs it") for name in missing if name not in given]
         )
         return cls(**given)
+
+    def rotary(self, layer: int) -> Rotary | None:
+        """Angles of the rotary embedding in the layer of that number; ``None`` without one."""
+        if self.position_embedding != "rope":
+            return None
+        if self.rope_local_theta and self.window(layer):
+            return Rotary(self.rope_local_theta, None)
+        return Rotary(self.rope_theta, self.rope_scaling)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a query and a key that are turned."""
+        return self.rope_head_dim or self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a value."""
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of the queries by which attention with latents takes YaRN's sharper softmax.
+
+        Other attention has it in the cosines and sines; here these turn a part of the features only.
+        """
+        scaling = self.rope_scaling if self.has_latents else None
+        if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
+            return 1.0
+        return scaling.sharpness(scaling.mscale_all_dim) ** 2
 
     @property
     def expert_ffn_hidden_size(self) -> int:
@@ -240,22 +285,62 @@ class TransformerConfig(MoEConfig):
         """Standard deviation of the layers that write to the residual stream (GPT-2's rule)."""
         return float(self.init_std / (2 * self.num_layers) ** 0.5)
 
-    def replace(self, **overrides: Any) -> TransformerConfig:
-        """A copy with some fields changed; sizes that were derived from a changed field are derived again.
+    @property
+    def init_stds(self) -> InitStds:
+        """Standard deviations of initial weights."""
+        std, out = self.init_std, self.output_init_std
+        return InitStds(embedding=std, qkv=std, out=out, fc1=std, fc2=out, head=std)
+
+    @property
+    def stacks(self) -> Mapping[str, range]:
+        """Numbers of the layers of each stack; one without a name, and one of modules for further tokens."""
+        return {"": range(self.num_layers), "mtp": range(self.mtp_num_layers)}
+
+    def layout_problems(self, layout: ParallelLayout) -> list[Problem]:
+        """Faults of a layout for this kind of model, beside those of its sizes."""
+        return []
+
+    def replace(self, **overrides: Any) -> Self:
+        """A copy with some fields changed; what was derived from a changed field is derived again.
+
+        With fewer layers, those that are left keep their windows and their experts.
 
         Raises:
             ConfigError: for a name that is no field.
         """
-        raise_if_any(unknown_fields(overrides))
+        raise_if_any(unknown_fields(overrides, type(self)))
         if "hidden_size" in overrides:
             if self.ffn_hidden_size == 4 * self.hidden_size:
                 overrides.setdefault("ffn_hidden_size", 0)
-            overrides.setdefault("head_dim", 0)
+            if not self.has_latents:
+                overrides.setdefault("head_dim", 0)
+            if self.embedding_scale == self.hidden_size**0.5:
+                overrides.setdefault("embedding_scale", overrides["hidden_size"] ** 0.5)
+        if left := [number for number in self.sliding_window_layers if number < overrides.get("num_layers", 0)]:
+            overrides.setdefault("sliding_window_layers", tuple(left))
+        if left := [number for number in self.moe_layers if number < overrides.get("num_layers", 0)]:
+            overrides.setdefault("moe_layers", tuple(left))
         if "num_attention_heads" in overrides:
-            overrides.setdefault("head_dim", 0)
+            if not self.has_latents:
+                overrides.setdefault("head_dim", 0)
             if self.num_query_groups == self.num_attention_heads:
                 overrides.setdefault("num_query_groups", 0)
         return replace(self, **overrides)
+
+    @property
+    def embeds_in_the_end(self) -> bool:
+        """True if the last stage needs the token embedding, too."""
+        return self.tie_embeddings or self.mtp_num_layers > 0
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """True if queries, keys and values have biases."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def has_attention_out_bias(self) -> bool:
+        """True if the output of attention has biases."""
+        return self.add_bias_linear or self.add_attention_out_bias
 
     def num_parameters(self, *, active: bool = False) -> int:
         """Parameters of the model this describes, vocabulary padding not counted.
@@ -265,15 +350,43 @@ class TransformerConfig(MoEConfig):
         """
         h = self.hidden_size
         norm = h if self.norm == "rmsnorm" else 2 * h
-        biases = self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups) + h
-        blocks = self.num_layers * (self._attention_weights + biases * self.add_bias_linear + 2 * norm)
-        blocks += sum(self._feed_forward_parameters(number, active) for number in range(self.num_layers))
+        norms = (4 if self.post_norms else 2) * norm
+        others = self.attention_weights + self._attention_vectors + norms
+        blocks = sum(others + self._feed_forward_parameters(number, active) for number in range(self.num_layers))
+        blocks += self.mtp_num_layers * (others + self._feed_forward_parameters(self.num_layers - 1, active))
+        blocks += self.mtp_num_layers * (2 * h * h + 3 * norm)
         positions = self.max_position_embeddings * h if self.position_embedding == "learned" else 0
-        return blocks + self.vocab_size * h * (1 if self.tie_embeddings else 2) + positions + norm
+        tables = self.vocab_size * h * (1 if self.tie_embeddings else 2) + positions
+        return blocks + tables + norm * (2 if self.embedding_norm else 1)
 
     @property
-    def _attention_weights(self) -> int:
-        return self.hidden_size * self.head_dim * 2 * (self.num_attention_heads + self.num_query_groups)
+    def num_expert_layers(self) -> int:
+        """Number of layers that have experts."""
+        if not self.num_experts or not self.moe_layers:
+            return self.num_layers if self.num_experts else 0
+        return len(set(self.moe_layers))
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of the matrices of attention in a layer."""
+        h, heads, latent, rank = self.hidden_size, self.num_attention_heads, self.kv_lora_rank, self.q_lora_rank
+        if not latent:
+            return h * self.head_dim * 2 * (heads + self.num_query_groups)
+        queries, values = heads * self.head_dim, heads * self.value_dim
+        to_queries = rank * (h + queries) if rank else h * queries
+        from_latent = latent * (queries - heads * self.rotary_dim + values)
+        return to_queries + h * (latent + self.rotary_dim) + from_latent + values * h
+
+    @property
+    def _attention_vectors(self) -> int:
+        """Elements of the biases, norms and sinks inside attention in a layer."""
+        out_bias, norm = self.hidden_size * self.has_attention_out_bias, 1 if self.norm == "rmsnorm" else 2
+        if self.has_latents:
+            latents = self.q_lora_rank + self.kv_lora_rank
+            return norm * latents + (latents + self.rotary_dim) * self.has_qkv_bias + out_bias
+        fused = self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups)
+        biases, norms = fused * self.has_qkv_bias + out_bias, 2 * self.head_dim * norm * self.qk_norm
+        return biases + norms + self.num_attention_heads * self.attention_sinks
 
     def _feed_forward_weights(self, features: int) -> int:
         return self.hidden_size * features * (3 if self.activation in GATED else 2)
@@ -285,22 +398,52 @@ class TransformerConfig(MoEConfig):
             return self._feed_forward_weights(self.ffn_hidden_size) + biases
         count = self.moe_router_topk if active else self.num_experts
         expert = self._feed_forward_weights(self.expert_ffn_hidden_size) + self.hidden_size
+        if self.moe_linear_bias:  # of both layers, and of the router
+            expert += (2 if self.activation in GATED else 1) * self.expert_ffn_hidden_size + self.hidden_size + 1
         return count * expert + self._feed_forward_weights(self.moe_shared_expert_ffn_hidden_size)
 
+    @property
+    def loss_cost(self) -> float:
+        """FLOPs of all that is behind the layers over those of a layer's matrices."""
+        layers = 6.0 * sum(map(self._matrices, range(self.num_layers)))
+        return (self.flops_per_token(0) - layers) * self.num_layers / layers
+
+    def _matrices(self, layer: int) -> int:
+        """Elements of the matrices that a token meets in the layer of that number."""
+        if not self.has_experts(layer):
+            return self.attention_weights + self._feed_forward_weights(self.ffn_hidden_size)
+        visited = self.moe_router_topk * self._feed_forward_weights(self.expert_ffn_hidden_size)
+        shared = self._feed_forward_weights(self.moe_shared_expert_ffn_hidden_size)
+        return self.attention_weights + visited + shared + self.num_experts * self.hidden_size
+
     def flops_per_token(self, seq_length: int) -> float:
-        """Matmul FLOPs of forward and backward for one token, the causal half of attention counted.
+        """Matmul FLOPs of forward and backward for one token, the visible part of attention counted.
 
         Megatron-LM's formula (https://arxiv.org/abs/2104.04473, appendix, with the causal half): 6 times the weights
         that a token meets in attention, feed-forward layers and the output layer. Of experts those that it visits are
         counted, and the whole router, ``E H`` of a layer: a token's logits are made for every expert, whichever it
-        visits. (Megatron-LM leaves the router out.)
+        visits. (Megatron-LM leaves the router out.) A module for a further token counts as a layer, its projection, and
+        the output layer once more.
         """
-        matrices = self.num_layers * self._attention_weights + self.hidden_size * self.vocab_size
-        for number in range(self.num_layers):
-            if self.has_experts(number):
-                not_visited = self.num_experts - self.moe_router_topk
-                matrices += self._feed_forward_parameters(number, active=True) + not_visited * self.hidden_size
-            else:
-                matrices += self._feed_forward_weights(self.ffn_hidden_size)
-        scores = self.num_layers * self.num_attention_heads * self.head_dim * seq_length
-        return 6.0 * (matrices + scores)
+        h, further = self.hidden_size, self.mtp_num_layers
+        numbers = [*range(self.num_layers), *[self.num_layers - 1] * further]
+        matrices = sum(map(self._matrices, numbers)) + further * 2 * h * h + (1 + further) * h * self.vocab_size
+        features = self.num_attention_heads * (self.head_dim + self.value_dim)
+        return 6.0 * (matrices + features * sum(self.seen(number, seq_length) for number in numbers))
+
+    def score_rule(self, layer: int) -> ScoreRule:
+        """The rule of attention scores in the layer of that number, of all heads."""
+        rule = super().score_rule(layer)
+        if self.position_embedding != "alibi":
+            return rule
+        return replace(rule, slopes=alibi_slopes(self.num_attention_heads))
+
+    def mean_seen(self, length: int) -> float:
+        """Mean over layers of the number of tokens that a token of a sequence of ``length`` sees."""
+        kinds = self.attention_kinds(self.num_layers)
+        return sum(count * self.seen(number, length) for number, count in kinds.items()) / self.num_layers
+
+    def blockwise_share(self, length: int) -> float:
+        """Share of the layers whose attention no fused kernel computes for sequences of ``length``."""
+        kinds = self.attention_kinds(self.num_layers)
+        return sum(c for n, c in kinds.items() if not self.score_rule(n).is_plain(length)) / self.num_layers

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.context_parallel.zigzag import chunks_of, gather_context
+from lightning_megatron.documents import Documents, attend_documents
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import attention
 from lightning_megatron.ops.blockwise_attention import blockwise_attention
@@ -22,6 +26,10 @@ def gathered_attention(
     *,
     causal: bool = True,
     dropout: float = 0.0,
+    key_mask: Tensor | None = None,
+    rule: ScoreRule = PLAIN,
+    sinks: Tensor | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence.
 
@@ -31,29 +39,34 @@ def gathered_attention(
     Args:
         q: ``[S/R, B, N, D]``, this rank's zigzag shard.
         k: ``[S/R, B, G, D]``.
-        v: ``[S/R, B, G, D]``.
+        v: ``[S/R, B, G, V]``.
         axis: context-parallel ranks.
         core: attention on one rank; used with dropout only.
         causal: True if a token sees only the tokens before it and itself.
         dropout: probability of dropping an attention weight.
+        key_mask: ``[B, S]``, True for keys that are seen; ``None`` for all.
+        rule: rule of the scores.
+        sinks: ``[N]``, scores that take weight, for a rule that has them.
+        documents: documents of the whole sequences, that attention stays inside of; ``None`` for none.
 
     Returns:
-        ``[S/R, B, N, D]``.
+        ``[S/R, B, N, V]``.
     """
-    keys, values = gather_context(torch.cat((k, v), dim=-1), axis).chunk(2, dim=-1)  # [S, B, G, D]
+    both = gather_context(torch.cat((k, v), dim=-1), axis)  # [S, B, G, D + V]
+    keys, values = both.split((k.shape[-1], v.shape[-1]), dim=-1)
+    attend = core if dropout else blockwise_attention
+    if documents is not None:
+        attend = partial(attend_documents, attend, documents=documents)
+    # Some kernels are for keys without padding.
+    masked: dict[str, Any] = {} if key_mask is None else {"key_mask": key_mask}
     if not causal:
-        return _attention(core, q, keys, values, False, dropout, 0)
+        return attend(q, keys, values, causal=False, dropout=dropout, rule=rule, sinks=sinks, **masked)
     length = q.shape[0] // 2
     outs = []
     for part, chunk in zip(q.split(length), chunks_of(axis.rank, axis.size), strict=True):
         first, end = chunk * length, (chunk + 1) * length
-        outs.append(_attention(core, part, keys[:end], values[:end], True, dropout, first))
+        how: dict[str, Any] = {"dropout": dropout, "first_query": first, "rule": rule, "sinks": sinks}
+        if key_mask is not None:
+            how["key_mask"] = key_mask[:, :end]
+        outs.append(attend(part, keys[:end], values[:end], causal=True, **how))
     return torch.cat(outs)
-
-
-def _attention(
-    core: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, first_query: int
-) -> Tensor:
-    if dropout:
-        return core(q, k, v, causal=causal, dropout=dropout, first_query=first_query)
-    return blockwise_attention(q, k, v, causal=causal, first_query=first_query)

@@ -7,9 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.context_parallel.allgather import gathered_attention
 from lightning_megatron.context_parallel.ring import ring_attention
 from lightning_megatron.context_parallel.ulysses import ulysses_attention
+from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import attention
 from lightning_megatron.ops.implementation import OpChoice
@@ -19,10 +21,11 @@ CoreAttention = Callable[..., Tensor]
 
 
 class ContextAttention(Protocol):
-    """Attention of queries, keys and values ``[S/R, B, heads, D]``, zigzag shards, to ``[S/R, B, N, D]``.
+    """Attention of queries and keys ``[S/R, B, heads, D]`` and values ``[S/R, B, heads, V]``, zigzag shards.
 
     ``core`` is attention on one rank. ``a2a`` always calls it, ``all_gather`` with dropout, ``p2p`` never: it merges
-    blocks of keys, and not every kernel returns the log-sum-exp that merging needs.
+    blocks of keys, and not every kernel returns the log-sum-exp that merging needs. ``key_mask`` is that of the whole
+    sequence, ``[B, S]``, equal on all ranks; ``documents`` are those of the whole sequences.
     """
 
     def __call__(  # noqa: D102
@@ -35,6 +38,10 @@ class ContextAttention(Protocol):
         *,
         causal: bool = True,
         dropout: float = 0.0,
+        key_mask: Tensor | None = None,
+        rule: ScoreRule = PLAIN,
+        sinks: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor: ...
 
 

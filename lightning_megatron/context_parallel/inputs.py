@@ -47,11 +47,13 @@ class ShardedInputs(NamedTuple):
         tokens: ``[S/cp, B]``.
         positions: ``[S/cp]``, or ``[S/cp, B]`` if each sequence has positions of its own.
         span: consecutive positions of the whole padded sequence; ``None`` if each sequence has its own.
+        everywhere: positions ``[B, S]`` of all ranks; of consecutive ones the end, without padding.
     """
 
     tokens: Tensor
     positions: Tensor
     span: range | None
+    everywhere: int | Tensor
 
 
 def shard_inputs(
@@ -68,11 +70,10 @@ def shard_inputs(
         sharding: rule of padding and shards.
         first_position: position of the first token, for consecutive positions.
     """
-    length = tokens.shape[1]
-    span = None
-    if position_ids is None:
-        span = range(first_position, first_position + length + sharding.padding(length))
-        positions = torch.arange(first_position, first_position + length, device=tokens.device)  # [S]
-    else:
-        positions = position_ids.t()  # [S, B]
-    return ShardedInputs(sharding.shard(tokens, 1).t(), sharding.shard(positions, 0), span)
+    own = sharding.shard(tokens, 1).t()
+    if position_ids is not None:
+        return ShardedInputs(own, sharding.shard(position_ids.t(), 0), None, position_ids)
+    end = first_position + tokens.shape[1]
+    span = range(first_position, end + sharding.padding(tokens.shape[1]))
+    positions = torch.arange(first_position, end, device=tokens.device)  # [S]
+    return ShardedInputs(own, sharding.shard(positions, 0), span, end)

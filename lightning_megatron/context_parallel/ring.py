@@ -6,7 +6,8 @@ than two shards of keys and values.
 
 With zigzag shards and a causal mask, every step after the first costs half of an unmasked step, on all ranks. All
 queries see the first half of an earlier rank's keys and none the second half; the second half of the queries sees all
-keys of a later rank.
+keys of a later rank. Where scores depend on the distance between a query and a key, each pair of chunks is a step of
+its own, and where there are documents each document in each pair.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm.p2p import Rotation, start_rotation
+from lightning_megatron.config.score_rule import PLAIN, ScoreRule
+from lightning_megatron.context_parallel.zigzag import chunks_of, shard_of
+from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import attention
 from lightning_megatron.ops.blockwise_attention import (
@@ -26,6 +30,7 @@ from lightning_megatron.ops.blockwise_attention import (
     attention_forward,
     merge_partials_,
     row_dot,
+    with_sinks,
 )
 
 
@@ -38,43 +43,55 @@ def ring_attention(
     *,
     causal: bool = True,
     dropout: float = 0.0,
+    key_mask: Tensor | None = None,
+    rule: ScoreRule = PLAIN,
+    sinks: Tensor | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence.
 
     Args:
         q: ``[S/R, B, N, D]``, this rank's zigzag shard.
         k: ``[S/R, B, G, D]``.
-        v: ``[S/R, B, G, D]``.
+        v: ``[S/R, B, G, V]``.
         axis: context-parallel ranks.
         core: attention on one rank; unused, see
             :class:`~lightning_megatron.context_parallel.attention.ContextAttention`.
         causal: True if a token sees only the tokens before it and itself.
         dropout: must be 0.
+        key_mask: ``[B, S]``, True for keys that are seen; ``None`` for all.
+        rule: rule of the scores.
+        sinks: ``[N]``, scores that take weight, for a rule that has them.
+        documents: documents of the whole sequences, that attention stays inside of; ``None`` for none.
 
     Returns:
-        ``[S/R, B, N, D]``.
+        ``[S/R, B, N, V]``.
 
     Raises:
         ValueError: for dropout, since merging needs the sum of exponentials before weights are dropped.
     """
     if dropout:
         raise ValueError("attention on a ring cannot drop weights: use cp_comm_type='a2a' or 'all_gather'")
-    out: Tensor = _Ring.apply(q, k, v, axis, causal)
-    return out
+    out, lse = _Ring.apply(q, k, v, axis, causal, rule, key_mask, documents)
+    return with_sinks(out, lse, sinks)
 
 
 class _Seen(NamedTuple):
-    """Queries and keys of one step.
+    """Queries and keys that meet.
 
     Attributes:
         queries: slice of this rank's queries that take part.
         keys: slice of the present keys that they see.
         causal: True if the mask applies between them.
+        first_query: position of the first query among these keys.
+        samples: slice of the batch.
     """
 
     queries: slice
     keys: slice
     causal: bool
+    first_query: int = 0
+    samples: slice = slice(None)
 
 
 def seen_at(rank: int, source: int, length: int, causal: bool) -> _Seen:
@@ -88,60 +105,119 @@ def seen_at(rank: int, source: int, length: int, causal: bool) -> _Seen:
     return _Seen(slice(length // 2, length), everything, False)
 
 
+def seen_chunks(axis: Axis, source: int, length: int, window: int) -> Iterator[_Seen]:
+    """Pairs of this rank's chunks and those of ``source`` that they see at least a part of, under the causal mask."""
+    size = length // 2
+    for place, chunk in enumerate(chunks_of(axis.rank, axis.size)):
+        for there, other in enumerate(chunks_of(source, axis.size)):
+            distance = (chunk - other) * size  # of the first query to the first key; 1 more to the last key before it
+            if distance >= 0 and not (window and distance - size + 1 >= window):
+                queries, keys = (slice(i * size, (i + 1) * size) for i in (place, there))
+                yield _Seen(queries, keys, True, distance)
+
+
+def seen_in_documents(axis: Axis, source: int, length: int, documents: Documents) -> Iterator[_Seen]:
+    """Pairs of a document's tokens in this rank's chunks and in those of ``source``, under the causal mask."""
+    size = length // 2
+    for place, chunk in enumerate(chunks_of(axis.rank, axis.size)):
+        for there, other in enumerate(chunks_of(source, axis.size)):
+            queries, keys = (range(i * size, (i + 1) * size) for i in (chunk, other))
+            for meeting in documents.meetings(queries, keys):
+                rows, seen = _moved(meeting.queries, place * size), _moved(meeting.keys, there * size)
+                yield _Seen(rows, seen, True, meeting.first_query, slice(meeting.sequence, meeting.sequence + 1))
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
+
+
+def _steps(
+    axis: Axis, source: int, length: int, causal: bool, rule: ScoreRule, documents: Documents | None
+) -> list[_Seen]:
+    """Steps in which this rank attends to the keys of ``source``."""
+    if documents is not None:
+        return list(seen_in_documents(axis, source, length, documents))
+    if rule.by_distance and causal:
+        return list(seen_chunks(axis, source, length, rule.window))
+    return [seen_at(axis.rank, source, length, causal)]
+
+
 def _keys_of_all(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Position, keys and values of each rank: this rank first, then backwards round the ring."""
-    at_hand = torch.stack((k, v))
+    at_hand, sizes = torch.cat((k, v), dim=-1), (k.shape[-1], v.shape[-1])
     for step in range(axis.size):
         coming = start_rotation(at_hand, axis) if step < axis.size - 1 else None
-        yield (axis.rank - step) % axis.size, at_hand[0], at_hand[1]
+        keys, values = at_hand.split(sizes, dim=-1)
+        yield (axis.rank - step) % axis.size, keys, values
         if coming is not None:
             at_hand = coming.wait()
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool) -> Tensor:
-        length = q.shape[0]
-        total: PartialAttention | None = None
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        axis: Axis,
+        causal: bool,
+        rule: ScoreRule,
+        key_mask: Tensor | None,
+        documents: Documents | None,
+    ) -> Any:
+        total = PartialAttention.nothing(q, v.shape[-1])
         for source, keys, values in _keys_of_all(k, v, axis):
-            seen = seen_at(axis.rank, source, length, causal)
-            part = attention_forward(q[seen.queries], keys[seen.keys], values[seen.keys], causal=seen.causal)
-            if total is None:
-                total = part
-                continue
-            merge_partials_(PartialAttention(total.out[seen.queries], total.lse[seen.queries]), part)
-        assert total is not None
+            mask = None if key_mask is None else shard_of(key_mask, source, axis.size, 1)
+            for rows, seen, masked, first, some in _steps(axis, source, q.shape[0], causal, rule, documents):
+                how: dict[str, Any] = {"causal": masked, "first_query": first, "rule": rule}
+                how["key_mask"] = None if mask is None else mask[some, seen]
+                part = attention_forward(q[rows, some], keys[seen, some], values[seen, some], **how)
+                merge_partials_(PartialAttention(total.out[rows, some], total.lse[rows, some]), part)
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse)
-        ctx.axis, ctx.causal = axis, causal
-        return out
+        ctx.axis, ctx.causal, ctx.rule, ctx.key_mask, ctx.documents = axis, causal, rule, key_mask, documents
+        return out, total.lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         """Send keys and values round once more; their gradients follow one step behind, and each rank adds its part.
 
         The gradients of rank ``j``'s keys start on rank ``j + 1`` and return from rank ``j - 1``.
         """
         q, k, v, out, lse = ctx.saved_tensors
         axis: Axis = ctx.axis
-        delta = row_dot(out, grad)
-        dq: Tensor
-        own: Tensor
+        delta = row_dot(out, grad) - grad_lse
+        dq = PartialAttention.nothing(q, q.shape[-1]).out
+        sizes = k.shape[-1], v.shape[-1]
+        own = dq.new_zeros(*k.shape[:-1], sum(sizes))
         travelling: Rotation | None = None
         for source, keys, values in _keys_of_all(k, v, axis):
-            seen = seen_at(axis.rank, source, q.shape[0], ctx.causal)
-            rows = seen.queries
-            dq_part, *d_keys = attention_backward(
-                grad[rows], q[rows], keys[seen.keys], values[seen.keys], lse[rows], delta[rows], causal=seen.causal
-            )
-            if source == axis.rank:  # the first step
-                dq, own = dq_part, torch.stack(d_keys)
-                continue
-            dq[rows] += dq_part
-            others = torch.zeros_like(own) if travelling is None else travelling.wait()
-            for gradient, part in zip(others, d_keys, strict=True):
-                gradient[seen.keys] += part
-            travelling = start_rotation(others, axis)
+            parts = []
+            mask = None if ctx.key_mask is None else shard_of(ctx.key_mask, source, axis.size, 1)
+            steps = _steps(axis, source, q.shape[0], ctx.causal, ctx.rule, ctx.documents)
+            for rows, seen, masked, first, some in steps:
+                how: dict[str, Any] = {"causal": masked, "first_query": first, "rule": ctx.rule}
+                how["key_mask"] = None if mask is None else mask[some, seen]
+                of_queries, of_keys = (rows, some), (seen, some)
+                given = (
+                    grad[of_queries],
+                    q[of_queries],
+                    keys[of_keys],
+                    values[of_keys],
+                    lse[of_queries],
+                    delta[of_queries],
+                )
+                dq_part, *d_keys = attention_backward(*given, **how)
+                dq[of_queries] += dq_part
+                parts.append((of_keys, d_keys))
+            others = own if source == axis.rank else torch.zeros_like(own) if travelling is None else travelling.wait()
+            for of_keys, d_keys in parts:
+                for gradient, part in zip(others.split(sizes, dim=-1), d_keys, strict=True):
+                    gradient[of_keys] += part
+            if source != axis.rank:
+                travelling = start_rotation(others, axis)
         if travelling is not None:
             own += travelling.wait()
-        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None
+        dk, dv = own.split(sizes, dim=-1)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_to_all
+from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.context_parallel.zigzag import by_rank, in_order
+from lightning_megatron.documents import Documents, attend_documents
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import attention
 
@@ -27,6 +30,10 @@ def ulysses_attention(
     *,
     causal: bool = True,
     dropout: float = 0.0,
+    key_mask: Tensor | None = None,
+    rule: ScoreRule = PLAIN,
+    sinks: Tensor | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence.
 
@@ -35,23 +42,34 @@ def ulysses_attention(
     Args:
         q: ``[S/R, B, N, D]``, this rank's zigzag shard.
         k: ``[S/R, B, G, D]``.
-        v: ``[S/R, B, G, D]``.
+        v: ``[S/R, B, G, V]``.
         axis: context-parallel ranks.
         core: attention on one rank.
         causal: True if a token sees only the tokens before it and itself.
         dropout: probability of dropping an attention weight.
+        key_mask: ``[B, S]``, True for keys that are seen; ``None`` for all.
+        rule: rule of the scores.
+        sinks: ``[N]``, scores that take weight, for a rule that has them.
+        documents: documents of the whole sequences, that attention stays inside of; ``None`` for none.
 
     Returns:
-        ``[S/R, B, N, D]``.
+        ``[S/R, B, N, V]``.
     """
     repeats = axis.size // math.gcd(k.shape[2], axis.size)
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     # Queries, keys and values of a rank's heads side by side, so that one message carries them.
     parts = [x.unflatten(2, (axis.size, -1)) for x in (q, k, v)]  # [S/R, B, R, heads/R, D]
-    heads = [part.shape[3] for part in parts]
-    packed = torch.cat(parts, dim=3).movedim(2, 0).flatten(0, 1)
-    whole = in_order(all_to_all(packed, axis), axis.size)
-    out = core(*whole.split(heads, dim=2), causal=causal, dropout=dropout)
+    shapes = [part.shape[3:] for part in parts]
+    packed = torch.cat([part.flatten(3) for part in parts], dim=3).movedim(2, 0).flatten(0, 1)
+    whole = in_order(all_to_all(packed, axis), axis.size)  # [S, B, features of all heads]
+    own_parts = whole.split([shape.numel() for shape in shapes], dim=2)
+    own_heads = (part.unflatten(2, shape) for part, shape in zip(own_parts, shapes, strict=True))
+    own = None if sinks is None else sinks.unflatten(0, (axis.size, -1))[axis.rank]
+    rule = rule.of_heads(axis.rank, axis.size)
+    masked = {} if key_mask is None else {"key_mask": key_mask}  # some kernels are for keys without padding
+    if documents is not None:
+        core = partial(attend_documents, core, documents=documents)
+    out = core(*own_heads, causal=causal, dropout=dropout, rule=rule, sinks=own, **masked)
     back = all_to_all(by_rank(out, axis.size), axis)
     return back.unflatten(0, (axis.size, -1)).movedim(0, 2).flatten(2, 3)

@@ -33,8 +33,13 @@ def split_context(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     if x.shape[dim] % (2 * axis.size):
         length, pieces = x.shape[dim], 2 * axis.size
         raise ValueError(f"dimension {dim} of length {length} does not split into 2 x {axis.name} = {pieces} chunks")
-    chunk = x.shape[dim] // (2 * axis.size)
-    return torch.cat([x.narrow(dim, i * chunk, chunk) for i in chunks_of(axis.rank, axis.size)], dim)
+    return shard_of(x, axis.rank, axis.size, dim)
+
+
+def shard_of(x: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
+    """``[..., S, ...] -> [..., S/R, ...]``: the tokens of a rank."""
+    chunk = x.shape[dim] // (2 * size)
+    return torch.cat([x.narrow(dim, i * chunk, chunk) for i in chunks_of(rank, size)], dim)
 
 
 def gather_context(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:

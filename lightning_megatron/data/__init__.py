@@ -1,24 +1,63 @@
-"""Token files, samples and tokenizers, independent of models, process groups and Lightning."""
+"""Token files, samples and tokenizers, independent of models, process groups and Lightning.
 
-from lightning_megatron.data.blend import BlendedDataset
-from lightning_megatron.data.build import build_gpt_datasets
-from lightning_megatron.data.fingerprint import data_fingerprint, fingerprint_problems, tokenizer_fingerprint
-from lightning_megatron.data.gpt_dataset import GPTDataset
-from lightning_megatron.data.indexed import IndexedDataset, optimal_dtype
-from lightning_megatron.data.indexed_writer import IndexedDatasetWriter
-from lightning_megatron.data.resumable_loader import ResumableDataLoader
-from lightning_megatron.data.sampler import MegatronSampler
-from lightning_megatron.data.tokenizers import Tokenizer, build_tokenizer
+The names below are imported at their first use, so that programs that only read or write token files need no torch.
+"""
+
+from typing import TYPE_CHECKING
+
 from lightning_megatron.errors import DataError
+from lightning_megatron.lazy_exports import exports_of
+
+if TYPE_CHECKING:
+    from lightning_megatron.data.blend import BlendedDataset
+    from lightning_megatron.data.build import build_gpt_datasets
+    from lightning_megatron.data.chat.packed import PackedChats
+    from lightning_megatron.data.fingerprint import data_fingerprint, fingerprint_problems, tokenizer_fingerprint
+    from lightning_megatron.data.gpt_dataset import GPTDataset
+    from lightning_megatron.data.indexed import IndexedDataset, optimal_dtype
+    from lightning_megatron.data.indexed_writer import IndexedDatasetWriter
+    from lightning_megatron.data.masked.bert_dataset import BertDataset
+    from lightning_megatron.data.masked.t5_dataset import T5Dataset
+    from lightning_megatron.data.resumable_loader import ResumableDataLoader
+    from lightning_megatron.data.sampler import MegatronSampler
+    from lightning_megatron.data.tokenizers import Tokenizer, build_tokenizer
+
+_MODULES = {
+    "blend": ("BlendedDataset",),
+    "build": ("build_gpt_datasets",),
+    "chat.packed": ("PackedChats",),
+    "fingerprint": (
+        "data_fingerprint",
+        "fingerprint_problems",
+        "tokenizer_fingerprint",
+    ),
+    "gpt_dataset": ("GPTDataset",),
+    "indexed": (
+        "IndexedDataset",
+        "optimal_dtype",
+    ),
+    "indexed_writer": ("IndexedDatasetWriter",),
+    "masked.bert_dataset": ("BertDataset",),
+    "masked.t5_dataset": ("T5Dataset",),
+    "resumable_loader": ("ResumableDataLoader",),
+    "sampler": ("MegatronSampler",),
+    "tokenizers": (
+        "Tokenizer",
+        "build_tokenizer",
+    ),
+}
 
 __all__ = [
+    "BertDataset",
     "BlendedDataset",
     "DataError",
     "GPTDataset",
     "IndexedDataset",
     "IndexedDatasetWriter",
     "MegatronSampler",
+    "PackedChats",
     "ResumableDataLoader",
+    "T5Dataset",
     "Tokenizer",
     "build_gpt_datasets",
     "build_tokenizer",
@@ -27,3 +66,6 @@ __all__ = [
     "optimal_dtype",
     "tokenizer_fingerprint",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for a public one
+    __getattr__, __dir__ = exports_of(__name__, _MODULES)

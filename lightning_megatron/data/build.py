@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from lightning_megatron.data.blend import BlendedDataset, normalized
+from lightning_megatron.data.blend_file import by_split, read_blend
 from lightning_megatron.data.cache import default_cache_dir
 from lightning_megatron.data.gpt_dataset import GPTDataset
 from lightning_megatron.data.indexed import IndexedDataset
@@ -24,7 +25,9 @@ SPLITS = ("train", "valid", "test")
 
 Span = tuple[float, float]
 SampleDataset = GPTDataset | BlendedDataset
-DataPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | float]
+# In this order, since LightningCLI takes the first kind that a value can be made into, and a list can be made a text.
+DataPath = Sequence[float | str | os.PathLike[str]] | str | os.PathLike[str]
+DataPaths = Mapping[str, DataPath] | DataPath
 
 _log = logging.getLogger(__name__)
 
@@ -53,12 +56,17 @@ def share_problems(data_path: DataPath, split: str, wanted: Mapping[str, int | N
         split: shares of the sequences, see :func:`parse_split`.
         wanted: number of samples of training, validation and test, by argument.
     """
-    blend, found = parse_data_path(data_path), []
+    blend, spans = parse_data_path(data_path), parse_split(split)
+    found = [
+        Problem(argument, samples, f"split={split!r} has no share for them", (0, None))
+        for (argument, samples), span in zip(wanted.items(), spans, strict=True)
+        if samples and span is None
+    ]
     if len(blend.prefixes) > 1 and blend.weights is None:  # a member without a sample is left out
-        return []
+        return found
     for prefix in dict.fromkeys(blend.prefixes):
         lengths = IndexedDataset(prefix).sequence_lengths
-        for (argument, samples), span in zip(wanted.items(), parse_split(split), strict=True):
+        for (argument, samples), span in zip(wanted.items(), spans, strict=True):
             begin, end = (round(bound * float(len(lengths))) for bound in span or (0.0, 0.0))
             if samples and span is not None and not lengths[begin:end].any():
                 reason = f"no token of {prefix} is in its share of split={split!r}: make that larger"
@@ -100,11 +108,14 @@ def parse_split(split: str) -> tuple[Span | None, Span | None, Span | None]:
 
 
 def parse_data_path(data_path: DataPath, argument: str = "data_path") -> Blend:
-    """Parse a prefix, a list of prefixes, or ``[weight, prefix, weight, prefix, ...]``.
+    """Parse a prefix, a list of prefixes, ``[weight, prefix, weight, prefix, ...]``, or a file of one of them.
 
     Raises:
         ConfigError: if the list is neither, or a weight is not positive.
     """
+    data_path = read_blend(data_path, argument)
+    if isinstance(data_path, Mapping):
+        raise ConfigError([Problem(argument, dict(data_path), "names splits, which is for data_path alone")])
     if isinstance(data_path, (str, os.PathLike)):
         return Blend((os.fspath(data_path),), None)
     items = list(data_path)
@@ -132,7 +143,7 @@ def _as_number(item: object) -> float | None:
 
 
 def build_gpt_datasets(
-    data_path: DataPath | None = None,
+    data_path: DataPaths | None = None,
     *,
     seq_length: int,
     num_samples: Sequence[int | None] = (None, None, None),
@@ -153,7 +164,8 @@ def build_gpt_datasets(
 
     Args:
         data_path: prefix of a ``.bin`` / ``.idx`` pair, a list of them (each read once, mixed by length), or
-            ``[weight, prefix, ...]``. Cut into the three by ``split``.
+            ``[weight, prefix, ...]``. Cut into the three by ``split``. Also a YAML or JSON file of these, or a mapping
+            (or a file of one) with a data path under each of ``train``, ``valid`` and ``test``.
         seq_length: tokens of a sample.
         num_samples: least number of samples for training, validation and test; ``None`` means one epoch (of a weighted
             blend: until its first member is used up), ``0`` means no such data set.
@@ -177,8 +189,75 @@ def build_gpt_datasets(
         ConfigError: if the arguments cannot work together.
         DataError: if a file is faulty, or has no tokens for a split that wants samples.
     """
-    own = (train_data_path, valid_data_path, test_data_path)
-    raise_if_any(_problems(data_path, own, num_samples, seq_length, surplus))
+
+    def make(dataset: IndexedDataset, span: Span, samples: int | None, options: Mapping[str, Any]) -> Any:
+        sequences = np.arange(*(round(bound * float(len(dataset))) for bound in span), dtype=np.int32)
+        if samples is None and not dataset.sequence_lengths[sequences].any():
+            return None
+        partial_end = options["split_name"] != "valid" or drop_last_partial_validation_sequence
+        options = {**options, **sample_options, "drop_last_partial": partial_end}
+        return GPTDataset(dataset, sequences, seq_length=seq_length, num_samples=samples, **options)
+
+    own = {"train": train_data_path, "valid": valid_data_path, "test": test_data_path}
+    named = by_split(data_path)
+    if named is not None and not any(path is not None for path in own.values()):
+        data_path, own = None, named
+    paths = Paths(data_path, **own, split=split)  # type: ignore[arg-type]  # a mapping beside others is an error there
+    wrong = [Problem("seq_length", seq_length, "a sample has at least 1 token", (1,))] if seq_length < 1 else []
+    return build_datasets(make, paths, num_samples, wrong, seed=seed, cache_dir=cache_dir, surplus=surplus)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Data paths of training, validation and test.
+
+    Attributes:
+        shared: data path that is cut into the three by ``split``; ``None`` where each has its own.
+        train: data path of training, read whole.
+        valid: data path of validation, read whole.
+        test: data path of testing, read whole.
+        split: shares of the shared data, see :func:`parse_split`.
+    """
+
+    shared: DataPath | None = None
+    train: DataPath | None = None
+    valid: DataPath | None = None
+    test: DataPath | None = None
+    split: str = "969,30,1"
+
+
+class MakeDataset(Protocol):
+    """Maker of the samples of one pair of files; ``None`` if a share holds nothing and no samples are asked for."""
+
+    def __call__(  # noqa: D102
+        self, dataset: IndexedDataset, span: Span, samples: int | None, options: Mapping[str, Any]
+    ) -> Any: ...
+
+
+def build_datasets(
+    make: MakeDataset,
+    paths: Paths,
+    num_samples: Sequence[int | None],
+    problems: Sequence[Problem] = (),
+    *,
+    seed: int,
+    cache_dir: str | Path | None = None,
+    surplus: float = 0.005,
+) -> tuple[Any, Any, Any]:
+    """Build the training, validation and test data sets of any kind of sample.
+
+    Args:
+        make: function of the files of one pair, the share of them that a split reads, a number of samples, and further
+            options (``seed``, ``split_name``, ``cache_dir``), that gives a data set.
+        paths: data paths.
+        num_samples: least number of samples, as of :func:`build_gpt_datasets`.
+        problems: faults of the caller's other arguments, which are raised together with those found here.
+        seed: seed of all orders.
+        cache_dir: directory of the index arrays.
+        surplus: share of additional samples that are prepared of each member of a weighted blend.
+    """
+    data_path, own, split = paths.shared, (paths.train, paths.valid, paths.test), paths.split
+    raise_if_any([*problems, *_problems(data_path, own, num_samples, surplus)])
     spans: tuple[Span | None, ...]
     if data_path is not None:
         shared = parse_data_path(data_path)
@@ -191,40 +270,32 @@ def build_gpt_datasets(
         blends = [b if b is None or len(b.prefixes) > 1 else Blend(b.prefixes, None) for b in blends]
 
     opened: dict[str, IndexedDataset] = {}
-    result: list[SampleDataset | None] = []
+    result: list[Any] = []
     for name, blend, span, wanted in zip(SPLITS, blends, spans, num_samples, strict=True):
         if blend is None or span is None or wanted == 0:
             result.append(None)
             continue
-        options = {
-            **sample_options,
-            "seq_length": seq_length,
-            "seed": seed,
-            "split_name": name,
-            "cache_dir": cache_dir,
-            "drop_last_partial": name != "valid" or drop_last_partial_validation_sequence,
-        }
-        result.append(_build_split(blend, span, wanted, surplus, opened, options))
+        options = {"seed": seed, "split_name": name, "cache_dir": cache_dir}
+        result.append(_build_split(make, blend, span, wanted, surplus, opened, options))
     return result[0], result[1], result[2]
 
 
 def _build_split(
+    make: MakeDataset,
     blend: Blend,
     span: Span,
     wanted: int | None,
     surplus: float,
     opened: dict[str, IndexedDataset],
     options: Mapping[str, Any],
-) -> SampleDataset | None:
-    def member(prefix: str, samples: int | None) -> GPTDataset | None:
+) -> Any:
+    def member(prefix: str, samples: int | None) -> Any:
         if prefix not in opened:
             opened[prefix] = IndexedDataset(prefix)
-        dataset = opened[prefix]
-        sequences = np.arange(*(round(bound * float(len(dataset))) for bound in span), dtype=np.int32)
-        if samples is None and not dataset.sequence_lengths[sequences].any():
+        found = make(opened[prefix], span, samples, options)
+        if found is None:
             _log.warning("%s: no tokens fall into its %s part", prefix, options["split_name"])
-            return None
-        return GPTDataset(dataset, sequences, num_samples=samples, **options)
+        return found
 
     prefixes = blend.prefixes
     if len(prefixes) == 1 and blend.weights is None:
@@ -257,7 +328,6 @@ def _problems(
     data_path: DataPath | None,
     own: Sequence[DataPath | None],
     num_samples: Sequence[int | None],
-    seq_length: int,
     surplus: float,
 ) -> list[Problem]:
     problems = []
@@ -265,8 +335,6 @@ def _problems(
     if (data_path is None) == (not given):
         reason = f"give either one data_path for all splits or one a split, not {'both' if given else 'none'}"
         problems.append(Problem("data_path", data_path, reason))
-    if seq_length < 1:
-        problems.append(Problem("seq_length", seq_length, "a sample has at least 1 token", (1,)))
     if len(num_samples) != 3:
         problems.append(Problem("num_samples", tuple(num_samples), "takes three numbers: training, validation, test"))
     if any(n is not None and n < 0 for n in num_samples):

@@ -1,8 +1,9 @@
 """Cache of arrays that are built once and then mapped by every process of a node.
 
 No process group is needed: the content depends only on its description, and each file gets its name in one step when it
-is on the disk. So any number of processes may build at the same time. A later process compares length and CRC-32 of
-every file with those that were written, and builds damaged arrays again.
+is on the disk. So any number of processes may build at the same time, on several machines too: a file that is there
+with the same content stays, because others may have mapped it, and over NFS a file that is replaced is lost to those. A
+later process compares length and CRC-32 of every file with those that were written, and builds damaged arrays again.
 """
 
 from __future__ import annotations
@@ -142,6 +143,6 @@ def _write(path: Path, write: Callable[[Any], object]) -> None:
     try:
         with writing(growing.path):
             write(growing.stream)
-        growing.publish()
+        growing.publish_unless_equal()
     finally:
         growing.discard()

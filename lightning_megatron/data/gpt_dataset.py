@@ -41,10 +41,9 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         eod_id: end-of-document token of the tokenizer; the three options below need it.
         eod_mask_loss: leave positions out of the loss at which the *input* is the end of a document.
         reset_position_ids: count positions from 0 after each end of a document. As in Megatron-LM, attention still
-            crosses it.
-        reset_attention_mask: add ``attention_mask``, bool ``[1, seq_length, seq_length]``, true where a token (row)
-            must not see another (column): a later one, or one of another document. Our own models do not read it,
-            and refuse it.
+            crosses it, unless ``reset_attention_mask`` is given too.
+        reset_attention_mask: add ``segment_ids``, int64 ``[seq_length]``: documents are numbered from 1, padding is 0,
+            and models keep attention inside of each. Megatron-LM's mask ``[seq_length, seq_length]`` says the same.
         cache_dir: directory of the index arrays; ``None`` means ``cache/GPTDataset_indices`` beside the files, or
             memory if that cannot be written.
 
@@ -82,10 +81,13 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         if num_samples is not None and num_samples < 0:
             problems.append(Problem("num_samples", num_samples, "cannot be negative", (0, None)))
         raise_if_any(problems)
+        if dataset.dtype.kind not in "iu":
+            raise DataError.at(dataset.prefix, f"its tokens are {dataset.dtype.name}, which no ids are")
 
         self.dataset = dataset
         self.seq_length = seq_length
         self.split_name = split_name
+        self._may_be_negative = dataset.dtype.kind != "u"
         self._extra = int(add_extra_token)
         self._pad = NO_PAD if pad_id is None or pad_id == eod_id else pad_id
         self._eod = eod_id
@@ -121,7 +123,8 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         """
         if item is not None and not -len(self) <= item < len(self):
             raise IndexError(f"{self.dataset.prefix}: {len(self)} {self.split_name} samples, there is no number {item}")
-        text = torch.from_numpy(self._tokens_of(0 if item is None else item))
+        read, filled = self._read(0 if item is None else item)
+        text = torch.from_numpy(read)
         if self._extra:
             tokens, labels = text[:-1].clone(), text[1:].clone()
         else:
@@ -129,16 +132,17 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             labels[-1] = self._pad
         sample = {"tokens": tokens, "labels": labels}
         sample["loss_mask"] = self._loss_mask(tokens, labels) * (item is not None)
-        sample |= self._document_bounds(tokens)
+        sample |= self._document_bounds(tokens, filled)
         # The embedding has no row for the padding; the loss mask is 0 there.
         tokens[tokens == self._pad] = 0
         labels[labels == self._pad] = 0
         return sample
 
-    def _tokens_of(self, item: int) -> NDArray[np.int64]:
+    def _read(self, item: int) -> tuple[NDArray[np.int64], int]:
+        """Tokens of a sample, and how many of them are no padding."""
         try:
             self._mapped.check()
-            return self.sample_tokens(item)
+            return self._filled_tokens(item)
         except DataError:
             raise
         except (IndexError, ValueError, TypeError, OverflowError) as error:
@@ -148,6 +152,9 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
 
     def sample_tokens(self, item: int) -> NDArray[np.int64]:
         """Tokens of sample ``item`` and the extra one, padded at the end: ``[seq_length + extra]`` int64."""
+        return self._filled_tokens(item)[0]
+
+    def _filled_tokens(self, item: int) -> tuple[NDArray[np.int64], int]:
         number = int(self._index.shuffle[item])
         (first, start), (last, end) = self._index.samples[number].tolist(), self._index.samples[number + 1].tolist()
         documents = self._index.documents[first : last + 1].tolist()
@@ -157,11 +164,13 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             offset = start if position == 0 else 0
             length = end + self._extra - offset if position == last - first else None
             part = self.dataset.get(document, offset, length)
+            if self._may_be_negative and len(part) and part.min() < 0:
+                raise ValueError(f"sequence {document} holds the token {part.min()}")
             text[filled : filled + len(part)] = part
             filled += len(part)
         if filled < len(text) and number + 2 < len(self._index.samples):  # only the last sample may need padding
             raise ValueError(f"its index leads to {filled} of {len(text)} tokens")
-        return text
+        return text, filled
 
     def _loss_mask(self, tokens: Tensor, labels: Tensor) -> Tensor:
         mask = (labels != self._pad).float()
@@ -169,8 +178,8 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             mask[tokens == self._eod] = 0.0
         return mask
 
-    def _document_bounds(self, tokens: Tensor) -> dict[str, Tensor]:
-        """``position_ids``, and ``attention_mask`` if wanted."""
+    def _document_bounds(self, tokens: Tensor, filled: int) -> dict[str, Tensor]:
+        """``position_ids``, and ``segment_ids`` if wanted."""
         positions = torch.arange(self.seq_length)
         if not (self._reset_position_ids or self._reset_attention_mask):
             return {"position_ids": positions}
@@ -180,9 +189,7 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
         if self._reset_position_ids:
             result["position_ids"] = positions - torch.where(after_eod, positions, 0).cummax(0).values
         if self._reset_attention_mask:
-            document = after_eod.cumsum(0)
-            future = positions[None, :] > positions[:, None]
-            result["attention_mask"] = (future | (document[None, :] != document[:, None]))[None]
+            result["segment_ids"] = torch.where(positions < filled, after_eod.cumsum(0) + 1, 0)
         return result
 
     def _cached_index(
@@ -194,8 +201,8 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             "class": "GPTDataset",
             "split": self.split_name,
             "sequences": len(sequences),
-            "sequences_crc32": zlib.crc32(sequences.tobytes()),
-            "lengths_crc32": zlib.crc32(np.ascontiguousarray(lengths).tobytes()),
+            "sequences_crc32": zlib.crc32(np.ascontiguousarray(sequences).data),
+            "lengths_crc32": zlib.crc32(np.ascontiguousarray(lengths).data),
             "epochs": plan.epochs,
             "samples": plan.samples,
             "separate_after": plan.separate_after,

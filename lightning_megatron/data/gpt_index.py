@@ -3,7 +3,7 @@
 The orders are those of Megatron-LM's GPT data set, number for number, so a run continues on the same data whichever of
 the two tools it was started with. Documents are shuffled and laid end to end; sample ``k`` is the ``seq_length`` tokens
 from token ``k * seq_length`` on (and one more, the last label); samples are shuffled. All is computed from prefix sums:
-there is no loop over samples.
+there is no loop over samples or documents.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SEPARATE_BELOW = 0.80
 """A last epoch that gives less than this part of its samples is kept apart, or its few samples would favour some
 documents over the whole run."""
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -103,37 +103,59 @@ def document_order(sequences: NDArray[np.int32], plan: EpochPlan, rng: RandomSta
 
 
 def sample_bounds(
-    lengths: NDArray[Any], samples: int, seq_length: int, *, extra_token: bool = True, dtype: type = np.int32
+    lengths: NDArray[Any],
+    samples: int,
+    seq_length: int,
+    *,
+    order: NDArray[np.int32] | None = None,
+    extra_token: bool = True,
+    dtype: type = np.int32,
 ) -> NDArray[Any]:
     """Start and end of each sample in sequences that are laid end to end.
 
     Sample ``k`` needs the tokens up to ``(k + 1) * seq_length`` (and the extra one), so it ends in the first sequence
-    whose end is not before that token. A search in the ends of all sequences therefore gives all bounds at once; a
-    sequence without tokens is never found, as its end is that of the one before.
+    whose end is not before that token: as many sequences end before it as the position says. How many that are, for all
+    samples at once, is a sum over counts, since the end of a sequence divided by ``seq_length`` is the first sample
+    that does not reach it.
 
     Args:
-        lengths: ``[m]`` tokens of each sequence, in reading order.
+        lengths: ``[s]`` tokens of each sequence.
         samples: number of samples; the last may be longer than the rest.
         seq_length: tokens of a sample.
+        order: ``[m]`` numbers of the sequences in reading order; ``None`` means all of them as they are.
         extra_token: True if a sample reads one more token, which the next sample reads again.
         dtype: type of the result.
 
     Returns:
         ``[samples + 1, 2]``: (sequence position, token in it).
     """
-    extra = int(extra_token)
-    ends = np.cumsum(lengths, dtype=np.int64)
+    extra, count = int(extra_token), len(lengths) if order is None else len(order)
     bounds: NDArray[Any] = np.zeros((samples + 1, 2), dtype)
-    for start in range(1, samples + 1, _BLOCK):  # in blocks: the temporary arrays are wider than the result
-        stop = min(start + _BLOCK, samples + 1)
-        needed = np.arange(start, stop, dtype=np.int64) * seq_length + extra
-        position = np.searchsorted(ends, needed, side="left")
-        past_end = position == len(ends)
-        position[past_end] = len(ends) - 1
-        before = ends[position] - lengths[position]
-        token = np.where(past_end, lengths[position], needed - before) - extra
-        bounds[start:stop, 0] = position
-        bounds[start:stop, 1] = token
+    done, end = 0, 0  # samples that have an end so far, and tokens
+    for start in range(0, count, _BLOCK):  # in blocks, which fit into a processor's cache
+        block = slice(start, min(start + _BLOCK, count))
+        sizes = lengths[block] if order is None else lengths.take(order[block])
+        ends = np.cumsum(sizes, dtype=np.int64)
+        ends += end
+        reached = (ends - extra) // seq_length  # samples that this end is enough for
+        last = min(samples, int(reached[-1]))
+        if last > done:
+            reached -= done
+            if reached[0] < 0 or reached[-1] > last - done:
+                np.clip(reached, 0, last - done, out=reached)
+            position = np.cumsum(np.bincount(reached, minlength=last - done + 1)[:-1])
+            token = np.arange(done + 1, last + 1, dtype=np.int64) * seq_length
+            token -= ends.take(position)
+            token += sizes.take(position)
+            bounds[done + 1 : last + 1, 0] = position
+            bounds[done + 1 : last + 1, 0] += dtype(start)
+            bounds[done + 1 : last + 1, 1] = token
+            done = last
+        end = int(ends[-1])
+    if done < samples:  # the rest of the tokens, which is less than a sample needs
+        last_sequence = count - 1 if order is None else int(order[-1])
+        bounds[done + 1 :, 0] = count - 1
+        bounds[done + 1 :, 1] = int(lengths[last_sequence]) - extra
     return bounds
 
 
@@ -176,5 +198,7 @@ def build_gpt_index(
     documents = document_order(sequences, plan, rng)
     largest = max(len(documents), int(sequence_lengths.max(initial=0)))
     dtype = np.int64 if largest > np.iinfo(np.int32).max else np.int32
-    bounds = sample_bounds(sequence_lengths[documents], plan.samples, seq_length, extra_token=extra_token, dtype=dtype)
+    bounds = sample_bounds(
+        sequence_lengths, plan.samples, seq_length, order=documents, extra_token=extra_token, dtype=dtype
+    )
     return GPTIndex(documents, bounds, sample_order(plan.samples, plan.separate_after, rng))

@@ -45,6 +45,9 @@ CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 _UINT16_LIMIT = 65500
 """Vocabularies below this size are stored in 16 bits. Megatron's number, so that files are interchangeable."""
 
+_BLOCK = 1 << 16
+"""Sequences that are checked at a time: memory does not grow with their number."""
+
 _PREPROCESS_AGAIN = "preprocess the corpus again, or copy both files again"
 
 
@@ -172,16 +175,10 @@ class IndexedDataset:
         size = binary.stat().st_size
         if check:
             _check_index(idx, self._lengths, self._offsets, self._documents, self._dtype.itemsize)
-            _check_tokens(binary, size, self._lengths, self._offsets, self._dtype.itemsize)
+            _check_tokens(idx, binary, size, self._lengths, self._offsets, self._dtype.itemsize)
         count = size // self._dtype.itemsize
         # An empty file cannot be mapped.
         self._tokens = np.memmap(binary, self._dtype, "r", shape=(count,)) if count else np.empty(0, self._dtype)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """True if ``.bin`` is the sequences in order, without gaps, as every known writer leaves it."""
-        sizes = self._lengths.astype(np.int64) * self._dtype.itemsize
-        return bool(np.array_equal(self._offsets, np.cumsum(sizes) - sizes))
 
 
 def _require_both(idx: Path, binary: Path) -> None:
@@ -235,10 +232,24 @@ def _check_index(
 
 
 def _check_tokens(
-    binary: Path, size: int, lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int
+    idx: Path, binary: Path, size: int, lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int
 ) -> None:
-    needed = int((offsets + lengths.astype(np.int64) * itemsize).max()) if len(lengths) else 0
-    if size < needed:
-        raise DataError.at(
-            binary, f"{size} bytes, but its index says {needed} ({needed // itemsize} tokens)", do=_PREPROCESS_AGAIN
-        )
+    """Raise unless ``.bin`` is the sequences in order, without gaps, as every known writer leaves it.
+
+    A single damaged length or offset would otherwise be read as other tokens.
+    """
+    needed = 0
+    for start in range(0, len(lengths), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        ends = needed + np.cumsum(lengths[part].astype(np.int64) * itemsize)
+        begins = np.concatenate([[needed], ends[:-1]])
+        if not np.array_equal(begins, offsets[part]):
+            worst = start + int(np.argmax(begins != offsets[part]))
+            fault = (
+                f"sequence {worst} starts at byte {offsets[worst]}, and those before it end at {begins[worst - start]}"
+            )
+            raise DataError.at(idx, fault, do=_PREPROCESS_AGAIN)
+        needed = int(ends[-1])
+    if size != needed:
+        fault = f"{size} bytes, but its index says {needed} ({needed // itemsize} tokens)"
+        raise DataError.at(binary, fault, do=_PREPROCESS_AGAIN)

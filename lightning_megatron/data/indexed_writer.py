@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -25,6 +26,8 @@ from lightning_megatron.files.growing import GrowingFile, sweep
 from lightning_megatron.files.writing import writing
 
 _COPY_TOKENS = 1 << 22
+_INDEX_BLOCK = 1 << 16
+"""Numbers of an index that are held in memory at a time."""
 
 
 class IndexedDatasetWriter:
@@ -32,7 +35,7 @@ class IndexedDatasetWriter:
 
     The files grow under temporary names beside the final ones and get their names in :meth:`finalize`. A block that
     ends with an exception leaves nothing behind; files of a killed process are removed when the prefix is written
-    again.
+    again. Memory does not grow with the number of documents.
 
     Args:
         prefix: path of the pair without its endings.
@@ -48,10 +51,11 @@ class IndexedDatasetWriter:
         if self.dtype not in CODE_OF_DTYPE:
             names = tuple(d.name for d in CODE_OF_DTYPE)
             raise ConfigError([Problem("dtype", np.dtype(dtype).name, "an index file has no code for it", names)])
-        self._lengths = array("i")
-        self._documents = array("q", [0])
         sweep(index_path(self.prefix))
         self._growing = GrowingFile(tokens_path(self.prefix))
+        self._lengths = SpooledNumbers(self._growing.path.parent, "<i4")
+        self._documents = SpooledNumbers(self._growing.path.parent, "<i8")
+        self._documents.extend([0])
         self._file = self._growing.stream
 
     def __enter__(self) -> IndexedDatasetWriter:
@@ -76,11 +80,11 @@ class IndexedDatasetWriter:
         """
         values = self._fitting(tokens)
         self._append(values)
-        self._lengths.append(values.size)
+        self._lengths.extend([values.size])
 
     def end_document(self) -> None:
         """Close the document: the next sequence belongs to the next one."""
-        self._documents.append(len(self._lengths))
+        self._documents.extend([len(self._lengths)])
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int]) -> None:
         """Append a whole document.
@@ -101,6 +105,26 @@ class IndexedDatasetWriter:
         self._lengths.extend(lengths)
         self.end_document()
 
+    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike, sequences: ArrayLike) -> None:
+        """Append several documents at once.
+
+        Args:
+            tokens: ``[sum(lengths)]`` token ids.
+            lengths: ``[sum(sequences)]`` tokens of each sequence.
+            sequences: ``[n]`` number of sequences of each document.
+
+        Raises:
+            DataError: if the numbers contradict each other, or a token does not fit.
+        """
+        values, sizes, counts = self._fitting(tokens), np.asarray(lengths, np.int64), np.asarray(sequences, np.int64)
+        if sizes.sum() != values.size or counts.sum() != sizes.size:
+            fault = f"{counts.sum()} sequences with {sizes.size} lengths that sum to {sizes.sum()}"
+            raise DataError.at(self.prefix, f"{fault}, for {values.size} tokens")
+        bounds = len(self._lengths) + np.cumsum(counts)
+        self._append(values)
+        self._lengths.extend(sizes)
+        self._documents.extend(bounds)
+
     def add_index(self, prefix: str | Path) -> None:
         """Append all documents of another pair.
 
@@ -114,8 +138,10 @@ class IndexedDatasetWriter:
         first = len(self._lengths)
         for part in _pieces(other):
             self._append(part)
-        self._lengths.frombytes(other.sequence_lengths.tobytes())
-        self._documents.frombytes((first + other.document_indices[1:]).tobytes())
+        for part in blocks(other.sequence_lengths):
+            self._lengths.extend(part)
+        for part in blocks(other.document_indices[1:]):
+            self._documents.extend(first + part)
 
     def finalize(self) -> None:
         """Write the index and give both files their names. A second call does nothing."""
@@ -141,19 +167,24 @@ class IndexedDatasetWriter:
     def abort(self) -> None:
         """Remove files that are not finalized."""
         self._growing.discard()
+        self._lengths.close()
+        self._documents.close()
 
     def _append(self, values: NDArray[Any]) -> None:
         with writing(self._growing.path):
             self._file.write(values.tobytes())
 
     def _write_index(self, file: BinaryIO) -> None:
-        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
-        sizes = lengths.astype(np.int64) * self.dtype.itemsize
-        documents = np.frombuffer(self._documents, np.int64)
-        file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(lengths), len(documents)))
-        file.write(lengths.astype("<i4").tobytes())
-        file.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
-        file.write(documents.astype("<i8").tobytes())
+        file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(self._lengths), len(self._documents)))
+        for lengths in self._lengths:
+            file.write(lengths.tobytes())
+        start = 0
+        for lengths in self._lengths:
+            ends = start + np.cumsum(lengths.astype(np.int64) * self.dtype.itemsize)
+            file.write(np.concatenate([[start], ends[:-1]]).astype("<i8").tobytes())
+            start = int(ends[-1])
+        for documents in self._documents:
+            file.write(documents.tobytes())
 
     def _fitting(self, tokens: ArrayLike) -> NDArray[Any]:
         values = np.asarray(tokens)
@@ -166,11 +197,70 @@ class IndexedDatasetWriter:
         return values.astype(self.dtype, copy=False).reshape(-1)
 
 
+class SpooledNumbers:
+    """Numbers that are written once and read in order, in a file without a name behind the first block.
+
+    Args:
+        folder: folder of that file.
+        dtype: type of a number.
+    """
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self._folder, self._dtype = folder, np.dtype(dtype)
+        self._block = np.empty(_INDEX_BLOCK, self._dtype)
+        self._filled = self._stored = 0
+        self._file: BinaryIO | None = None
+
+    def __len__(self) -> int:
+        return self._stored + self._filled
+
+    def extend(self, numbers: ArrayLike) -> None:
+        """Append numbers, ``[n]``.
+
+        Raises:
+            OverflowError: if one does not fit.
+        """
+        rest = np.asarray(numbers).reshape(-1)
+        if rest.size and rest.max() > np.iinfo(self._dtype).max:
+            raise OverflowError(f"{rest.max()} does not fit {self._dtype.name}")
+        while rest.size:
+            fits = min(rest.size, _INDEX_BLOCK - self._filled)
+            self._block[self._filled : self._filled + fits] = rest[:fits]
+            self._filled, rest = self._filled + fits, rest[fits:]
+            if self._filled == _INDEX_BLOCK:
+                self._store()
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        """The numbers in blocks, none of them empty."""
+        if self._file is not None:
+            self._file.seek(0)
+            while block := self._file.read(_INDEX_BLOCK * self._dtype.itemsize):
+                yield np.frombuffer(block, self._dtype)
+        if self._filled:
+            yield self._block[: self._filled]
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _store(self) -> None:
+        with writing(self._folder):
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+            self._file.seek(0, os.SEEK_END)
+            self._file.write(self._block.tobytes())
+        self._stored, self._filled = self._stored + _INDEX_BLOCK, 0
+
+
+def blocks(numbers: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """A long array, mapped perhaps, in parts that fit into memory."""
+    for start in range(0, len(numbers), _INDEX_BLOCK):
+        yield numbers[start : start + _INDEX_BLOCK]
+
+
 def _pieces(dataset: IndexedDataset) -> Iterable[NDArray[Any]]:
-    """All tokens of a pair in the order of its sequences, in pieces that fit into memory."""
-    if not dataset.is_contiguous:
-        yield from (dataset[i] for i in range(len(dataset)))
-        return
+    """All tokens of a pair, in pieces that fit into memory."""
     count = int(dataset.sequence_lengths.sum(dtype=np.int64))
     for start in range(0, count, _COPY_TOKENS):
         yield dataset.tokens[start : min(start + _COPY_TOKENS, count)]

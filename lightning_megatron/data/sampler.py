@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch.utils.data import Sampler
 
+from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.errors import Problem, raise_if_any
 
 
@@ -23,7 +24,7 @@ class MegatronSampler(Sampler[list[int | None]]):
 
     Args:
         num_samples_total: samples of the data set.
-        batch_size: samples of one batch of one rank.
+        batch_size: samples of one batch of one rank; or the ramp of the global batch, in the only epoch of a run.
         dp_rank: this rank on the dp axis.
         dp_size: ranks of the dp axis.
         shuffle: draw a permutation for each epoch from ``seed + epoch``; else the order of the data set.
@@ -41,7 +42,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         self,
         num_samples_total: int,
         *,
-        batch_size: int,
+        batch_size: int | BatchRamp,
         dp_rank: int = 0,
         dp_size: int = 1,
         shuffle: bool = False,
@@ -50,14 +51,21 @@ class MegatronSampler(Sampler[list[int | None]]):
         fill: Literal["repeat", "none"] = "repeat",
     ) -> None:
         problems = []
+        self._ramp: BatchRamp | None = None
+        if isinstance(batch_size, BatchRamp):
+            self._ramp, batch_size = batch_size, max(1, batch_size.final // max(1, dp_size))
+            if any(size % max(1, dp_size) for size in (self._ramp.start, self._ramp.increment)):
+                reason = f"its global batches do not split over dp {dp_size}"
+                problems.append(Problem("rampup_batch_size", (self._ramp.start, self._ramp.increment), reason))
         if batch_size < 1:
             problems.append(Problem("batch_size", batch_size, "a batch has at least 1 sample", (1,)))
         if not 0 <= dp_rank < dp_size:
             problems.append(Problem("dp_rank", dp_rank, f"must be in 0..{dp_size - 1} where dp={dp_size}"))
         if num_samples_total < 1:
             problems.append(Problem("num_samples_total", num_samples_total, "there is nothing to sample"))
-        if drop_last and not problems and num_samples_total < batch_size * dp_size:
-            reason = f"{num_samples_total} samples do not fill one global batch of {batch_size} x dp {dp_size}"
+        first = batch_size if self._ramp is None else self._ramp.start // max(1, dp_size)
+        if drop_last and not problems and num_samples_total < first * dp_size:
+            reason = f"{num_samples_total} samples do not fill one global batch of {first} x dp {dp_size}"
             problems.append(Problem("batch_size", batch_size, f"{reason}; lower it, or use drop_last=False"))
         raise_if_any(problems)
         # Lightning takes an object with both ``batch_size`` and ``drop_last`` for a plain BatchSampler and may
@@ -75,14 +83,25 @@ class MegatronSampler(Sampler[list[int | None]]):
         self._last = range(0)
         self._resuming = False
         self._unfinished = False
+        self._ahead = 0  # epochs that Lightning counts more than have been read
         # Itself: Lightning looks for ``set_epoch`` in ``loader.batch_sampler.sampler``. An attribute, because the
         # wrapper that it puts around batch samplers for prediction copies attributes, and nothing else.
         self.sampler = self
 
     @property
     def global_batch_size(self) -> int:
-        """Samples that all ranks together take in one batch."""
+        """Samples that all ranks together take in one batch, behind a ramp."""
         return self.batch_size * self.dp_size
+
+    def global_batch_at(self, consumed: int) -> int:
+        """Samples that all ranks together take in the batch after ``consumed`` samples of an epoch."""
+        return self.global_batch_size if self._ramp is None else self._ramp.size_at(consumed)
+
+    def consumed_after(self, batches: int) -> int:
+        """Samples that all ranks together have consumed after a number of batches from the first epoch on."""
+        epochs, rest = divmod(batches, len(self))
+        consumed = rest * self.global_batch_size if self._ramp is None else self._ramp.consumed_after(rest)
+        return epochs * self.num_samples_total + consumed
 
     @property
     def shuffles(self) -> bool:
@@ -107,10 +126,11 @@ class MegatronSampler(Sampler[list[int | None]]):
         """Batches from the restored position, the first time after :meth:`load_state_dict`; else of a whole epoch."""
         start = self.start()
         order = self._order()
-        first = start + self.dp_rank * self.batch_size
         for _ in range(self._batches(start)):
-            yield [self._at(order, i) for i in range(first, first + self.batch_size)]
-            first += self.global_batch_size
+            size = self.global_batch_at(start) // self.dp_size
+            first = start + self.dp_rank * size
+            yield [self._at(order, i) for i in range(first, first + size)]
+            start += size * self.dp_size
 
     def start(self) -> int:
         """Begin an epoch or continue a restored one; returns the number of its samples that are already consumed."""
@@ -122,7 +142,9 @@ class MegatronSampler(Sampler[list[int | None]]):
     def advance(self, batches: int = 1) -> None:
         """Count batches that the training loop has consumed."""
         before = self._consumed
-        self._consumed = min(self._consumed + batches * self.global_batch_size, self.num_samples_total)
+        for _ in range(batches):
+            after = self._consumed + self.global_batch_at(self._consumed)
+            self._consumed = min(after, self.num_samples_total)
         self._last = range(before, self._consumed)
 
     @property
@@ -138,16 +160,20 @@ class MegatronSampler(Sampler[list[int | None]]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch. A position restored for this epoch is kept, one of another epoch is dropped.
 
-        An epoch that is known to be unfinished is read to its end, whatever its number is now.
+        An epoch that is known to be unfinished is read to its end, whatever its number is now: Lightning counts an
+        epoch that ``max_steps`` cut off as done. Epochs after it have the orders that they would have had.
         """
-        if epoch != self._epoch and not self._unfinished:
-            self._epoch = epoch
+        if self._unfinished:
+            self._ahead = epoch - self._epoch
+        elif epoch - self._ahead != self._epoch:
+            self._epoch = epoch - self._ahead
             self._consumed = 0
             self._resuming = False
 
     def state_dict(self) -> dict[str, int]:
         """Position, equal on every rank and for any number of ranks: ``epoch`` and ``consumed_samples``."""
-        return {"epoch": self._epoch, "consumed_samples": self._consumed}
+        ahead = {"epochs_ahead": self._ahead} if self._ahead else {}
+        return {"epoch": self._epoch, "consumed_samples": self._consumed, **ahead}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go to a position; the end of an epoch is the beginning of the next.
@@ -158,12 +184,16 @@ class MegatronSampler(Sampler[list[int | None]]):
         """
         self._epoch, self._consumed = int(state["epoch"]), int(state["consumed_samples"])
         self._unfinished = bool(state.get("unfinished", self._unfinished))
+        self._ahead = int(state.get("epochs_ahead", 0))
         if not self._batches(self._consumed):
             self._epoch, self._consumed, self._unfinished = self._epoch + 1, 0, False
         self._resuming = True
 
     def _batches(self, start: int) -> int:
         left = max(0, self.num_samples_total - start)
+        if self._ramp is not None:
+            whole = self._ramp.batches(start, self.num_samples_total)
+            return whole if self._drop_last else whole + (self._ramp.consumed_after(whole, start) < start + left)
         return left // self.global_batch_size if self._drop_last else -(-left // self.global_batch_size)
 
     def _order(self) -> torch.Tensor | range:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,17 +100,22 @@ class SentencePieceTokenizer(_Base):
         text: str = self._model.decode([int(i) for i in ids])
         return text
 
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by piece."""
+        return {self._model.id_to_piece(number): number for number in range(self.vocab_size)}
+
     def _special_ids(self) -> tuple[int, int, int]:
         return self._model.bos_id(), self._model.eos_id(), self._model.pad_id()
 
 
-class _FastTokenizer(_Base):
+class FastTokenizer(_Base):
     """Tokenizer of the ``tokenizers`` library that ``file`` describes."""
 
     def __init__(self, backend: Any, special: _Special, file: Path, *, special_in_text: bool) -> None:
         backend.no_truncation()  # as transformers does: a text is all of its tokens, and no other
         backend.no_padding()
         self._backend, self._file = backend, file
+        self._model = backend.model
         self._special_in_text = special_in_text
         super().__init__(backend.get_vocab_size(with_added_tokens=True), special)
 
@@ -119,11 +125,64 @@ class _FastTokenizer(_Base):
             ids: list[int] = self._backend.encode(text, add_special_tokens=self._special_in_text).ids
         return ids
 
+    def encode_piece(self, piece: str) -> list[int]:
+        """Token ids that the model gives a piece: nothing is normalized, split or added.
+
+        Args:
+            piece: the piece, as the tokenizer's steps before the model would write it.
+        """
+        try:  # this is called often, and a `with` takes as long as the call
+            return [token.id for token in self._model.tokenize(piece)]
+        except BaseException as error:
+            with _told_by(self._file):
+                raise error
+
+    def encode_spans(self, text: str, spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Token ids of a text that writes its special tokens out, and a mask of those in some of its parts.
+
+        A token belongs to a part if it holds a character of it. Where the tokenizer drops the first or last character
+        of a part (white space), the part ends with the next one inside it.
+
+        Args:
+            text: the text; no special tokens are added to it.
+            spans: (begin, end) of the parts, in characters.
+        """
+        with _told_by(self._file):
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        inside = [False] * len(encoding.ids)
+        for begin, end in spans:
+            first = next(_tokens_at(encoding, range(begin, end)), None)
+            last = next(_tokens_at(encoding, range(end - 1, begin - 1, -1)), None)
+            if first is not None and last is not None:
+                inside[first : last + 1] = [True] * (last + 1 - first)
+        return encoding.ids, inside
+
+    def decode_whole(self, ids: Iterable[int]) -> str:
+        """The text, with special tokens."""
+        with _told_by(self._file):
+            text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+        return text
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text, without special tokens."""
         with _told_by(self._file):
             text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
+
+    def description(self) -> dict[str, Any]:
+        """Content of its ``tokenizer.json``."""
+        content: dict[str, Any] = json.loads(self._backend.to_str())
+        return content
+
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by piece, those of added tokens too."""
+        found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return found
+
+
+def _tokens_at(encoding: Any, characters: Iterable[int]) -> Iterator[int]:
+    """Numbers of the tokens of some characters; those without a token are left out."""
+    return (token for token in map(encoding.char_to_token, characters) if token is not None)
 
 
 @contextmanager
@@ -137,7 +196,7 @@ def _told_by(file: Path, fault: str = "the tokenizer that it describes fails") -
         raise
 
 
-class HuggingFaceTokenizer(_FastTokenizer):
+class HuggingFaceTokenizer(FastTokenizer):
     """A Hugging Face tokenizer on this disk; never from a hub.
 
     Texts get the special tokens that the tokenizer itself adds (Llama 3: the begin token). The end of a document is
@@ -161,7 +220,7 @@ class HuggingFaceTokenizer(_FastTokenizer):
         super().__init__(backend, special, file, special_in_text=True)
 
 
-class GPT2BPETokenizer(_FastTokenizer):
+class GPT2BPETokenizer(FastTokenizer):
     """GPT-2's byte-level BPE; documents end with ``<|endoftext|>``.
 
     Args:
@@ -183,12 +242,16 @@ class GPT2BPETokenizer(_FastTokenizer):
         super().__init__(backend, _Special(eod, eod, None, eod), vocab, special_in_text=False)
 
 
-class BertWordPieceTokenizer(_FastTokenizer):
+class BertWordPieceTokenizer(FastTokenizer):
     """BERT's word pieces; ``bos`` is [CLS], ``eos`` and ``eod`` are [SEP]. Texts get neither.
 
     Args:
         vocab_file: ``vocab.txt``, one piece a line.
         lower_case: fold case and strip accents, for the uncased vocabularies.
+
+    Attributes:
+        mask: token in the place of one to guess; ``None`` in a vocabulary without [MASK].
+        pieces: ids by piece; one that continues a word begins with ``##``.
     """
 
     def __init__(self, vocab_file: str | Path, *, lower_case: bool) -> None:
@@ -203,6 +266,7 @@ class BertWordPieceTokenizer(_FastTokenizer):
         backend.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lower_case)
         backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         backend.decoder = tokenizers.decoders.WordPiece()
+        self.mask, self.pieces = pieces.get("[MASK]"), pieces
         special = _Special(pieces["[CLS]"], pieces["[SEP]"], pieces["[PAD]"], pieces["[SEP]"])
         super().__init__(backend, special, vocab, special_in_text=False)
 
@@ -284,7 +348,7 @@ def build_tokenizer(
         return None if path is None else Path(path) / name
 
     if type in ("GPTSentencePieceTokenizer", "Llama2Tokenizer"):
-        model = need("tokenizer_model", path, "a sentencepiece model file")
+        model = need("tokenizer_model", path, "a sentencepiece model file, named or as tokenizer.model beside the data")
         return SentencePieceTokenizer(model, add_bos=type == "Llama2Tokenizer")
     if type == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(need("tokenizer_model", path, "a directory with tokenizer.json"))
@@ -301,6 +365,28 @@ def build_tokenizer(
         return NullTokenizer(need("vocab_size", vocab_size, "the number of tokens"))
     reason = f"unknown type; known are {', '.join(TOKENIZER_TYPES)}"
     raise ConfigError([Problem("tokenizer_type", type, reason, nearest_names(type, TOKENIZER_TYPES))])
+
+
+_BESIDE = {
+    **dict.fromkeys(("GPTSentencePieceTokenizer", "Llama2Tokenizer"), ("tokenizer.model",)),
+    "HuggingFaceTokenizer": ("tokenizer.json",),
+    "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
+    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), ("vocab.txt",)),
+}
+"""Files of each type, by the names that they have where nothing else is said."""
+
+
+def tokenizer_beside(type: str, folder: str | Path) -> Path | None:
+    """Tokenizer that lies in the folder of its data, as :func:`build_tokenizer` takes it; ``None`` if there is none.
+
+    Args:
+        type: name in ``TOKENIZER_TYPES``.
+        folder: folder of the token files.
+    """
+    names = _BESIDE.get(type, ())
+    if not names or not all((Path(folder) / name).is_file() for name in names):
+        return None
+    return Path(folder, *names) if names == ("tokenizer.model",) else Path(folder)
 
 
 def require(package: str, *, extra: str | None) -> Any:

@@ -7,6 +7,7 @@ file system without locks it stays.
 
 from __future__ import annotations
 
+import filecmp
 import os
 import uuid
 from contextlib import suppress
@@ -49,6 +50,18 @@ class GrowingFile:
         self.sync()
         os.replace(self.path, self._final)
         self.stream.close()
+
+    def publish_unless_equal(self) -> None:
+        """Publish it, but leave a file of the same name and content in its place: others may have mapped that."""
+        self.sync()
+        try:
+            os.link(self.path, self._final)  # unlike a rename, not if another process was faster
+        except FileExistsError:
+            if not filecmp.cmp(self.path, self._final, shallow=False):
+                self.publish()
+        except OSError:  # a file system without links
+            self.publish()
+        self.discard()
 
     def discard(self) -> None:
         """Remove it, unless it is published."""

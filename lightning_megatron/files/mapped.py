@@ -39,7 +39,6 @@ class MappedFiles:
         now = time.monotonic()
         if now < self._next_check:
             return
-        self._next_check = now + _PAUSE
         for path, before in self._known.items():
             try:
                 after = _Length.of(path)
@@ -49,6 +48,7 @@ class MappedFiles:
                 fault = f"cut off while it was in use: {after.bytes} bytes, {before.bytes} were there"
                 do = "replace data under another name, or let runs that read it end first"
                 raise DataError.at(path, fault, do=do)
+        self._next_check = now + _PAUSE  # not after a fault: a DataLoader's worker reads on at once
 
     def __reduce__(self) -> tuple[type[MappedFiles], tuple[list[Path]]]:
         return MappedFiles, (list(self._known),)

@@ -2,50 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.context_parallel.attention import CONTEXT_ATTENTION, core_attention
+from lightning_megatron.documents import Documents, attend_documents
 from lightning_megatron.errors import Problem, divisors, nearest_to, raise_if_any
+from lightning_megatron.layers.init import normal_
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.norm import RMSNorm, model_norm
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
-from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.params import ParamSpec
+from lightning_megatron.recompute import run_part
 
 
 class KVCache:
-    """Keys and values of the tokens decoded so far, of one layer."""
+    """Keys and values of the tokens decoded so far, of one layer; or the two tensors that they are made of.
 
-    def __init__(self) -> None:
+    Args:
+        window: number of tokens that a token sees in this layer, itself included; 0 for all. Older ones are forgotten.
+    """
+
+    def __init__(self, window: int = 0) -> None:
+        self._window, self._forgotten = window, 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
     @property
-    def length(self) -> int:
+    def held(self) -> int:
         """Number of tokens in the cache."""
         return 0 if self._keys is None else self._keys.shape[0]
 
+    @property
+    def length(self) -> int:
+        """Number of tokens decoded so far."""
+        return self._forgotten + self.held
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tokens in the cache."""
+        return sum(each.nbytes for each in (self._keys, self._values) if each is not None)
+
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append ``[S, B, G, D]`` and return the keys and values of all tokens."""
+        """Append ``[S, ...]`` of both kinds and return those of all tokens in the cache."""
         self._keys = k if self._keys is None else torch.cat((self._keys, k))
         self._values = v if self._values is None else torch.cat((self._values, v))
         return self._keys, self._values
 
     def truncate(self, length: int) -> None:
-        """Keep the first ``length`` tokens only (the appended ones may end in padding)."""
-        if self._keys is not None and self._values is not None:
-            self._keys, self._values = self._keys[:length], self._values[:length]
+        """Keep what the next token sees of the first ``length`` tokens (the appended ones may end in padding)."""
+        if self._keys is None or self._values is None:
+            return
+        first = max(self._forgotten, length - self._window + 1) if self._window else 0
+        kept = slice(first - self._forgotten, length - self._forgotten)
+        self._keys, self._values, self._forgotten = self._keys[kept], self._values[kept], first
 
 
-class SelfAttention(nn.Module):
-    """Grouped-query attention.
-
-    Queries, keys and values come from one matrix, fused per group: ``[G, N/G + 2, D]`` rows, i.e. the queries of a
-    group, its key, its value. A tensor-parallel rank holds whole groups, so its shard is a plain slice. Fewer groups
-    than ranks is refused: a replicated key would need its own gradient sum.
+class HeadAttention(nn.Module):
+    """Attention of the heads on one rank; a subclass makes their queries, keys and values.
 
     Context-parallel ranks hold zigzag shards of the sequence (``context_parallel/zigzag.py``) and attend to all of it
     with the layout's ``cp_comm_type``.
@@ -53,7 +74,7 @@ class SelfAttention(nn.Module):
     Args:
         config: shape of the model.
         mesh: mesh of the ranks.
-        sequence_parallel: True if input and output are sequence shards.
+        layer: number of the layer, by which layers may differ.
         causal: True if a position sees only the positions before it and itself.
         recompute: plan of activation recomputation, for core attention.
         ops: implementations of the ops.
@@ -68,66 +89,180 @@ class SelfAttention(nn.Module):
         config: TransformerConfig,
         mesh: ParallelMesh,
         *,
-        sequence_parallel: bool,
+        layer: int = 0,
         causal: bool = True,
         recompute: RecomputePlan = NO_RECOMPUTE,
         ops: Ops = ANY_DEVICE,
     ) -> None:
         super().__init__()
-        num_heads, num_groups = config.num_attention_heads, config.num_query_groups
-        found = mesh.layout.context_problems(num_heads, config.attention_dropout)
+        num_groups = config.num_query_groups
+        found = mesh.layout.context_problems(config.num_attention_heads, config.attention_dropout)
         if num_groups % mesh.tp.size:
             reason = f"{num_groups} query groups (key/value heads) do not split over {mesh.tp.size} ranks"
             found.append(Problem("tp", mesh.tp.size, reason, nearest_to(mesh.tp.size, divisors(num_groups))))
         raise_if_any(found)
-        self.head_dim, self.heads_per_group = config.head_dim, num_heads // num_groups
         self.causal, self.dropout, self.rng = causal, config.attention_dropout, mesh.rng
-        self.recompute = recompute
+        self.recompute, self.rule = recompute, config.score_rule(layer).of_heads(mesh.tp.rank, mesh.tp.size)
+        self._communicates = {"core_attn": mesh.cp.size > 1, "attention": mesh.cp.size > 1 or mesh.tp.size > 1}
         self.context, self.share_context = mesh.cp, CONTEXT_ATTENTION[mesh.layout.cp_comm_type]
         self.rope, self.attention = ops.choose("rope"), core_attention(ops, mesh.cp, mesh.layout.cp_comm_type)
+        self.sinks: nn.Parameter | None = None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        first_query: int = 0,
+        key_mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """``[S, B, N/tp, V]`` from queries ``[S, B, N/tp, D]``, keys ``[T, B, G/tp, D]``, values ``[T, B, G/tp, V]``.
+
+        Args:
+            q: queries.
+            k: keys.
+            v: values.
+            first_query: position of the first query among the keys.
+            key_mask: ``[B, T]``, True for the keys that are seen; ``None`` for all.
+            bias: ``[1 or B, N/tp, S, T]``, added to the scores; ``None`` for none.
+            documents: documents that attention stays inside of; ``None`` for whole sequences.
+        """
+        repeats = self.recompute.wraps("core_attn") and self._kernel_recomputes(q, k, v, first_query, key_mask, bias)
+        plan = NO_RECOMPUTE if repeats else self.recompute
+        inputs = q, k, v, first_query, key_mask, bias, documents
+        out: Tensor = run_part(plan, "core_attn", self._core, *inputs, rng=self.rng, is_pure=self.is_pure("core_attn"))
+        return out
+
+    def is_pure(self, module: str) -> bool:
+        """True if ``"core_attn"`` or the whole ``"attention"`` draws no random numbers and communicates nothing."""
+        return not self._communicates[module] and not (self.dropout and self.training)
+
+    def _kernel_recomputes(
+        self, q: Tensor, k: Tensor, v: Tensor, first_query: int, key_mask: Tensor | None, bias: Tensor | None
+    ) -> bool:
+        """True if the kernel keeps no weights, and recomputation around it would run its forward twice for nothing."""
+        how: dict[str, Any] = {"causal": self.causal, "dropout": self.dropout, "rule": self.rule, "key_mask": key_mask}
+        return self.attention.recomputes(q, k, v, first_query=first_query, bias=bias, **how)
+
+    def _core(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        first_query: int,
+        key_mask: Tensor | None,
+        bias: Tensor | None,
+        documents: Documents | None,
+    ) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        core = self.attention.run
+        with self.rng.tensor_parallel() if dropout else nullcontext():
+            how: dict[str, Any] = {"causal": self.causal, "dropout": dropout, "rule": self.rule, "sinks": self.sinks}
+            if self.context.size > 1:
+                return self.share_context(q, k, v, self.context, core, key_mask=key_mask, documents=documents, **how)
+            if documents is not None:
+                return attend_documents(core, q, k, v, documents=documents, **how)
+            # Some implementations are for keys without padding, and most for scores without a bias.
+            how |= {name: value for name, value in (("key_mask", key_mask), ("bias", bias)) if value is not None}
+            out: Tensor = core(q, k, v, first_query=first_query, **how)
+            return out
+
+
+class SelfAttention(HeadAttention):
+    """Grouped-query attention.
+
+    Queries, keys and values come from one matrix, fused per group: ``[G, N/G + 2, D]`` rows, i.e. the queries of a
+    group, its key, its value. A tensor-parallel rank holds whole groups, so its shard is a plain slice. Fewer groups
+    than ranks is refused: a replicated key would need its own gradient sum.
+
+    Args:
+        config: shape of the model.
+        mesh: mesh of the ranks.
+        layer: number of the layer, by which layers may differ.
+        sequence_parallel: True if input and output are sequence shards.
+        causal: True if a position sees only the positions before it and itself.
+        recompute: plan of activation recomputation, for core attention.
+        ops: implementations of the ops.
+
+    Raises:
+        ConfigError: as for :class:`HeadAttention`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: ParallelMesh,
+        *,
+        layer: int = 0,
+        sequence_parallel: bool,
+        causal: bool = True,
+        recompute: RecomputePlan = NO_RECOMPUTE,
+        ops: Ops = ANY_DEVICE,
+    ) -> None:
+        super().__init__(config, mesh, layer=layer, causal=causal, recompute=recompute, ops=ops)
+        num_heads, num_groups = config.num_attention_heads, config.num_query_groups
+        self.num_heads, self.head_dim, self.heads_per_group = num_heads, config.head_dim, num_heads // num_groups
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
             (num_heads + 2 * num_groups) * config.head_dim,
             mesh,
-            bias=config.add_bias_linear,
+            bias=config.has_qkv_bias,
             sequence_parallel=sequence_parallel,
-            init_std=config.init_std,
+            init_std=config.init_stds.qkv,
         )
         self.out = RowParallelLinear(
             num_heads * config.head_dim,
             config.hidden_size,
             mesh,
-            bias=config.add_bias_linear,
+            bias=config.has_attention_out_bias,
             sequence_parallel=sequence_parallel,
-            init_std=config.output_init_std,
+            init_std=config.init_stds.out,
         )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:  # ranks have other heads, so the gradients of their weights are parts of a sum
+            self.q_norm, self.k_norm = (model_norm(config, config.head_dim, mesh, True, ops) for _ in range(2))
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(num_heads // mesh.tp.size))
+            normal_(self.sinks, self.param_specs()["sinks"], mesh.shard_ranks, config.init_std)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, cache: KVCache | None = None) -> Tensor:
+    def param_specs(self) -> Mapping[str, ParamSpec]:
+        """A head's sink is where the head is."""
+        return {} if self.sinks is None else {"sinks": ParamSpec((self.num_heads,), tp_dim=0, decay=False)}
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        cache: KVCache | None = None,
+        key_mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """``[S, B, H] -> [S, B, H]``, or shards of it.
 
         Args:
             x: input.
             rotary: cosines and sines of the positions, or ``None``.
             cache: keys and values of earlier tokens; this call appends to them.
+            key_mask: ``[B, T]`` of the whole sequence, True for the keys that are seen; ``None`` for all.
+            bias: ``[1 or B, N/tp, S, T]``, added to the scores of this rank's heads; ``None`` for none.
+            documents: documents that attention stays inside of; ``None`` for whole sequences.
         """
         groups = self.qkv(x).unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))  # [S, B, G/tp, N/G + 2, D]
         # One split, not three slices: its backward is one concatenation.
         q, k, v = (part.flatten(2, 3) for part in groups.split((self.heads_per_group, 1, 1), dim=3))
+        if self.q_norm is not None and self.k_norm is not None:
+            # Copies: norms keep their inputs, and as views those would keep all of `groups`.
+            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
         if rotary is not None:
             # A copy of the values: as a view they would keep the whole of `groups` alive until the backward.
             q, k, v = self.rope.run(q, *rotary), self.rope.run(k, *rotary), v.contiguous()
         first = 0
         if cache is not None:
-            first = cache.length
+            first = cache.held
             k, v = cache.extend(k, v)
-        core = self.recompute.run("core_attn", self._core, q, k, v, first, rng=self.rng)  # [S, B, N/tp, D]
+        core = self.attend(q, k, v, first, key_mask, bias, documents)  # [S, B, N/tp, D]
         return self.out(core.flatten(2, 3))
-
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, first_query: int) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        with self.rng.tensor_parallel() if dropout else nullcontext():
-            if self.context.size > 1:
-                core = self.attention.run
-                return self.share_context(q, k, v, self.context, core, causal=self.causal, dropout=dropout)
-            out: Tensor = self.attention.run(q, k, v, causal=self.causal, dropout=dropout, first_query=first_query)
-            return out

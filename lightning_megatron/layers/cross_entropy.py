@@ -19,9 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.by_shape import by_shape
 from lightning_megatron.comm.collectives import all_gather
+from lightning_megatron.device import cache_bytes
+from lightning_megatron.layers.accumulate import add_
 from lightning_megatron.mesh import Axis
-from lightning_megatron.ops.matmul import matmul_fp32, upcasts
+from lightning_megatron.ops.matmul import matmul_fp32, product, upcasts
+from lightning_megatron.weight_grad_store import WeightGradStore
 
 IGNORE_INDEX = -100
 CHUNK_BYTES = 32 << 20
@@ -52,6 +56,19 @@ class VocabSlice:
         return cls(axis, first, max(0, min(padded_rows, total - axis.rank * padded_rows)), total)
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """Rule by which a loss is made of logits.
+
+    Attributes:
+        smoothing: share of the target's probability that goes to all tokens.
+        softcap: bound ``c`` of the logits, ``c tanh(logit / c)``; 0 for none.
+    """
+
+    smoothing: float = 0.0
+    softcap: float = 0.0
+
+
 @dataclass
 class _Chunk:
     """Results of the forward of some tokens for their gradient. ``V`` is the slice, ``T`` the tokens."""
@@ -62,10 +79,21 @@ class _Chunk:
     loss: Tensor  # [T]
     local_target: Tensor  # [T], 0 where the target is elsewhere
     is_here: Tensor  # [T]
+    steepness: Tensor | None = None  # [T, V], derivative of the capped logits
 
 
-def _losses_(logits: Tensor, labels: Tensor, part: VocabSlice, smoothing: float) -> _Chunk:
+def _cap_(logits: Tensor, softcap: float) -> Tensor | None:
+    """Bound logits in place; the derivative, ``None`` without a bound."""
+    if not softcap:
+        return None
+    steepness = logits.div_(softcap).tanh_().square().neg_().add_(1)
+    logits.mul_(softcap)
+    return steepness
+
+
+def _losses_(logits: Tensor, labels: Tensor, part: VocabSlice, rule: _Rule) -> _Chunk:
     """Per-token losses of fp32 logits ``[T, V]``, which are overwritten, and labels ``[T]``, all real token ids."""
+    smoothing, steepness = rule.smoothing, _cap_(logits, rule.softcap)
     local = labels - part.first
     here = (local >= 0) & (local < part.size)
     local = local.masked_fill(~here, 0)
@@ -87,7 +115,7 @@ def _losses_(logits: Tensor, labels: Tensor, part: VocabSlice, smoothing: float)
     if smoothing:
         # torch's definition: the target is (1 - s) one-hot + s / V, over the true vocabulary and not a rank's slice.
         loss = (1 - smoothing) * loss + smoothing * (log_sum_exp - mass / part.total)
-    return _Chunk(logits, own_peak, log_sum_exp, loss, local, here)
+    return _Chunk(logits, own_peak, log_sum_exp, loss, local, here, steepness)
 
 
 def _gradient_(chunk: _Chunk, scale: Tensor, part: VocabSlice, smoothing: float) -> Tensor:
@@ -99,7 +127,7 @@ def _gradient_(chunk: _Chunk, scale: Tensor, part: VocabSlice, smoothing: float)
     if part.size:
         hit = chunk.is_here * scale * (smoothing - 1)
         grad.scatter_add_(-1, chunk.local_target.unsqueeze(-1), hit.unsqueeze(-1))
-    return grad
+    return grad if chunk.steepness is None else grad.mul_(chunk.steepness)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -108,7 +136,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         own = logits.flatten(0, -2)[:, : part.size].to(torch.float32, copy=True)
         targets = labels.flatten()
         kept = targets != ignore
-        chunk = _losses_(own, targets * kept, part, smoothing)
+        chunk = _losses_(own, targets * kept, part, _Rule(smoothing))
         ctx.save_for_backward(chunk.exps, chunk.peak, chunk.log_sum_exp, chunk.local_target, chunk.is_here, kept)
         ctx.part, ctx.smoothing, ctx.shape, ctx.dtype = part, smoothing, logits.shape, logits.dtype
         return (chunk.loss * kept).view(labels.shape)
@@ -163,52 +191,92 @@ def _chunk_length(tokens: int, dtype: torch.dtype, padded_rows: int, chunk_bytes
     return length
 
 
+def _softmax_(
+    logits: Tensor, labels: Tensor, weights: Tensor, scales: Tensor | None, part: VocabSlice, rule: _Rule
+) -> Tensor:
+    """Sum of the weighted losses of logits ``[T, V]``, and their gradient in their place, scaled by ``scales``.
+
+    Ranks that share the vocabulary meet once. Without them, a CPU takes a few rows at a time, so that all passes over
+    the logits but the first find them in its caches, and 16-bit logits have no fp32 copy.
+    """
+    loss = torch.zeros((), dtype=torch.float32, device=logits.device)
+    # A compiler makes the passes one, and cannot trace the number of threads.
+    cache = None if torch.compiler.is_compiling() else cache_bytes(logits.device)
+    unit = logits.shape[0]
+    if part.axis.size == 1 and cache is not None:
+        unit = max(1, cache // (4 * logits.shape[1]))
+    for some in _chunks(logits.shape[0], unit):
+        own = logits[some]
+        chunk = _losses_(own.float(), labels[some], part, rule)
+        loss += chunk.loss.dot(weights[some])
+        if scales is not None:
+            grad = _gradient_(chunk, scales[some], part, rule.smoothing)
+            if grad.dtype != own.dtype:
+                own.copy_(grad)
+    return loss
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         weights: Tensor,
         part: VocabSlice,
-        smoothing: float,
+        rule: _Rule,
         chunk_bytes: int,
+        store: WeightGradStore | None,
     ) -> Tensor:
         rows = weight[: part.size]
         # Where products are made in fp32, logits and gradients stay as they are made until they leave.
         wide = upcasts(hidden, weight.t())
-        multiply, dtype = (matmul_fp32, torch.float32) if wide else (torch.matmul, weight.dtype)
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        multiply, dtype = (matmul_fp32, torch.float32) if wide else (product, weight.dtype)
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
+        wants_any = wants_dx or wants_dw or wants_db
         d_hidden = torch.empty_like(hidden) if wants_dx else None
         d_weight = torch.empty_like(weight, dtype=dtype) if wants_dw else None
         if d_weight is not None:
             d_weight[part.size if hidden.shape[0] else 0 :].zero_()
+        d_bias = weights.new_zeros(weight.shape[0]) if wants_db else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         scales, ctx.unit, ctx.headroom = _gradient_scales(weights, hidden.dtype)
         step = _chunk_length(hidden.shape[0], weight.dtype, weight.shape[0], chunk_bytes)
+        softmax_ = _softmax_ if part.axis.size > 1 else by_shape(_softmax_)
         for start in range(0, hidden.shape[0], step):
             some = slice(start, start + step)
             x = hidden[some].to(dtype)
-            chunk = _losses_(multiply(x, rows.t()).float(), labels[some], part, smoothing)
-            loss += chunk.loss.dot(weights[some])
-            if d_hidden is None and d_weight is None:
-                continue
-            grad = _gradient_(chunk, scales[some], part, smoothing).to(dtype)
+            grad = multiply(x, rows.t())
+            if bias is not None:
+                grad += bias[: part.size]
+            loss += softmax_(grad, labels[some], weights[some], scales[some] if wants_any else None, part, rule)
             if d_hidden is not None:
                 d_hidden[some] = multiply(grad, rows)
             if d_weight is not None:
                 # beta 0 on the first chunk: what has not been written is not read.
                 d_weight[: part.size].addmm_(grad.t(), x, beta=1 if start else 0, alpha=1 / ctx.headroom)
-        ctx.save_for_backward(d_hidden, d_weight)
+            if d_bias is not None:
+                d_bias[: part.size] += grad.sum(0, dtype=torch.float32)
+            del grad  # or the next chunk's logits would be made beside it
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.weight, ctx.store = weight, store
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
-        d_hidden, d_weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
         if ctx.unit is not None:
             grad = grad * ctx.unit
-        return _scaled_(d_hidden, grad), _scaled_(d_weight, grad * ctx.headroom), None, None, None, None, None
+        place = ctx.store.place_of(ctx.weight) if d_weight is not None and ctx.store is not None else None
+        if place is not None:
+            add_(place, d_weight, grad * ctx.headroom)
+            d_weight = None
+        if d_bias is not None:
+            d_bias = _scaled_(d_bias, grad).to(ctx.bias_dtype)  # type: ignore[union-attr]  # it is not None
+        return _scaled_(d_hidden, grad), _scaled_(d_weight, grad * ctx.headroom), d_bias, *(None,) * 6
 
 
 def _gradient_scales(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, float]:
@@ -240,9 +308,12 @@ def linear_cross_entropy(
     vocab_size: int,
     *,
     label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    weight_grads: WeightGradStore | None = None,
 ) -> Tensor:
-    """``sum_t w_t cross_entropy(hidden_t W^T, label_t)`` without ever holding all logits.
+    """``sum_t w_t cross_entropy(hidden_t W^T + b, label_t)`` without ever holding all logits.
 
     The gradients are computed in the forward pass, chunk by chunk, together with the logits; the token weights must
     therefore be known (a mask divided by the number of tokens, for a mean).
@@ -255,8 +326,11 @@ def linear_cross_entropy(
         axis: ranks that share the vocabulary.
         vocab_size: true size of the vocabulary.
         label_smoothing: share of the target's probability, as in ``torch.nn.functional.cross_entropy``.
+        softcap: bound ``c`` of the logits, ``c tanh(logit / c)``; 0 for none.
+        bias: ``[V/R]``, added to the logits, as the weight is cut; ``None`` for none.
         chunk_bytes: approximate size of the fp32 logits of one chunk; larger for 16-bit weights, if there were more
             than 8 chunks.
+        weight_grads: store that knows the place of the weight's accumulated gradient; ``None`` to leave it to autograd.
 
     Returns:
         A scalar, fp32, equal on all ranks of the axis.
@@ -264,8 +338,9 @@ def linear_cross_entropy(
     part = VocabSlice.of(axis, weight.shape[0], vocab_size)
     weights = token_weights.flatten().float()
     targets = labels.flatten().masked_fill(weights == 0, 0)
+    rule = _Rule(label_smoothing, softcap)
     loss: Tensor = _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, targets, weights, part, label_smoothing, chunk_bytes
+        hidden.flatten(0, -2), weight, bias, targets, weights, part, rule, chunk_bytes, weight_grads
     )
     return loss
 
@@ -279,16 +354,16 @@ class _LinearTokenLosses(torch.autograd.Function):
         labels: Tensor,
         kept: Tensor,
         part: VocabSlice,
-        smoothing: float,
+        rule: _Rule,
         chunk_bytes: int,
     ) -> Tensor:
         ctx.step = _chunk_length(hidden.shape[0], weight.dtype, weight.shape[0], chunk_bytes)
-        ctx.part, ctx.smoothing = part, smoothing
+        ctx.part, ctx.rule = part, rule
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         log_sum_exp = torch.empty_like(losses)
         for some in _chunks(hidden.shape[0], ctx.step):
             logits, _, _ = _chunk_logits(hidden[some], weight, part)
-            chunk = _losses_(logits, labels[some], part, smoothing)
+            chunk = _losses_(logits, labels[some], part, rule)
             losses[some], log_sum_exp[some] = chunk.loss, chunk.log_sum_exp
         ctx.save_for_backward(hidden, weight, labels, kept, log_sum_exp)
         return losses * kept
@@ -304,10 +379,10 @@ class _LinearTokenLosses(torch.autograd.Function):
             logits, x, multiply = _chunk_logits(hidden[some], weight, part)
             local = labels[some] - part.first
             here = (local >= 0) & (local < part.size)
-            total = log_sum_exp[some]
+            total, steepness = log_sum_exp[some], _cap_(logits, ctx.rule.softcap)
             exps = logits.sub_(total.unsqueeze(-1)).exp_()
-            chunk = _Chunk(exps, total, total, total, local.masked_fill(~here, 0), here)
-            d_logits = _gradient_(chunk, scales[some], part, ctx.smoothing).to(x.dtype)
+            chunk = _Chunk(exps, total, total, total, local.masked_fill(~here, 0), here, steepness)
+            d_logits = _gradient_(chunk, scales[some], part, ctx.rule.smoothing).to(x.dtype)
             if d_hidden is not None:
                 d_hidden[some] = multiply(d_logits, weight[: part.size])
             if wants_dw:
@@ -327,7 +402,7 @@ def _chunk_logits(
 ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
     """Fp32 logits ``[T, V]`` of a chunk, the chunk in the dtype they are made in, and what multiplies in it."""
     wide = upcasts(hidden, weight.t())
-    multiply, dtype = (matmul_fp32, torch.float32) if wide else (torch.matmul, weight.dtype)
+    multiply, dtype = (matmul_fp32, torch.float32) if wide else (product, weight.dtype)
     x = hidden.to(dtype)
     return multiply(x, weight[: part.size].t()).float(), x, multiply
 
@@ -340,6 +415,7 @@ def linear_token_losses(
     vocab_size: int,
     *,
     label_smoothing: float = 0.0,
+    softcap: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
@@ -355,6 +431,7 @@ def linear_token_losses(
         axis: ranks that share the vocabulary.
         vocab_size: true size of the vocabulary.
         label_smoothing: share of the target's probability, as in ``torch.nn.functional.cross_entropy``.
+        softcap: bound ``c`` of the logits, ``c tanh(logit / c)``; 0 for none.
         ignore_index: label whose loss and gradient are zero.
         chunk_bytes: approximate size of the fp32 logits of one chunk, as in :func:`linear_cross_entropy`.
 
@@ -364,7 +441,8 @@ def linear_token_losses(
     part = VocabSlice.of(axis, weight.shape[0], vocab_size)
     targets = labels.flatten()
     kept = targets != ignore_index
+    rule = _Rule(label_smoothing, softcap)
     losses: Tensor = _LinearTokenLosses.apply(
-        hidden.flatten(0, -2), weight, targets * kept, kept, part, label_smoothing, chunk_bytes
+        hidden.flatten(0, -2), weight, targets * kept, kept, part, rule, chunk_bytes
     )
     return losses.view(labels.shape)

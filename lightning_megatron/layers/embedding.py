@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import reduce_from_region, reduce_scatter_sequence
+from lightning_megatron.layers.accumulate import add_rows_
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import SAME_NAME, ParamSpec
+from lightning_megatron.weight_grad_store import WeightGradStore
 
 
 def padded_vocab_size(vocab_size: int, tp: int = 1, multiple: int = 128) -> int:
     """The vocabulary rounded up to a multiple of ``multiple x tp``, so that every rank holds a well-shaped slice."""
     step = multiple * tp
     return -(-vocab_size // step) * step
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a weight; their gradients are added to the weight's, so that no gradient of all rows is made for them."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, store: WeightGradStore) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.weight, ctx.store = weight, store
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        (tokens,) = ctx.saved_tensors
+        rows, values = tokens.flatten(), grad.flatten(0, -2)
+        place = ctx.store.place_of(ctx.weight)
+        if place is None:
+            return None, torch.zeros_like(ctx.weight).index_add_(0, rows, values), None
+        add_rows_(place, rows, values)
+        return None, None, None
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -36,6 +59,9 @@ class VocabParallelEmbedding(nn.Module):
         tied_copy: True if the weight is a copy of another pipeline stage's, under the same name.
         dtype: dtype of the weight.
         device: device of the weight.
+
+    Attributes:
+        lora: adapters of the layer; ``None`` without.
     """
 
     def __init__(
@@ -53,9 +79,10 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         mesh = mesh or ParallelMesh.single()
-        self.axis = mesh.tp
+        self.axis, self.weight_grads = mesh.tp, mesh.weight_grads
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self._tied_with = SAME_NAME if tied_copy else None
+        self.lora: nn.Module | None = None
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         local = padded_vocab_size(num_embeddings, self.axis.size, multiple) // self.axis.size
         self.first_row = self.axis.rank * local
@@ -67,15 +94,30 @@ class VocabParallelEmbedding(nn.Module):
         shape = (self.num_embeddings, self.embedding_dim)
         return {"weight": ParamSpec(shape, tp_dim=0, tied_with=self._tied_with)}
 
+    @property
+    def is_tied_copy(self) -> bool:
+        """True if the weight is a copy of another pipeline stage's, which embeds no tokens here."""
+        return self._tied_with is not None
+
     def forward(self, tokens: Tensor) -> Tensor:
         """``[S, B] -> [S, B, H]`` (``[S/tp, B, H]`` under sequence parallelism)."""
+        out = self._without_adapter(tokens)
+        return out if self.lora is None else self.lora(tokens, out, self.weight)
+
+    def _without_adapter(self, tokens: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self._rows(tokens)
         local = tokens - self.first_row
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = self._rows(local.masked_fill(elsewhere, 0))
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_region)(rows, self.axis)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        if not (self.weight_grads.takes_gradients and self.weight.requires_grad):
+            return F.embedding(tokens, self.weight)
+        rows: Tensor = _Rows.apply(tokens, self.weight, self.weight_grads)
+        return rows
 
     def extra_repr(self) -> str:
         """Global sizes."""

@@ -7,8 +7,9 @@ gives the same whole weights in every layout, and no rank ever holds a whole lar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lightning_megatron.params import ParamSpec, ShardRanks
 
 _SLAB_ELEMENTS = 1 << 22
 _SEEDS = 1 << 62
+_ARE_ZERO: ContextVar[bool] = ContextVar("weights_are_zero", default=False)
 
 
 @torch.no_grad()
@@ -26,12 +28,22 @@ def normal_(param: Tensor, spec: ParamSpec, ranks: ShardRanks, std: float) -> No
     Draws one number from torch's default CPU generator, also on the meta device (where nothing is filled), so that
     later layers do not depend on the device.
     """
+    _fill(param, spec, ranks, lambda values, generator: values.normal_(std=std, generator=generator))
+
+
+@torch.no_grad()
+def uniform_(param: Tensor, spec: ParamSpec, ranks: ShardRanks, bound: float) -> None:
+    """Fill a local parameter as :func:`normal_` does, with numbers between ``-bound`` and ``bound``."""
+    _fill(param, spec, ranks, lambda values, generator: values.uniform_(-bound, bound, generator=generator))
+
+
+def _fill(param: Tensor, spec: ParamSpec, ranks: ShardRanks, draw: Callable[[Tensor, torch.Generator], Tensor]) -> None:
     base = int(torch.randint(_SEEDS, (), device="cpu").item())
     if param.is_meta:
         return
     box = spec.local_box(tuple(param.shape), ranks)
     param.zero_()
-    if box.is_empty:
+    if box.is_empty or _ARE_ZERO.get():
         return
     rows, *rest = spec.global_shape
     numel_of_row = torch.Size(rest).numel()
@@ -40,9 +52,7 @@ def normal_(param: Tensor, spec: ParamSpec, ranks: ShardRanks, std: float) -> No
     for start in range(first // slab * slab, first + count, slab):
         stop = min(start + slab, rows)
         generator = torch.Generator().manual_seed((base + start // slab) % _SEEDS)
-        values = torch.empty(stop - start, *rest, dtype=torch.float32, device="cpu").normal_(
-            std=std, generator=generator
-        )
+        values = draw(torch.empty(stop - start, *rest, dtype=torch.float32, device="cpu"), generator)
         low, high = max(start, first), min(stop, first + count)
         values = values[low - start : high - start]
         for dim, (offset, size) in enumerate(zip(box.offsets[1:], box.sizes[1:], strict=True), start=1):
@@ -51,6 +61,19 @@ def normal_(param: Tensor, spec: ParamSpec, ranks: ShardRanks, std: float) -> No
         for dim, size in enumerate(box.sizes[1:], start=1):
             target = target.narrow(dim, 0, size)
         target.copy_(values)
+
+
+@contextmanager
+def weights_follow() -> Iterator[None]:
+    """Build layers whose weights are all loaded afterwards: they are zero, and drawing them takes no time.
+
+    Numbers that are drawn from the default generator later do not change.
+    """
+    token = _ARE_ZERO.set(True)
+    try:
+        yield
+    finally:
+        _ARE_ZERO.reset(token)
 
 
 @contextmanager

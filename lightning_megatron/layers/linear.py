@@ -10,6 +10,9 @@ column, SP               ``[S/R, B, in]``            ``[S, B, out/R]``
 row                      ``[S, B, in/R]``            ``[S, B, out]``
 row, SP                  ``[S, B, in/R]``            ``[S/R, B, out]``
 =======================  ==========================  ===========================
+
+``torch.compile`` leaves a layer on several ranks out of its graphs, whole: a collective would break the graph anyway,
+and each function around it once more.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from lightning_megatron.comm.collectives import (
     start_reduce_scatter,
 )
 from lightning_megatron.errors import Problem, divisors, multiples_around, nearest_to, raise_if_any
+from lightning_megatron.layers.accumulate import add_product_
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.implementation import Selection
@@ -47,8 +51,9 @@ class _Linear(torch.autograd.Function):
     sequence parallelism only the shard of ``x`` is saved; it is gathered again while ``dx`` is computed
     (https://arxiv.org/abs/2205.05198, section 4.2.2).
 
-    Without an ``axis`` nothing is communicated. With a ``store`` the parameters are passed detached and again in
-    ``leaves``, and their gradients go through the store: autograd takes a ``None`` for a gradient that has arrived.
+    Without an ``axis`` nothing is communicated. The parameters are passed again in ``leaves``. If the store has a place
+    for the weight's gradient, it is added there. With ``defers`` the parameters come detached, and their gradients go
+    through the store. In both cases autograd takes a ``None`` for a gradient that has arrived.
     """
 
     @staticmethod
@@ -60,11 +65,12 @@ class _Linear(torch.autograd.Function):
         axis: Axis | None,
         sequence_parallel: bool,
         gemms: LinearGemms,
-        store: WeightGradStore | None,
-        leaves: tuple[Tensor | None, ...],
+        store: WeightGradStore,
+        leaves: tuple[Tensor, Tensor | None],
+        defers: bool,
     ) -> Tensor:
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
-        ctx.gemms, ctx.store, ctx.leaves = gemms, store, leaves
+        ctx.gemms, ctx.store, ctx.leaves, ctx.defers = gemms, store, leaves, defers
         whole = all_gather(x, axis) if axis is not None and sequence_parallel else x  # [S, B, in]
         out, kept = gemms.forward(whole, weight, bias)
         ctx.save_for_backward(x, weight, bias, *kept)
@@ -74,7 +80,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *kept = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        if ctx.store is not None:
+        store: WeightGradStore = ctx.store
+        if ctx.defers:
             needs_dw, needs_db = (leaf is not None and leaf.requires_grad for leaf in ctx.leaves)
         whole_x = start_all_gather(x, ctx.axis) if ctx.sequence_parallel and needs_dw else Pending(x)
         gemms: LinearGemms = ctx.gemms
@@ -84,16 +91,21 @@ class _Linear(torch.autograd.Function):
             pending_dx = _start_sum(gemms.input_gradient(factor, weight, kept), ctx.axis, ctx.sequence_parallel)
 
         def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
-            dw = gemms.weight_gradient(factor, whole_x.wait(), kept).view_as(weight) if needs_dw else None
+            place = store.place_of(ctx.leaves[0]) if needs_dw and gemms is PLAIN_GEMMS else None
+            dw = None
+            if place is not None:
+                add_product_(place, dy.flatten(0, -2).t(), whole_x.wait().flatten(0, -2))
+            elif needs_dw:
+                dw = gemms.weight_gradient(factor, whole_x.wait(), kept).view_as(weight)
             db = dy.flatten(0, -2).sum(0).view_as(bias) if bias is not None and needs_db else None
             return dw, db
 
         dw = db = None
-        if ctx.store is None:
-            dw, db = weight_gradients()
+        if ctx.defers:
+            store.put(weight_gradients, *ctx.leaves)
         else:
-            ctx.store.put(weight_gradients, *ctx.leaves)
-        return pending_dx.wait() if pending_dx is not None else None, dw, db, *(None,) * 5
+            dw, db = weight_gradients()
+        return pending_dx.wait() if pending_dx is not None else None, dw, db, *(None,) * 6
 
 
 def _start_sum(dx: Tensor, axis: Axis | None, sequence_parallel: bool) -> Pending:
@@ -109,6 +121,7 @@ class _TensorParallelLinear(nn.Module):
     Attributes:
         products: matrix products of forward and backward. Its name is in the checkpoint keys of fp8's scales.
         product_choice: reason for these products, for the op report; ``None`` where there was no choice.
+        lora: adapters of the layer; ``None`` without.
     """
 
     weight: nn.Parameter
@@ -120,6 +133,23 @@ class _TensorParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         self.products: LinearGemms = PLAIN_GEMMS
         self.product_choice: Selection | None = None
+        self.lora: nn.Module | None = None
+
+    def _adapted(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        """The output with that of an adapter, if there is one.
+
+        Args:
+            x: input.
+            out: output of this rank.
+            bias: bias that the output contains.
+        """
+        return out if self.lora is None else self.lora(x, out, self.weight, bias)
+
+    @property
+    def effective_weight(self) -> Tensor:
+        """The weight by which the layer multiplies, an adapter included."""
+        weight: Tensor = self.weight if self.lora is None else self.lora.merged(self.weight)  # type: ignore[operator]
+        return weight
 
     def _linear(self, x: Tensor, bias: Tensor | None, axis: Axis | None = None) -> Tensor:
         """``x W^T + b``.
@@ -130,15 +160,16 @@ class _TensorParallelLinear(nn.Module):
             axis: ranks over which the gradient of ``x`` is summed; ``None`` for none.
         """
         gemms, store = self.products, self.weight_grads
-        if axis is None and gemms is PLAIN_GEMMS and not store.enabled:
-            return linear(x, self.weight, bias)  # autograd's own backward: nothing to overlap, replace or defer
-        how = axis, self.sequence_parallel and axis is not None, gemms
+        if axis is None and gemms is PLAIN_GEMMS and not (store.enabled or store.takes_gradients):
+            return linear(x, self.weight, bias)  # autograd's own backward: nothing to overlap, replace, defer or add
+        gemms.prepare(self.weight)
+        how = axis, self.sequence_parallel and axis is not None, gemms, store, (self.weight, bias)
         out: Tensor
         if store.enabled and x.requires_grad:
             hidden_bias = None if bias is None else bias.detach()
-            out = _Linear.apply(x, self.weight.detach(), hidden_bias, *how, store, (self.weight, bias))
+            out = _Linear.apply(x, self.weight.detach(), hidden_bias, *how, True)
         else:
-            out = _Linear.apply(x, self.weight, bias, *how, None, ())
+            out = _Linear.apply(x, self.weight, bias, *how, False)
         return out
 
     def extra_repr(self) -> str:
@@ -219,9 +250,13 @@ class ColumnParallelLinear(_TensorParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[S, B, in]`` (``[S/tp, B, in]`` under sequence parallelism) to ``[S, B, out/tp]``; blocks side by side."""
-        if self.axis.size == 1:
-            return self._linear(x, self.bias)
-        out = self._linear(x, self.bias, self.axis)  # [S, B, out/tp]
+        if self.axis.size > 1:
+            return self._forward_on_ranks(x)
+        return self._adapted(x, self._linear(x, self.bias), self.bias)
+
+    @torch.compiler.disable
+    def _forward_on_ranks(self, x: Tensor) -> Tensor:
+        out = self._adapted(x, self._linear(x, self.bias, self.axis), self.bias)  # [S, B, out/tp]
         if not self.gather_output:
             return out
         # Block by block, so that the result is the blocks side by side and not the ranks.
@@ -277,10 +312,15 @@ class RowParallelLinear(_TensorParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[S, B, in/tp]`` to ``[S, B, out]`` (``[S/tp, B, out]`` under sequence parallelism)."""
+        if self.axis.size > 1:
+            return self._forward_on_ranks(x)
+        return self._adapted(x, self._linear(x, self.bias), self.bias)
+
+    @torch.compiler.disable
+    def _forward_on_ranks(self, x: Tensor) -> Tensor:
         if self.split_input:
             x = split_features(x, self.axis)
-        if self.axis.size == 1:
-            return self._linear(x, self.bias)
         partial = self._linear(x, None)  # [S, B, out], summed below; the bias is added once, after the sum
         out = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_region)(partial, self.axis)
+        out = self._adapted(x, out, None)
         return out if self.bias is None else out + self.bias

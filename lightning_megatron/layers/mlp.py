@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lightning_megatron.config.transformer import GATED
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.activation import ACTIVATIONS
+from lightning_megatron.ops.activation import Activation
 
 
 class MLP(nn.Module):
@@ -17,7 +16,7 @@ class MLP(nn.Module):
         hidden_size: features ``H``.
         ffn_hidden_size: features ``F`` between the two layers.
         mesh: mesh of the ranks.
-        activation: name in ``ACTIVATIONS``.
+        activation: function between the two layers.
         bias: True if the two layers have biases.
         sequence_parallel: True if input and output are sequence shards.
         init_std: standard deviation of ``fc1``'s initial weight.
@@ -30,24 +29,23 @@ class MLP(nn.Module):
         ffn_hidden_size: int,
         mesh: ParallelMesh,
         *,
-        activation: str,
+        activation: Activation,
         bias: bool,
         sequence_parallel: bool,
         init_std: float,
         output_init_std: float,
     ) -> None:
         super().__init__()
-        blocks = 2 if activation in GATED else 1
         self.fc1 = ColumnParallelLinear(
             hidden_size,
-            blocks * ffn_hidden_size,
+            activation.parts * ffn_hidden_size,
             mesh,
             bias=bias,
-            blocks=blocks,
+            blocks=activation.parts,
             sequence_parallel=sequence_parallel,
             init_std=init_std,
         )
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation.run
         self.fc2 = RowParallelLinear(
             ffn_hidden_size,
             hidden_size,

@@ -1,16 +1,17 @@
 """The table of every private name of another library that this package touches, and functions that hide most of them.
 
-``tests/trainer/test_private.py`` reads the table. It fails where a name has vanished from its library, and where the
-package touches a private name that is not here.
+``tests/trainer/strategy/test_private.py`` reads the table. It fails where a name has vanished from its library, and
+where the package touches a private name that is not here.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
@@ -25,14 +26,19 @@ from torchmetrics import Metric
 from lightning_megatron.comm.rendezvous import Store
 
 __all__ = [
+    "CompilerCounts",
     "Launcher",
     "MockOptimizer",
+    "Recompilation",
     "SubprocessScriptLauncher",
     "asks_for_upload",
     "checkpoint_folder",
+    "compiler_counts",
     "default_store",
+    "has_hooks",
     "injects_samplers",
     "mark_updated",
+    "recompilations",
     "set_shown_value",
     "shown_value",
     "steps_between_saves",
@@ -70,6 +76,7 @@ class PrivateName:
 
 
 _HERE = "lightning/_private.py"
+_REHEARSAL = "rehearsal/torch_private.py"
 _STRATEGY = "lightning.pytorch.strategies.Strategy"
 _PARALLEL = "lightning.pytorch.strategies.ParallelStrategy"
 _MODULE = "lightning.pytorch.LightningModule"
@@ -128,11 +135,41 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "_version",
         "torch.Tensor",
-        ("lightning/step/optimizers.py", "optim/buffers/slot.py", "optim/buffers/edits.py"),
-        "weights that a script has written between steps",
+        (
+            "checkpoint/background/host_copy.py",
+            "layers/fp8_linear.py",
+            "lightning/step/optimizers.py",
+            "optim/buffers/slot.py",
+            "optim/buffers/edits.py",
+        ),
+        "weights and optimizer state that a script has written between steps",
     ),
-    PrivateName("_schema", "torch.ops.aten.relu.default", ("ops/mixture_of_experts.py",), "arguments of an operator"),
-    PrivateName("_python_dispatch", "torch.utils", ("testing/activations.py",), "TorchDispatchMode"),
+    PrivateName("_linear_pointwise", "torch.ops.mkldnn", ("ops/cpu/onednn.py",), "fp32 products by oneDNN"),
+    PrivateName(
+        "_softmax_backward_data",
+        "torch.ops.aten",
+        ("ops/cpu/attention_blocks.py",),
+        "a softmax backward in one pass",
+    ),
+    PrivateName("_backward_hooks", "torch.Tensor", (_HERE,), "hooks on a parameter"),
+    PrivateName("_post_accumulate_grad_hooks", "torch.Tensor", (_HERE,), "hooks on a parameter"),
+    PrivateName(
+        "_schema",
+        "torch.ops.aten.relu.default",
+        ("ops/mixture_of_experts.py", _REHEARSAL),
+        "arguments of an operator",
+    ),
+    PrivateName("_python_dispatch", "torch.utils", ("testing/activations.py", _REHEARSAL), "TorchDispatchMode"),
+    PrivateName("_subclasses", "torch", (_REHEARSAL,), "fake tensors"),
+    PrivateName("_internal", "torch.testing", (_REHEARSAL,), "process groups that send nothing"),
+    PrivateName("_local_scalar_dense", "torch.ops.aten", (_REHEARSAL,), "the operator behind `tensor.item()`"),
+    PrivateName(
+        "_StorageInfo",
+        "torch.distributed.checkpoint.filesystem",
+        ("checkpoint/box_writer.py",),
+        "place of an item, as dcp.load looks for it",
+    ),
+    PrivateName("_dynamo", "torch", (_HERE,), "graphs, breaks and recompilations of torch.compile"),
     PrivateName("_is_protocol", "typing.Protocol", ("arguments.py",), "annotations that are protocols"),
     PrivateName("_value2member_map_", "enum.Enum", ("recorder/reading.py",), "known numbers of an Enum"),
 )
@@ -213,6 +250,63 @@ def set_shown_value(metric: Metric, value: Tensor | None) -> None:
 def mark_updated(metric: Metric) -> None:
     """Count one update of a metric without a sample, so that ``compute`` does not warn."""
     metric._update_count += 1
+
+
+@dataclass(frozen=True)
+class CompilerCounts:
+    """Counts of ``torch.compile`` in this process.
+
+    Attributes:
+        graphs: graphs that it has made.
+        breaks: number of graph breaks by reason.
+    """
+
+    graphs: int = 0
+    breaks: Mapping[str, int] = field(default_factory=dict)
+
+    def since(self, before: CompilerCounts) -> CompilerCounts:
+        """The counts that were added after an earlier count."""
+        breaks = {reason: number - before.breaks.get(reason, 0) for reason, number in self.breaks.items()}
+        return CompilerCounts(self.graphs - before.graphs, {why: number for why, number in breaks.items() if number})
+
+
+def compiler_counts() -> CompilerCounts:
+    """Counts since the process began, or since they were last cleared."""
+    counters = torch._dynamo.utils.counters
+    return CompilerCounts(counters["stats"]["unique_graphs"], dict(counters["graph_break"]))
+
+
+@dataclass(frozen=True)
+class Recompilation:
+    """A function that ``torch.compile`` has compiled once more.
+
+    Attributes:
+        number: number of the compilation in torch's words, such as ``"3/1"``, and the time of its begin.
+        function: name of the function.
+        reason: the first check of an earlier graph that did not hold, in torch's words.
+    """
+
+    number: str
+    function: str
+    reason: str
+
+
+def recompilations() -> list[Recompilation]:
+    """The newest recompilations of this process; torch keeps its newest 64 compilations, and forgets none of them."""
+    found = torch._dynamo.utils.get_compilation_metrics()
+    return [
+        Recompilation(
+            f"{each.compile_id} {getattr(each, 'start_time', None)}", str(each.co_name), str(each.recompile_reason)
+        )
+        for each in found
+        if getattr(each, "recompile_reason", None)  # torch 2.6 does not say
+    ]
+
+
+def has_hooks(param: Tensor) -> bool:
+    """True if a parameter has a hook on its gradient besides the one of its bucket."""
+    # A hook that is removed leaves an empty dictionary behind.
+    return bool(param._backward_hooks) or len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 1
 
 
 def default_store() -> Store:

@@ -21,7 +21,8 @@ class HPUAccelerator(Accelerator):
     """Intel Gaudi cards, which ``Trainer(accelerator=...)`` knows as ``NAME``.
 
     Methods are those of Intel's archived lightning-habana. One process has one card, which always has index 0 there.
-    ``HABANA_VISIBLE_MODULES`` limits the cards that a job may take.
+    ``HABANA_VISIBLE_MODULES`` limits the cards that a job may take: a pair (``0,1``, ``2,3``, ``4,5`` or ``6,7``) or
+    half a node (``0,1,2,3`` or ``4,5,6,7``).
     """
 
     def setup_device(self, device: torch.device) -> None:
@@ -47,19 +48,19 @@ class HPUAccelerator(Accelerator):
         """Number of cards asked for.
 
         Raises:
-            ConfigError: for a list of cards, or a value that is not a number.
+            ConfigError: for a list of cards, a value that is not a number, or more cards than a job may take here.
         """
         if isinstance(devices, list | tuple):
-            reason = "a process cannot choose its card by number"
-            cards = ",".join(map(str, devices))
-            nearest = (f"{len(devices)}, with HABANA_VISIBLE_MODULES={cards} in the environment",)
-            raise ConfigError([Problem("devices", list(devices), reason, nearest)])
+            raise ConfigError([_numbered_cards(list(devices))])
         try:
             number = int(devices)
         except ValueError:
             number = 0
         if number < 1:
             raise ConfigError([Problem("devices", devices, "must be a number of cards from 1 on, or 'auto'", (1, 8))])
+        most = HPUAccelerator.auto_device_count() if HPUAccelerator.is_available() else number
+        if number > most:
+            raise ConfigError([_too_many_cards(number, most)])
         return number
 
     @staticmethod
@@ -69,7 +70,7 @@ class HPUAccelerator(Accelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        """Cards of this node."""
+        """Cards of this node that ``HABANA_VISIBLE_MODULES`` permits, all of them if it is not set."""
         return devices.device_count(devices.HPU)
 
     @staticmethod
@@ -92,6 +93,22 @@ class HPUAccelerator(Accelerator):
         """Register the name, unless lightning-habana has registered it already."""
         if NAME not in accelerator_registry:
             accelerator_registry.register(NAME, cls, description=str(cls.__doc__).splitlines()[0])
+
+
+def _numbered_cards(cards: list[Any]) -> Problem:
+    """The fault of ``devices=[4, 5]``, with the environment that means it."""
+    text = ",".join(map(str, cards))
+    allowed = devices.allowed_modules(len(cards))
+    chosen = (text,) if text in allowed else allowed
+    nearest = tuple(f"{each.count(',') + 1}, with {devices.VISIBLE}={each} in the environment" for each in chosen)
+    return Problem("devices", cards, "a process cannot choose its card by number", nearest)
+
+
+def _too_many_cards(number: int, most: int) -> Problem:
+    """The fault of asking for more cards than this job may take."""
+    modules = devices.visible_modules()
+    limit = "the node has" if modules is None else f"{devices.VISIBLE}={','.join(map(str, modules))} permits"
+    return Problem("devices", number, f"{limit} {most}", (most, "auto"))
 
 
 def preferred_accelerator(parallel_devices: list[torch.device] | None) -> Accelerator | None:

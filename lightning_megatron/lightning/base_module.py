@@ -12,10 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_megatron.config.layout import ModelShape
-from lightning_megatron.lightning.checkpointing.hyper_parameters import build_module, read_meta, target_device
+from lightning_megatron.lightning import checkpointing, pretrained
 from lightning_megatron.lightning.placement import Placement
-from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled_checkpoint
-from lightning_megatron.lightning.pretrained.load_weights import PendingWeights
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import named_specs
@@ -40,7 +38,7 @@ class MegatronModule(LightningModule):
 
     splits_context = False
 
-    _weights: PendingWeights | None = None
+    _weights: pretrained.PendingWeights | None = None
     _is_built = False
     _megatron_placement: Placement | None = None
 
@@ -90,7 +88,8 @@ class MegatronModule(LightningModule):
             hparams_file: file of hyper-parameters that replace those of the checkpoint.
             strict: True if a missing or unexpected name is an error; ``None`` for the module's ``strict_loading``.
             weights_only: Lightning's argument, for checkpoints in an open file.
-            **kwargs: arguments of the class, which override those of the checkpoint.
+            **kwargs: arguments of the class, which override those of the checkpoint; and for one that holds adapters
+                alone ``base``, the path of the weights that they were trained on, if it is another one by now.
 
         Returns:
             The loaded module.
@@ -104,12 +103,31 @@ class MegatronModule(LightningModule):
             return super().load_from_checkpoint(
                 checkpoint_path, map_location, hparams_file, strict, **options, **kwargs
             )
-        device = target_device(map_location)
-        meta = read_meta(checkpoint_path)
-        module = build_module(cls, meta, checkpoint_path, kwargs, hparams_file)
-        refuse_unfilled_checkpoint(checkpoint_path, meta)
-        module._load(PendingWeights.of(checkpoint_path, module.strict_loading if strict is None else strict, meta))
+        device = checkpointing.target_device(map_location)
+        meta = checkpointing.read_meta(checkpoint_path)
+        base = pretrained.path_of_base(checkpoint_path, meta, kwargs.pop("base", None))
+        module = checkpointing.build_module(cls, meta, checkpoint_path, kwargs, hparams_file)
+        pretrained.refuse_unfilled_checkpoint(checkpoint_path, meta)
+        strict = module.strict_loading if strict is None else strict
+        module._load(pretrained.PendingWeights.of(checkpoint_path, strict, meta, base))
         return module.to(device)
+
+    @classmethod
+    def from_hf(
+        cls: type[MegatronModuleT], path: str | os.PathLike[str], *, weights: bool = True, **arguments: Any
+    ) -> MegatronModuleT:
+        """A module for a Hugging Face directory, of the class that its ``model_type`` asks for, with its weights.
+
+        Args:
+            path: directory of a known family.
+            weights: True to load the weights too.
+            **arguments: arguments of the class that is chosen.
+
+        Raises:
+            CheckpointError: if there is no such directory, or its files are at fault.
+            ConfigError: for a model that this package cannot reproduce, or that is none of this class.
+        """
+        return pretrained.hf_module_class(path, cls).from_hf(path, weights=weights, **arguments)
 
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Load the weights of a checkpoint, in any layout, and nothing else of it.
@@ -124,9 +142,9 @@ class MegatronModule(LightningModule):
         Raises:
             CheckpointError: if there is no such checkpoint, it is damaged, or does not fit.
         """
-        self._load(PendingWeights.of(path, strict))
+        self._load(pretrained.PendingWeights.of(path, strict))
 
-    def _load(self, weights: PendingWeights) -> None:
+    def _load(self, weights: pretrained.PendingWeights) -> None:
         self._weights = weights
         if self._is_built or type(self).configure_model is LightningModule.configure_model:
             self._take_weights()

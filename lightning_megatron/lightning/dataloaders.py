@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_max
 from lightning_megatron.errors import ConfigError, Problem
+from lightning_megatron.machine.host import shared_memory, shorten_socket_paths
 from lightning_megatron.mesh import ParallelMesh, coordinate, dense_grid
 
 
@@ -65,11 +67,24 @@ def shuffle_by_epoch(loader: Any) -> None:
 def start_workers_safely(loader: Any, device: torch.device) -> None:
     """Choose a start method for workers that is safe with the device, unless the user has chosen one.
 
+    A small ``/dev/shm``, through which they pass batches, is a warning.
+
     Args:
         loader: any loader; only a ``DataLoader`` is changed.
         device: device of this rank.
+
+    Raises:
+        ConfigError: if the path of the folder for temporary files is too long for the sockets of workers.
     """
-    if isinstance(loader, DataLoader) and loader.num_workers and loader.multiprocessing_context is None:
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return
+    sockets = shorten_socket_paths()
+    if sockets.fault:
+        raise ConfigError([Problem(sockets.subject, sockets.value, sockets.fault, ("/tmp",))])
+    memory = shared_memory()
+    if memory.fault:
+        rank_zero_warn(f"{memory.subject}: {memory.value}; {memory.fault}")
+    if loader.multiprocessing_context is None:
         loader.multiprocessing_context = devices.worker_start_method(device)
 
 

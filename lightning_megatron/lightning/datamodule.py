@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.arguments import Check, OneOf, at_least, checked
 from lightning_megatron.config.layout import BatchShape
 from lightning_megatron.data import build_gpt_datasets, build_tokenizer
+from lightning_megatron.data.batch_ramp import BatchRamp
+from lightning_megatron.data.blend_file import by_split, separated
 from lightning_megatron.data.build import (
     DataPath,
+    DataPaths,
+    Paths,
     SampleDataset,
     file_problems,
     parse_data_path,
@@ -30,23 +35,37 @@ from lightning_megatron.data.fingerprint import (
 )
 from lightning_megatron.data.resumable_loader import ResumableDataLoader
 from lightning_megatron.data.sampler import MegatronSampler
-from lightning_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer
+from lightning_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer, tokenizer_beside
 from lightning_megatron.errors import ConfigError, DataError, Problem, problems_of, raise_if_any
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
+from lightning_megatron.lightning.streams.sample_plan import SamplePlan
+from lightning_megatron.lightning.validation.samples import count_samples
 
 ELSEWHERE = {
     "micro_batch_size": "it is an argument of the strategy",
-    "global_batch_size": "it is batch_size x dp x accumulate_grad_batches (of the Trainer)",
+    "train_data_path": "data_path, which is for training where val_data_path or test_data_path is given",
     "valid_data_path": "val_data_path",
+    "data_args_path": "data_path, which takes such a file",
+    "per_split_data_args_path": "data_path, which takes such a file",
     "data_cache_path": "cache_dir",
     "data_prefix": "data_path",
 }
 """Our arguments, or what to do instead, by the names of Megatron and NeMo."""
 
 
+COUNTS = ("train_samples", "val_samples", "test_samples")
+"""Arguments with numbers of samples, in the order of the splits."""
+
+
 def readable(argument: str) -> Check:
     """Rule for data paths that is checked before the files are opened."""
-    return Check(lambda path: [] if path is None else problems_of(parse_data_path, path, argument))
+
+    def parse(path: Any) -> None:
+        named = by_split(path, argument) if argument == "data_path" else None
+        for each in [path] if named is None else named.values():
+            parse_data_path(each, argument)
+
+    return Check(lambda path: [] if path is None else problems_of(parse, path))
 
 
 class MegatronDataModule(LightningDataModule):
@@ -57,13 +76,16 @@ class MegatronDataModule(LightningDataModule):
     in mid-epoch resumes at the next sample. It contains a fingerprint of the data, and ``fit`` refuses other data.
 
     Args:
-        data_path: prefix of a pair of files, a list of prefixes, or ``[weight, prefix, ...]``; only for training if
-            ``val_data_path`` or ``test_data_path`` is given.
+        data_path: prefix of a pair of files, a list of prefixes (each read once, mixed by length), or
+            ``[weight, prefix, ...]``; only for training if ``val_data_path`` or ``test_data_path`` is given. Or a YAML
+            or JSON file of these, or one of them under each of ``train``, ``valid`` and ``test``.
         seq_length: tokens of a sample.
         batch_size: samples of one batch of one data-parallel replica.
         split: shares of the documents for training, validation and test, if ``data_path`` is for all three.
         train_samples: samples to draw for training, over as many epochs of the data as needed; ``None`` means as many
-            as ``Trainer(max_steps=...)`` consumes, or one epoch of the data without it.
+            as ``Trainer(max_steps=...)`` consumes, or one epoch of the data without it. Without ``max_steps`` and
+            ``max_epochs`` training ends after them. Where samples are counted (by either of the last two arguments, or
+            a schedule in samples) it is a length of training, and ``max_steps`` beside it an error.
         val_samples: samples to draw for validation; ``None`` means one epoch of its share, in a weighted blend until
             the first of its members is used up.
         test_samples: samples to draw for test; ``None`` as for ``val_samples``.
@@ -71,16 +93,21 @@ class MegatronDataModule(LightningDataModule):
         num_workers: number of processes that load samples.
         cache_dir: directory of the index files; ``None`` means beside the data.
         tokenizer_type: Megatron's name of the tokenizer that the data was made with, to check ids and sizes.
-        tokenizer_model: file or directory of the tokenizer.
+        tokenizer_model: file or directory of the tokenizer; ``None`` takes the one in the folder of the data, if any:
+            ``tokenizer.model``, ``tokenizer.json``, ``vocab.txt``, or ``vocab.json`` with ``merges.txt``.
         eod_mask_loss: leave end-of-document tokens out of the loss; needs the tokenizer.
         reset_position_ids: let positions begin anew after each document; needs the tokenizer. As in Megatron-LM,
-            attention still crosses the end of a document.
+            attention still crosses the end of a document, unless ``reset_attention_mask`` is given too.
         allow_other_data: let ``fit`` resume a checkpoint that was trained on other data, with other shares or weights,
             in another order, or with another tokenizer; it skips as many samples as were consumed.
         vocab_file: vocabulary of GPT-2's or BERT's tokenizer, instead of ``tokenizer_model``.
         merge_file: merges of GPT-2's tokenizer.
         val_data_path: data of validation, read whole.
         test_data_path: data of tests, read whole.
+        global_batch_size: samples of one optimizer step, whatever the number of replicas is, instead of ``batch_size``.
+        rampup_batch_size: the global batch grows: samples of the first one, increment, and samples after which it has
+            its full size, by Megatron-LM's rule.
+        reset_attention_mask: keep documents of a sample from seeing each other; needs the tokenizer.
 
     Raises:
         ConfigError: for arguments that cannot work.
@@ -100,10 +127,11 @@ class MegatronDataModule(LightningDataModule):
         num_workers=at_least(0),
         seed=at_least(0),
         tokenizer_type=OneOf(TOKENIZER_TYPES),
+        global_batch_size=at_least(1),
     )
     def __init__(
         self,
-        data_path: DataPath,
+        data_path: DataPaths,
         seq_length: int,
         batch_size: int = 1,
         split: str = "969,30,1",
@@ -122,15 +150,23 @@ class MegatronDataModule(LightningDataModule):
         merge_file: str | os.PathLike[str] | None = None,
         val_data_path: DataPath | None = None,
         test_data_path: DataPath | None = None,
+        global_batch_size: int | None = None,
+        rampup_batch_size: Sequence[int] | None = None,
+        reset_attention_mask: bool = False,
     ) -> None:
         super().__init__()
-        self.data_path, self.val_data_path, self.test_data_path = data_path, val_data_path, test_data_path
+        self.sample_plan = SamplePlan(batch_size, train_samples, global_batch_size, rampup_batch_size)
+        self.data_path, self.val_data_path, self.test_data_path = separated(data_path, val_data_path, test_data_path)
         self.seq_length, self.batch_size, self.split, self.seed = seq_length, batch_size, split, seed
         self.samples = (train_samples, val_samples, test_samples)
         self.num_workers, self.cache_dir = num_workers, _path(cache_dir)
         self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
+        self.reset_attention_mask = reset_attention_mask
         self.allow_other_data = allow_other_data
         self.tokenizer: Tokenizer | None = None
+        if tokenizer_type is not None and tokenizer_model is vocab_file is None:
+            folder = Path(parse_data_path(self.data_path).prefixes[0]).parent
+            tokenizer_model = tokenizer_beside(tokenizer_type, folder)
         self._tokenizer_model = tokenizer_model or vocab_file
         if tokenizer_type is not None:
             vocab, merges = _path(vocab_file), _path(merge_file)
@@ -141,11 +177,12 @@ class MegatronDataModule(LightningDataModule):
         self._train_loader: ResumableDataLoader | None = None
         self._saved_place: dict[str, Any] | None = None
         self._fingerprint: Fingerprint | None = None
-        raise_if_any(self._problems())
+        self._ends_training = False
+        raise_if_any(self.sample_plan.own_problems() + self._problems())
 
     def _problems(self) -> list[Problem]:
         found = []
-        for name in ("eod_mask_loss", "reset_position_ids"):
+        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
             if getattr(self, name) and self.tokenizer is None:
                 reason = "needs to know the end-of-document token: give tokenizer_type and tokenizer_model"
                 found.append(Problem(name, True, reason, (False,)))
@@ -166,66 +203,111 @@ class MegatronDataModule(LightningDataModule):
         found = [problem for argument, path in self._paths.items() for problem in file_problems(path, argument)]
         if found or len(self._paths) > 1:
             return found
-        wanted = zip(("train_samples", "val_samples", "test_samples"), self.samples, strict=True)
-        return share_problems(self.data_path, self.split, dict(wanted))
+        return self._share_problems()
+
+    def _share_problems(self) -> list[Problem]:
+        return share_problems(self.data_path, self.split, dict(zip(COUNTS, self.samples, strict=True)))
+
+    @property
+    def packs_documents(self) -> bool:
+        """True if samples hold several documents, which see nothing of each other."""
+        return self.reset_attention_mask
 
     @property
     def batch_shape(self) -> BatchShape:
         """Sizes that layouts and models are checked against."""
         vocab = None if self.tokenizer is None else self.tokenizer.vocab_size
-        return BatchShape(self.batch_size, seq_length=self.seq_length, vocab_size=vocab)
+        dp = None if self.trainer is None else self._dp_size
+        return self.sample_plan.shape(dp, seq_length=self.seq_length, vocab_size=vocab)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one batch of all replicas."""
-        return self.batch_size * self._dp[1]
+        """Samples of one batch of all replicas, behind a ramp."""
+        return self.sample_plan.global_batch(self._dp_size)
 
     def prepare_data(self) -> None:
         """Build the index files, on one process of each node; all then map them into memory."""
         self._build()
 
     def setup(self, stage: str) -> None:
-        """Open the data."""
+        """Open the data; let training end after ``train_samples``, if nobody has set another end."""
         self._datasets = self._build()
+        trainer = self.trainer
+        if stage == "fit" and trainer is not None and self.sample_plan.ends(trainer, self._counts_samples):
+            self._ends_training = True
+            steps = self.sample_plan.batches(self._dp_size) // trainer.accumulate_grad_batches
+            trainer.fit_loop.epoch_loop.max_steps = steps
+            rank_zero_info(f"setting training iterations to {steps}")
+
+    def teardown(self, stage: str) -> None:
+        """Give the Trainer its own end of training back."""
+        if self._ends_training and self.trainer is not None:
+            self._ends_training = False
+            self.trainer.fit_loop.epoch_loop.max_steps = -1
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Do what :meth:`teardown` does, which Lightning does not call then."""
+        self.teardown("fit")
+
+    @property
+    def _counts_samples(self) -> bool:
+        """True if anything in this job counts samples."""
+        return self.trainer is not None and count_samples((self, self.trainer.lightning_module))
 
     def _build(self) -> tuple[SampleDataset | None, ...]:
         train, val, test = self.samples
         if train is None and self.trainer is not None and self.trainer.max_steps > 0:
-            train = self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.global_batch_size
-        whole = self.val_data_path is not None or self.test_data_path is not None
+            batches = self.trainer.max_steps * self.trainer.accumulate_grad_batches
+            train = self.sample_plan.needed(batches, self._dp_size)
+        given = self.data_path, self.val_data_path, self.test_data_path
+        whole = given[1] is not None or given[2] is not None
+        paths = Paths(None, *given, self.split) if whole else Paths(self.data_path, split=self.split)
+        return self._make_datasets(paths, (train, val, test))
+
+    def _make_datasets(self, paths: Paths, samples: tuple[int | None, ...]) -> tuple[SampleDataset | None, ...]:
+        """Data sets of training, validation and test; a subclass has samples of another kind."""
         return build_gpt_datasets(
-            None if whole else self.data_path,
-            train_data_path=self.data_path if whole else None,
-            valid_data_path=self.val_data_path,
-            test_data_path=self.test_data_path,
+            paths.shared,
+            train_data_path=paths.train,
+            valid_data_path=paths.valid,
+            test_data_path=paths.test,
             seq_length=self.seq_length,
-            num_samples=(train, val, test),
-            split=self.split,
+            num_samples=samples,
+            split=paths.split,
             seed=self.seed,
             cache_dir=self.cache_dir,
             eod_id=None if self.tokenizer is None else self.tokenizer.eod,
             eod_mask_loss=self.eod_mask_loss,
             reset_position_ids=self.reset_position_ids,
+            reset_attention_mask=self.reset_attention_mask,
         )
 
     @property
-    def _dp(self) -> tuple[int, int]:
-        """Number of this rank's share of the data, and the number of shares."""
+    def _dp_size(self) -> int:
+        """Number of shares of the data."""
         strategy = None if self.trainer is None else self.trainer.strategy
         if isinstance(strategy, MegatronStrategy):
-            return strategy.data_parallel_rank, strategy.data_parallel_size
-        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+            return strategy.data_parallel_size
+        return 1 if self.trainer is None else self.trainer.world_size
 
-    def _loader(self, dataset: SampleDataset | None) -> Any:
+    @property
+    def _dp_rank(self) -> int:
+        """Number of this rank's share of the data."""
+        strategy = None if self.trainer is None else self.trainer.strategy
+        if isinstance(strategy, MegatronStrategy):
+            return strategy.data_parallel_rank
+        return 0 if self.trainer is None else self.trainer.global_rank
+
+    def _loader(self, dataset: SampleDataset | None, samples: int | None = None, ramp: BatchRamp | None = None) -> Any:
         if dataset is None:
             return []
-        rank, size = self._dp
+        total = len(dataset) if samples is None else samples
         sampler = MegatronSampler(
-            len(dataset),
-            batch_size=self.batch_size,
-            dp_rank=rank,
-            dp_size=size,
-            drop_last=len(dataset) >= self.batch_size * size,
+            total,
+            batch_size=self.sample_plan.batch_of(self._dp_size) if ramp is None else ramp,
+            dp_rank=self._dp_rank,
+            dp_size=self._dp_size,
+            drop_last=samples is not None or total >= self.global_batch_size,
         )
         return ResumableDataLoader(
             dataset, batch_sampler=sampler, num_workers=self.num_workers, persistent_workers=self.num_workers > 0
@@ -233,7 +315,9 @@ class MegatronDataModule(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         """Batches of ``{"tokens", "labels", "loss_mask", "position_ids"}``, each ``[batch_size, seq_length]``."""
-        loader = self._loader(self._datasets[0])
+        # A data set may have more samples than were asked for: training that ends after them does not read the rest.
+        samples = self.sample_plan.train_samples if self._ends_training else None
+        loader = self._loader(self._datasets[0], samples, self.sample_plan.ramp(self._dp_size))
         if isinstance(loader, ResumableDataLoader):
             self._train_loader = loader
             if self._saved_place is not None:
@@ -250,10 +334,15 @@ class MegatronDataModule(LightningDataModule):
                 "seq_length": self.seq_length,
                 "seed": self.seed,
                 "tokenizer": tokenizer,
-                "eod_mask_loss": self.eod_mask_loss,
-                "reset_position_ids": self.reset_position_ids,
+                **self._sample_options,
             }
         return self._fingerprint
+
+    @property
+    def _sample_options(self) -> dict[str, Any]:
+        """Arguments that samples depend on beside those of the data, as plain values."""
+        options = {"eod_mask_loss": self.eod_mask_loss, "reset_position_ids": self.reset_position_ids}
+        return options | ({"reset_attention_mask": True} if self.reset_attention_mask else {})  # older prints lack it
 
     def facts(self) -> dict[str, Any]:
         """Everything that samples depend on, which must be equal on all ranks of a job."""
@@ -266,9 +355,11 @@ class MegatronDataModule(LightningDataModule):
             }
         except (OSError, ConfigError, DataError) as error:
             read, held_out = f"cannot be read: {type(error).__name__}", {}
-        names = ("train_samples", "val_samples", "test_samples")
-        samples = dict(zip(names, self.samples, strict=True))
-        return {"batch_size": self.batch_size, **samples, "fingerprint": read, **held_out}
+        samples = dict(zip(COUNTS, self.samples, strict=True))
+        plan = self.sample_plan
+        batches = {"global_batch_size": plan.global_batch_size, "rampup_batch_size": plan.rampup}
+        given = {name: value for name, value in batches.items() if value is not None}
+        return {"batch_size": self.batch_size, **given, **samples, "fingerprint": read, **held_out}
 
     def state_dict(self) -> dict[str, Any]:
         """Fingerprint of the data and position of training in it; equal on all ranks.
@@ -283,14 +374,23 @@ class MegatronDataModule(LightningDataModule):
         return {
             "train": place,
             "train_samples": samples,
-            "global_batch_size": self.global_batch_size,
+            **self.sample_plan.saved(self._dp_size, self._accumulated),
             "fingerprint": self.fingerprint,
         }
 
     @property
+    def _accumulated(self) -> int:
+        return 1 if self.trainer is None else self.trainer.accumulate_grad_batches
+
+    @property
     def _epoch_is_unfinished(self) -> bool:
-        """True if the epoch has batches left: Lightning counts an epoch that ``max_steps`` cut off as done."""
-        return self.trainer is not None and not self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        """True if the epoch has batches left: Lightning counts an epoch that ``max_steps`` cut off as done.
+
+        Where ``train_samples`` is the end of training, a later run may have more of them.
+        """
+        return self._ends_training or (
+            self.trainer is not None and not self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the position, before or after the loader is created.
@@ -302,6 +402,8 @@ class MegatronDataModule(LightningDataModule):
             return
         if not self.allow_other_data:
             self._compare_data(state_dict)
+            if self._counts_samples:
+                raise_if_any(self.sample_plan.resume_problems(state_dict, self._dp_size, self._accumulated))
         self._saved_place = state_dict.get("train")
         if self._train_loader is not None and self._saved_place is not None:
             self._train_loader.load_state_dict(self._saved_place)
@@ -326,8 +428,18 @@ class MegatronDataModule(LightningDataModule):
         return self._loader(self._datasets[2])
 
     def predict_dataloader(self) -> Any:
-        """Batches of the test share."""
-        return self.test_dataloader()
+        """Batches of the test share; a warning says if its last samples do not fill a batch of all replicas."""
+        loader = self.test_dataloader()
+        if isinstance(loader, ResumableDataLoader):
+            samples = len(loader.dataset)  # type: ignore[arg-type]
+            left = samples - len(loader) * self.global_batch_size
+            size, dp = loader.position.batch_size, self._dp_size
+            if left > 0:
+                rank_zero_warn(
+                    f"{left} of the {samples} samples of the test share do not fill a batch of {size} x dp {dp}, and"
+                    " are not predicted: take a batch_size that divides them"
+                )
+        return loader
 
 
 def _path(given: str | os.PathLike[str] | None) -> str | None:

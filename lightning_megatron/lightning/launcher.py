@@ -11,17 +11,24 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.lsf import LSFEnvironment
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron import device as devices
+from lightning_megatron.comm.loopback import LoopbackPort
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning._private import Launcher, SubprocessScriptLauncher, with_other_path
 from lightning_megatron.lightning.checkpointing.last_checkpoint import warn_of_new_folder
 from lightning_megatron.lightning.children import Children
+from lightning_megatron.lightning.environments.mpi import MpirunEnvironment
 from lightning_megatron.lightning.stopping.signals import handed_on
 
 Begin = Callable[[Trainer, Any], Any]
+_DERIVE_THE_ADDRESS = (SLURMEnvironment, LSFEnvironment, MPIEnvironment, MpirunEnvironment)
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,14 @@ class LaunchCalls:
         note_error: called with the error that the job ends in, before the other processes are ended.
         begin: called by all ranks of a fit with the Trainer and ``ckpt_path``; its result replaces ``ckpt_path``.
         compare: called by all ranks, once they have started, with the Trainer and everything handed to it.
+        port: port at which the ranks of this machine meet, taken before another process is started.
     """
 
     check: Callable[..., None]
     note_error: Callable[[BaseException], None]
     begin: Begin
     compare: Callable[..., None]
+    port: LoopbackPort
 
 
 class CheckedLauncher(SubprocessScriptLauncher):
@@ -72,6 +81,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
         """Check, spawn, run ``function``."""
         self._calls.check(*args, *kwargs.values(), trainer=trainer)
         warn_of_new_folder([*args, *kwargs.values()], trainer)
+        keep_recipes(self._device, trainer)
         devices.drop_card(self._device)
         function = compared(begun(function, trainer, self._calls.begin), trainer, self._calls.compare)
         if self.num_processes == 1 and self.num_nodes == 1:
@@ -83,8 +93,12 @@ class CheckedLauncher(SubprocessScriptLauncher):
                 self._calls.note_error(error)
                 self.end_children()
                 raise
+            finally:
+                self._calls.port.free()
 
     def _call_children_scripts(self) -> None:
+        if self.num_nodes == 1:
+            self._calls.port.take(lambda: self.cluster_environment.main_port)
         super()._call_children_scripts()
         # Lightning's observer kills this process as soon as one of these fails, and does nothing with an empty list.
         first_rank = self.cluster_environment.node_rank() * self.num_processes
@@ -109,18 +123,23 @@ class JoinedLauncher(Launcher):
 
     Args:
         calls: calls into the strategy.
+        device: device of this process.
+        derives_address: True if the cluster environment finds out by itself where the ranks meet.
     """
 
     is_interactive_compatible = True
 
-    def __init__(self, calls: LaunchCalls) -> None:
-        self._calls = calls
+    def __init__(self, calls: LaunchCalls, device: torch.device, derives_address: bool) -> None:
+        self._calls, self._device, self._derives_address = calls, device, derives_address
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Compare, check, run ``function``."""
+        if self._derives_address:  # else the launcher's own address may look like the bridge's
+            devices.drop_default_address(self._device)
         self._calls.compare(trainer, *args, *kwargs.values())
         self._calls.check(*args, *kwargs.values(), trainer=trainer)
         warn_of_new_folder([*args, *kwargs.values()], trainer)
+        keep_recipes(self._device, trainer)
         return begun(function, trainer, self._calls.begin)(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
@@ -132,8 +151,15 @@ def launcher_of(
 ) -> Launcher:
     """The launcher for an environment; :class:`CheckedLauncher` explains the arguments."""
     if environment.creates_processes_externally:
-        return JoinedLauncher(calls)
+        return JoinedLauncher(calls, device, isinstance(environment, _DERIVE_THE_ADDRESS))
     return CheckedLauncher(environment, num_processes, num_nodes, device, calls)
+
+
+def keep_recipes(device: torch.device, trainer: Trainer | None) -> None:
+    """Let the device's compiler keep its results in the job's folder, before a process uses the device."""
+    folder = None if trainer is None else devices.keep_recipes(device, trainer.default_root_dir)
+    if folder is not None:
+        rank_zero_info(f"compiled recipes are kept in {folder}; PT_HPU_RECIPE_CACHE_CONFIG names another folder")
 
 
 def begun(function: Callable[..., Any], trainer: Trainer | None, begin: Begin) -> Callable[..., Any]:
@@ -173,8 +199,8 @@ def launch_problems(environment: ClusterEnvironment | None, variables: Mapping[s
     for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"):
         if int(variables.get(name) or 1) > 1:
             reason = (
-                "MPI has started these processes, but without mpi4py Lightning takes each for a job of its own: "
-                f"pip install mpi4py, or start one process a node and in it `{torchrun}`"
+                "MPI has started these processes, but does not say which of them share a machine, and each would start "
+                f"a job of its own: pip install mpi4py, or start one process a machine and in it `{torchrun}`"
             )
             return [Problem(name, variables[name], reason)]
     if "RANK" in variables and int(variables.get("WORLD_SIZE") or 1) > 1:

@@ -2,214 +2,75 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, cast
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
-from lightning_megatron.arguments import Rule, at_least, checked
-from lightning_megatron.checkpoint.formats.hf.settings import read_settings
-from lightning_megatron.config.layout import ModelShape
-from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.documents import Documents, device_problem
 from lightning_megatron.errors import ConfigError, DataError, Problem, raise_if_any
-from lightning_megatron.lightning.base_module import MegatronModule
-from lightning_megatron.lightning.placement import Placement, carry_over
-from lightning_megatron.lightning.pretrained.hugging_face import checked_hf_config, hf_config, hf_problems
+from lightning_megatron.families import DEFAULT_PRESETS
+from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
+from lightning_megatron.lightning.modules import documents as packed
+from lightning_megatron.lightning.modules.token_mean import LossReduction, TokenMean
+from lightning_megatron.lightning.modules.transformer import TransformerModule
+from lightning_megatron.lightning.placement import Placement
 from lightning_megatron.lightning.text_batch import (
     check_keys,
+    distance_fault,
     id_fault,
     labels_repeat_tokens,
     nan_where_unknown,
     without_faults,
 )
-from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.lightning.validation.memory import TrainedModel
+from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.models.presets import configuration
-from lightning_megatron.ops.adamw import beyond_fused_adamw
-from lightning_megatron.ops.implementation import OpChoice
-from lightning_megatron.ops.registry import Ops
-from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR, schedule_problems
 from lightning_megatron.stage import BackwardScale
 
-ConfigLike = str | TransformerConfig | Mapping[str, Any]
-GPTModuleT = TypeVar("GPTModuleT", bound="GPTModule")
-TWO_BETAS = Rule("of two, of at least 0 and less than 1", lambda b: len(b) == 2 and all(0 <= x < 1 for x in b))
 
-
-class GPTModule(MegatronModule):
+class GPTModule(TransformerModule):
     """A decoder-only language model with its training.
 
     A batch is a dict of ``tokens`` and ``labels`` ``[B, S]``, and, if wanted, ``loss_mask`` and ``position_ids``
     ``[B, S]``. Labels are the tokens that follow (``labels[:, i]`` is ``tokens[:, i + 1]``: nothing is shifted here),
-    or -100 for no loss. Logged: ``train_loss``, ``val_loss``, ``test_loss``, ``grad_norm``, ``lr``.
-
-    Attributes:
-        logged: names logged besides losses; a subclass may leave ``"lr"`` or ``"grad_norm"`` out.
-        hf_settings: settings besides the model in the Hugging Face directory of the weights (special tokens,
-            generation); checkpoints keep them, and exports write them again.
-        extra_batch_keys: further keys of batches, which a subclass's own steps use. Other keys with a value per token
-            are refused, since they would be ignored silently.
-
-    Args:
-        config: name of a preset, a ``TransformerConfig``, or its fields as a mapping.
-        lr: highest learning rate.
-        min_lr: learning rate at the end of the decay; ``None`` means a tenth of ``lr``.
-        warmup_steps: optimizer steps of linear warm-up.
-        decay_steps: step at which ``min_lr`` is reached; ``None`` means the Trainer's last step.
-        lr_schedule: shape of the decay.
-        weight_decay: weight decay of matrices; norms and biases are not decayed.
-        betas: AdamW's (beta1, beta2).
-        eps: AdamW's epsilon.
-        **overrides: fields of the configuration to change, e.g. ``num_layers=4``.
-
-    Raises:
-        ConfigError: for an unknown preset or field, or sizes that cannot work.
+    or -100 for no loss. If a sequence holds several documents, ``segment_ids`` ``[B, S]`` (an id for each, 0 for
+    padding) or ``cu_seqlens`` ``[B, n + 1]`` (their bounds, 0 to S) keep them apart. Arguments, and what is logged, are
+    those of :class:`TransformerModule`.
     """
 
-    default_config = "gpt2"
-    extra_batch_keys: Collection[str] = ()
-    logged: Collection[str] = ("lr", "grad_norm")
+    default_config = DEFAULT_PRESETS["GPTModule"]
     splits_context = True
-
-    @checked(
-        lr=at_least(0.0),
-        min_lr=at_least(0.0),
-        warmup_steps=at_least(0),
-        decay_steps=at_least(1),
-        weight_decay=at_least(0.0),
-        betas=TWO_BETAS,
-        eps=at_least(0.0),
-    )
-    def __init__(
-        self,
-        config: ConfigLike | None = None,
-        lr: float = 3e-4,
-        min_lr: float | None = None,
-        warmup_steps: int = 0,
-        decay_steps: int | None = None,
-        lr_schedule: LRStyle = "constant",
-        weight_decay: float = 0.1,
-        betas: Sequence[float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        **overrides: Any,
-    ) -> None:
-        super().__init__()
-        self.config = configuration(self.default_config if config is None else config, **overrides)
-        raise_if_any(schedule_problems(lr, min_lr, warmup_steps, decay_steps, lr_schedule))
-        self.lr, self.min_lr = lr, lr / 10 if min_lr is None else min_lr
-        self.warmup_steps, self.decay_steps, self.lr_schedule = warmup_steps, decay_steps, lr_schedule
-        self.weight_decay, self.betas, self.eps = weight_decay, (betas[0], betas[1]), eps
-        # Plain containers only: checkpoints with these hyper-parameters load without running code.
-        self.save_hyperparameters(
-            {
-                "config": asdict(self.config),
-                "lr": lr,
-                "min_lr": min_lr,
-                "warmup_steps": warmup_steps,
-                "decay_steps": decay_steps,
-                "lr_schedule": lr_schedule,
-                "weight_decay": weight_decay,
-                "betas": list(betas),
-                "eps": eps,
-            }
-        )
-        self.model: GPTModel | None = None
-        self.hf_settings: Mapping[str, Any] = {}
-        self._has_seen_labels = False
-
-    @classmethod
-    def from_hf(
-        cls: type[GPTModuleT], path: str | os.PathLike[str], *, weights: bool = True, **arguments: Any
-    ) -> GPTModuleT:
-        """A module with the configuration of a Hugging Face directory, and its weights.
-
-        Args:
-            path: directory of LLaMA 2/3.x, GPT-2 or Mixtral.
-            weights: True to call :meth:`load_hf` too.
-            **arguments: arguments of the class: learning rate and so on, and fields of the configuration to change.
-
-        Raises:
-            CheckpointError: if there is no such directory, or its files are at fault.
-            ConfigError: for a model that this package cannot reproduce, or fields that do not fit its weights.
-        """
-        module = cls(checked_hf_config(path) if weights else hf_config(path), **arguments)
-        module.hf_settings = read_settings(path)
-        if weights:
-            module.load_hf(path)
-        return module
-
-    def load_hf(self, path: str | os.PathLike[str]) -> None:
-        """Take the weights of a Hugging Face directory, in any layout.
-
-        If the model is not built yet, the weights are loaded when it is: a call before ``trainer.fit`` loads into the
-        layout of the Trainer. The configuration is checked at once. Where there are several ranks and the model is
-        built, all of them must call this.
-
-        Args:
-            path: directory to load.
-
-        Raises:
-            CheckpointError: naming files and tensors at fault.
-            ConfigError: naming every difference of the configurations that changes what the model computes.
-        """
-        raise_if_any(hf_problems(path, self.config))
-        self.hf_settings = read_settings(path)
-        self.load_weights(path)
+    counts_tokens = True
+    takes_adapters = True
+    model: GPTModel | None
+    _has_seen_labels = False
 
     @property
-    def model_shape(self) -> ModelShape:
-        """Configuration of the model."""
-        return self.config
+    def trained_model(self) -> TrainedModel | None:
+        """The model by which memory is predicted; ``None`` for adapters, and in a subclass that builds its model."""
+        own = type(self)
+        if own.configure_model is not GPTModule.configure_model or self.lora:
+            return None
+        is_adam = own.configure_optimizers is GPTModule.configure_optimizers
+        return TrainedModel(self.config, 2 if is_adam else None)
 
-    def configure_model(self) -> None:
-        """Build this rank's part of the model; for another Trainer's layout anew, with its present weights.
+    def build_model(self, placement: Placement) -> GPTModel:
+        """This rank's part of the model."""
+        here = placement
+        return GPTModel(self.config, here.mesh, here.parts, here.boundary, here.recompute, here.ops)
 
-        The order is build, fp8, weights, compile; then the strategy's ``setup`` casts, moves, and makes flat buffers.
-        """
-        model, before, now = self.model, self._megatron_placement, self._placement()
-        if model is not None and (before is None or before.serves(now)):
-            return
-        self.model = GPTModel(self.config, now.mesh, now.parts, now.boundary, now.recompute, now.ops)  # and fp8
-        if model is not None and before is not None:
-            carry_over(self, model, before, self.model, now)
-        self._megatron_placement = now
-        if now.compile_backend is not None:
-            self.compile_blocks(now.compile_backend)
+    def _built(self) -> GPTModel:
+        return cast(GPTModel, super()._built())
 
-    def _placement(self) -> Placement:
-        """Placement for which the model is to be built."""
-        strategy, here = self.megatron_strategy, self._megatron_placement
-        if strategy is None:
-            return here if here is not None and here.is_whole else Placement(ParallelMesh.single())
-        parts = strategy.stages(self.config.num_layers)
-        stands = self.mesh, strategy.boundary, None if parts is None else tuple(parts)
-        return Placement(*stands, strategy.recompute, strategy.ops, strategy.compile_backend)
-
-    def compile_blocks(self, backend: str) -> None:
-        """Run each block through ``torch.compile``; embedding, head and what a subclass adds stay as they are.
-
-        Names of parameters, checkpoints and hooks do not change.
-
-        Args:
-            backend: backend of ``torch.compile``.
-        """
-        for block in self._built().layers.values():
-            block.compile(backend=backend)
-
-    def hidden_shape(self, batch: Any) -> tuple[int, ...]:
-        """``[S, B, H]``, or this rank's shard of it."""
-        return self._built().hidden_shape(batch["tokens"] if isinstance(batch, Mapping) else batch)
-
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Logits ``[B, S, V]`` of tokens ``[B, S]``, vocabulary padding stripped."""
-        if (fault := self.batch_fault({"tokens": tokens, "position_ids": position_ids})) is not None:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
+        """Logits ``[B, S, V]`` of tokens ``[B, S]``, vocabulary padding stripped; other arguments as in a batch."""
+        batch = {"tokens": tokens, "position_ids": position_ids, "segment_ids": segment_ids}
+        if (fault := self.batch_fault(batch)) is not None:
             raise DataError(fault)
-        logits: Tensor = self._built()(tokens, position_ids=position_ids)
+        logits: Tensor = self._built()(tokens, position_ids=position_ids, documents=self._documents(batch))
         return logits
 
     def loss(self, batch: Mapping[str, Tensor], hidden: Tensor | None = None) -> Tensor:
@@ -224,12 +85,78 @@ class GPTModule(MegatronModule):
             DataError: for unknown ids in a batch on the host; on a device the loss is NaN.
         """
         self._check(batch)
-        labels, mask = batch["labels"], batch.get("loss_mask")
+        documents = self._documents(batch)
+        labels, mask = _labels(batch, documents), batch.get("loss_mask")
         if hidden is not None:
             loss = self._built().mean_loss(hidden, labels, mask)
         else:
-            loss = self._built()(batch["tokens"], labels=labels, loss_mask=mask, position_ids=batch.get("position_ids"))
+            given = {"labels": labels, "loss_mask": mask, "position_ids": batch.get("position_ids")}
+            loss = self._built()(batch["tokens"], **given, documents=documents)
         return nan_where_unknown(loss, batch, self.config.vocab_size)
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Any:
+        """Loss of one micro-batch; logs those of modules that predict further tokens as ``mtp_1_loss`` and so on.
+
+        With ``loss_reduction="token"`` it is the sum of the losses, with the number of tokens.
+        """
+        tokens = self.num_tokens(batch)
+        if tokens is None:
+            output = super().training_step(batch, batch_idx)
+        else:
+            output = {"loss": self.loss(batch) * tokens, "num_tokens": tokens}
+        for places, further in enumerate(self._built().mtp_losses, 1):
+            self.log(f"mtp_{places}_loss", further, sync_dist=True)
+        return output
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """Mean that the loss is: as it was asked for, or as the data module of this run names it."""
+        if self._loss_reduction is None and self._trainer is not None:
+            named: LossReduction = getattr(getattr(self.trainer, "datamodule", None), "loss_reduction", "sample")
+            return named
+        return super().loss_reduction
+
+    def num_tokens(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Number of tokens that count in the loss of a batch, by their weights; ``None`` for a mean over samples.
+
+        Raises:
+            ConfigError: with another strategy, which would train on the sum.
+        """
+        if self.loss_reduction != "token":
+            return None
+        if self._trainer is not None and self.megatron_strategy is None:
+            reason = f"{type(self.trainer.strategy).__name__} does not know the tokens of a step: use 'megatron'"
+            raise ConfigError([Problem("loss_reduction", self.loss_reduction, reason, ("sample",))])
+        return self._kept_tokens(batch)
+
+    def _kept_tokens(self, batch: Mapping[str, Tensor]) -> Tensor:
+        kept, mask = _labels(batch, self._documents(batch)) != IGNORE_INDEX, batch.get("loss_mask")
+        return (kept.float() if mask is None else mask.float() * kept).sum()
+
+    def log_mean_over_tokens(self, loss: Tensor) -> None:
+        """Log the mean of a batch over the tokens of all replicas; a step of your own with sums logs its own."""
+        if self.loss_reduction == "token":
+            self.log("train_loss", loss, prog_bar=True)
+
+    def _log_evaluation_loss(self, name: str, batch: Mapping[str, Tensor], dataloader_idx: int, **options: Any) -> None:
+        """Log the loss of a batch; with ``loss_reduction="token"`` the mean over all tokens of an evaluation."""
+        if self.loss_reduction != "token":
+            super()._log_evaluation_loss(name, batch, dataloader_idx, **options)
+            return
+        key = f"{name}_{dataloader_idx}"
+        # Before the model runs: the stages of a pipeline that end there log the metric too.
+        mean = self._token_mean(key)
+        mean.update(self.loss(batch), self._kept_tokens(batch))
+        self.log(name, mean, metric_attribute=f"_token_means.{key}", **options)
+
+    def _token_mean(self, key: str) -> TokenMean:
+        if not hasattr(self, "_token_means"):
+            self._token_means = nn.ModuleDict()
+        if key not in self._token_means:
+            self._token_means[key] = TokenMean().to(self.device)
+            if self.megatron_strategy is not None:
+                self.megatron_strategy.engine.watch(self)
+        return cast(TokenMean, self._token_means[key])
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Hidden states ``[B, S, H]`` after the final norm, whole on every rank, for heads and losses of your own.
@@ -247,11 +174,12 @@ class GPTModule(MegatronModule):
             DataError: for unknown ids in a batch on the host; on a device the result is NaN.
         """
         self._check(batch)
-        hidden = self._built().hidden(batch["tokens"], batch.get("position_ids"), self._backward_scale())
+        given = batch["tokens"], batch.get("position_ids"), self._backward_scale(), self._documents(batch)
+        hidden = self._built().hidden(*given)
         return nan_where_unknown(hidden, batch, self.config.vocab_size)
 
     def token_losses(self, batch: Mapping[str, Tensor], hidden: Tensor | None = None) -> Tensor:
-        """Losses of all tokens ``[B, S]``, fp32, before the ``loss_mask``; 0 where the label is -100.
+        """Losses of all tokens ``[B, S]``, fp32, before the ``loss_mask``; 0 for padding and labels of -100.
 
         Whole on every rank; in a pipeline the step ends here on all stages but the last. The mean of :meth:`loss` costs
         less, since it knows the weight of each token.
@@ -261,8 +189,28 @@ class GPTModule(MegatronModule):
             hidden: result of :meth:`hidden` for this batch; ``None`` runs the model.
         """
         hidden = self.hidden(batch) if hidden is None else hidden
-        losses = self._built().token_losses(hidden, batch["labels"])
+        losses = self._built().token_losses(hidden, _labels(batch, self._documents(batch)))
         return nan_where_unknown(losses, batch, self.config.vocab_size)
+
+    def generate(
+        self, tokens: Tensor, max_new_tokens: int, *, segment_ids: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """Prompts ``[B, S]`` with what follows, ``[B, S + n]``, of a model without a pipeline.
+
+        Args:
+            tokens: prompts.
+            max_new_tokens: tokens to add at most.
+            segment_ids: documents of the prompts, as in a batch: the last of each goes on, and sees no other.
+            **options: further arguments of :func:`~lightning_megatron.models.generate.generate`: ``temperature``,
+                ``top_k``, ``top_p``, ``stop``, ``seed``.
+
+        Raises:
+            ConfigError: for arguments out of range, or more tokens than the model has positions.
+        """
+        batch = {"tokens": tokens, "segment_ids": segment_ids}
+        if (fault := packed.document_fault(batch)) is not None:
+            raise DataError(fault)
+        return generate(self._built(), tokens, max_new_tokens, documents=packed.documents_of(batch), **options)
 
     def _backward_scale(self) -> BackwardScale:
         strategy = self.megatron_strategy
@@ -284,11 +232,26 @@ class GPTModule(MegatronModule):
                     "batch['labels'] equals batch['tokens']: labels are not shifted here, so the model learns to repeat"
                     " its input. Give the tokens that follow: labels[:, i] = tokens[:, i + 1]"
                 )
-        return id_fault(batch, self.config.vocab_size, self._learned_positions)
+        fault = id_fault(batch, self.config.vocab_size, self._learned_positions) or packed.document_fault(batch)
+        if fault is None and self.config.position_embedding == "alibi":
+            return distance_fault(batch)
+        return fault
 
     def without_faults(self, batch: Any) -> Any:
         """Batch with known ids only, for a step that is discarded."""
-        return without_faults(batch, self.config.vocab_size, self._learned_positions)
+        known = without_faults(batch, self.config.vocab_size, self._learned_positions)
+        return known if packed.document_fault(batch) is None else packed.without_documents(known)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The batch with bounds of documents as segment ids, so that it can be cut into micro-batches."""
+        return packed.with_segments(super().on_before_batch_transfer(batch, dataloader_idx))
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The batch on the device; segment ids stay on the host, which reads them."""
+        if not packed.says_documents(batch):
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        moved = super().transfer_batch_to_device(packed.without_documents(batch), device, dataloader_idx)
+        return {**moved, **{key: batch[key] for key in packed.KEYS if key in batch}}
 
     @property
     def _learned_positions(self) -> int | None:
@@ -296,83 +259,48 @@ class GPTModule(MegatronModule):
         return self.config.max_position_embeddings if learned else None
 
     def _check(self, batch: Mapping[str, Tensor]) -> None:
-        check_keys(batch, self.extra_batch_keys)
+        check_keys(batch, (*self.extra_batch_keys, "cu_seqlens"))
         if (fault := self.batch_fault(batch)) is not None:
             raise DataError(fault)
 
-    def _built(self) -> GPTModel:
-        if self.model is None:
-            self.configure_model()
-            assert self.model is not None
-            self.model.to(self.device, self.dtype)
-        return self.model
-
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """Loss of one micro-batch."""
-        loss = self.loss(batch)
-        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log ``val_loss``."""
-        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
-
-    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log ``test_loss``."""
-        self.log("test_loss", self.loss(batch), sync_dist=True)
+    def _documents(self, batch: Mapping[str, Any]) -> Documents | None:
+        """Documents of a batch, ``None`` for sequences of one each."""
+        found = packed.documents_of(batch)
+        if found is None or (found.is_one_each and not self.config.num_experts):
+            return None
+        key = next(key for key in packed.KEYS if batch.get(key) is not None)
+        raise_if_any(problem for problem in (device_problem(key, self.device),) if problem is not None)
+        return found
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logits ``[B, S, V]``."""
         if not isinstance(batch, Mapping):
             return self(batch)
         self._check(batch)
-        return self(batch["tokens"], batch.get("position_ids"))
+        logits: Tensor = self._built()(
+            batch["tokens"], position_ids=batch.get("position_ids"), documents=self._documents(batch)
+        )
+        return logits
 
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the learning rate of this step."""
-        if "lr" in self.logged:
-            self.log("lr", float(optimizer.param_groups[0]["lr"]))
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip as configured in the Trainer, and log the gradient's norm before clipping."""
-        super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        strategy = self.megatron_strategy
-        if strategy is not None and "grad_norm" in self.logged:
-            self.log("grad_norm", strategy.grad_norm())
+def _labels(batch: Mapping[str, Tensor], documents: Documents | None) -> Tensor:
+    """Labels of a batch; padding has none."""
+    labels = batch["labels"]
+    if documents is None or not documents.has_padding:
+        return labels
+    return labels.masked_fill(~documents.tokens().to(labels.device, non_blocking=True), IGNORE_INDEX)
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW over two groups, with warm-up and decay of the learning rate."""
-        self.adamw = self._choose_adamw()
-        groups = self.decay_groups(self.weight_decay)
-        optimizer: Optimizer = self.adamw.run(groups, lr=self.lr, betas=self.betas, eps=self.eps)
-        if self.lr_schedule == "constant" and not self.warmup_steps:
-            return optimizer
-        decay = 0
-        if self.lr_schedule != "constant":
-            decay = self.decay_steps or int(self.trainer.estimated_stepping_batches)
-        schedule = LRSchedule(self.lr, self.min_lr, warmup=self.warmup_steps, decay=decay, style=self.lr_schedule)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": MegatronLR(optimizer, schedule), "interval": "step"},
-        }
 
-    def _choose_adamw(self) -> OpChoice:
-        strategy = self.megatron_strategy
-        if strategy is None:
-            return Ops(self.device.type).choose("adamw")
-        mode = strategy.precision_plugin.mode
-        return strategy.ops.choose("adamw", unless=beyond_fused_adamw(mode.main or mode.params, self.device.type))
+class BloomModule(GPTModule):
+    """BLOOM: a :class:`GPTModule` whose default configuration is ``bloom-560m``."""
+
+    default_config = "bloom-560m"
 
 
 class LlamaModule(GPTModule):
     """LLaMA: a :class:`GPTModule` whose default configuration is ``llama3.1-8b``."""
 
-    default_config = "llama3.1-8b"
+    default_config = DEFAULT_PRESETS["LlamaModule"]
 
 
 class MixtralModule(GPTModule):
@@ -381,4 +309,4 @@ class MixtralModule(GPTModule):
     The auxiliary losses of experts are differentiated with the loss of the model, and are no part of ``train_loss``.
     """
 
-    default_config = "mixtral-8x7b"
+    default_config = DEFAULT_PRESETS["MixtralModule"]

@@ -7,7 +7,7 @@ weights over; other modules with parallel layers are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -16,15 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_megatron.checkpoint import local_tensors, model_state
-from lightning_megatron.checkpoint.reshard import reshard
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
-from lightning_megatron.params import ShardRanks, spec_registry
-from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.params import ParamSpec, ShardRanks, spec_registry
 from lightning_megatron.stage import StageBoundary, StageLayers
 
 _PATIENCE = timedelta(minutes=1)
@@ -57,11 +55,11 @@ class Placement:
         layout = self.mesh.layout
         return layout.tp == layout.pp == layout.cp == layout.ep == layout.expert_tensor_parallel_size == 1
 
-    def suits(self, layout: ParallelLayout, device: torch.device) -> bool:
+    def can_reuse_mesh(self, layout: ParallelLayout, device: torch.device) -> bool:
         """True if a strategy of this layout can reuse the mesh."""
         return self.mesh.layout == layout and self.mesh.rng.device == device and self.mesh.is_alive
 
-    def serves(self, wanted: Placement) -> bool:
+    def is_valid_for(self, wanted: Placement) -> bool:
         """True if a model with this placement need not be built anew for ``wanted``."""
         ours, theirs = self.ops, wanted.ops
         # Ops of no device in particular go by the device of their tensors, so they do on any.
@@ -77,23 +75,23 @@ def placement_of(module: nn.Module | None) -> Placement | None:
     return next((placement for placement in found if isinstance(placement, Placement)), None)
 
 
-def settle(module: nn.Module, now: Placement, before: Placement | None) -> None:
+def store_placement(module: nn.Module, placement: Placement, previous: Placement | None) -> None:
     """Store the placement of a module's parallel layers, once its model is built.
 
     Args:
         module: module of the user.
-        now: placement by this Trainer.
-        before: placement of its layers at the start of this Trainer.
+        placement: placement by this Trainer.
+        previous: placement of its layers at the start of this Trainer.
 
     Raises:
         ConfigError: naming layers that an earlier Trainer built for other ranks.
     """
     axes = list(_axes(module))
-    if before is not None and before.mesh is not now.mesh:
-        raise_if_any(_misplaced(module, before.mesh, now.mesh, axes))
-    noted = placement_of(module)
-    if axes and (noted is None or noted.mesh is not now.mesh):
-        module._megatron_placement = now  # type: ignore[assignment] # on a module of any class
+    if previous is not None and previous.mesh is not placement.mesh:
+        raise_if_any(_misplaced(module, previous.mesh, placement.mesh, axes))
+    stored = placement_of(module)
+    if axes and (stored is None or stored.mesh is not placement.mesh):
+        module._megatron_placement = placement  # type: ignore[assignment] # on a module of any class
 
 
 def _axes(module: nn.Module) -> Iterator[tuple[str, Axis]]:
@@ -102,31 +100,34 @@ def _axes(module: nn.Module) -> Iterator[tuple[str, Axis]]:
 
 
 def _misplaced(
-    module: nn.Module, before: ParallelMesh, now: ParallelMesh, axes: list[tuple[str, Axis]]
+    module: nn.Module, previous: ParallelMesh, mesh: ParallelMesh, axes: list[tuple[str, Axis]]
 ) -> list[Problem]:
     def is_stale(axis: Axis) -> bool:
-        today = getattr(now, axis.name, axis)
-        return axis is getattr(before, axis.name, None) and max(axis.size, today.size) > 1
+        present = getattr(mesh, axis.name, axis)
+        return axis is getattr(previous, axis.name, None) and max(axis.size, present.size) > 1
 
-    others = [name for name, axis in axes if is_stale(axis)]
-    if not others:
+    stale = [name for name, axis in axes if is_stale(axis)]
+    if not stale:
         return []
-    names = list(dict.fromkeys(name or "itself" for name in others))
+    names = list(dict.fromkeys(name or "itself" for name in stale))
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    earlier, own = _layout_text(previous.layout), _layout_text(mesh.layout)
     reason = (
-        f"its parallel layers ({shown}) were built for an earlier Trainer ({_told(before.layout)}), and this one has"
-        f" {_told(now.layout)}: make the module anew and give this Trainer a checkpoint with ckpt_path, or give both"
-        " Trainers the same layout and devices"
+        f"its parallel layers ({shown}) were built for an earlier Trainer ({earlier}), and this one has {own}: make the"
+        " module anew and give this Trainer a checkpoint with ckpt_path, or give both Trainers the same layout and"
+        " devices"
     )
     return [Problem("model", type(module).__name__, reason)]
 
 
-def _told(layout: ParallelLayout) -> str:
+def _layout_text(layout: ParallelLayout) -> str:
     sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep, "dp": layout.data_parallel_size}
     return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
-def carry_over(module: nn.Module, model: nn.Module, before: Placement, built: nn.Module, now: Placement) -> None:
+def carry_over(
+    module: nn.Module, model: nn.Module, previous: Placement, built: nn.Module, placement: Placement
+) -> None:
     """Copy the weights of a model to its replacement in another placement; all ranks call this.
 
     Besides parameters and buffers it copies ``requires_grad`` and the training mode. Parameters of the module outside
@@ -136,45 +137,52 @@ def carry_over(module: nn.Module, model: nn.Module, before: Placement, built: nn
     Args:
         module: module of the user.
         model: old model.
-        before: placement of the old model.
+        previous: placement of the old model.
         built: new model, of the same configuration.
-        now: placement of the new model.
+        placement: placement of the new model.
 
     Raises:
         ConfigError: if weights are on ranks that do not take part.
         CheckpointError: on every rank, if the model had been changed since it was built.
     """
-    over = now.mesh
-    if not over.is_distributed and not before.is_whole:
-        _assemble(before.mesh)
-        over = before.mesh
+    from lightning_megatron.checkpoint import local_tensors, model_state  # few runs need them
+    from lightning_megatron.checkpoint.reshard import reshard
+
+    mesh = placement.mesh
+    if not mesh.is_distributed and not previous.is_whole:
+        _wait_for_all_ranks(previous.mesh)
+        mesh = previous.mesh
     # A model that no Trainer has placed differs between ranks; as elsewhere in torch, that of rank 0 counts.
-    speaks = before.mesh.is_distributed or over.rank == 0
-    source = model_state(local_tensors(model), spec_registry(model), before.mesh) if speaks else {}
-    reshard(source, model_state(local_tensors(built), spec_registry(built), now.mesh), over)
-    if before.mesh.pp.size > 1:
-        beside, learns = _beside(module, built), before.mesh.pp.rank == before.mesh.pp.size - 1
-        reshard(model_state(beside, {}, before.mesh) if learns else {}, model_state(beside, {}, now.mesh), over)
-    frozen = {name for names in all_gather_object(over, _frozen(model) if speaks else []) for name in names}
+    contributes = previous.mesh.is_distributed or mesh.rank == 0
+    source = model_state(local_tensors(model), spec_registry(model), previous.mesh) if contributes else {}
+    reshard(source, model_state(local_tensors(built), spec_registry(built), placement.mesh), mesh)
+    if previous.mesh.pp.size > 1:
+        tensors = _outside_model(local_tensors(module), local_tensors(built), spec_registry(module))
+        is_last_stage = previous.mesh.pp.rank == previous.mesh.pp.size - 1
+        source = model_state(tensors, {}, previous.mesh) if is_last_stage else {}
+        reshard(source, model_state(tensors, {}, placement.mesh), mesh)
+    frozen = {name for names in all_gather_object(mesh, _frozen(model) if contributes else []) for name in names}
     for name, param in built.named_parameters():
         param.requires_grad_(name not in frozen)
     built.train(model.training)
 
 
-def _beside(module: nn.Module, model: nn.Module) -> dict[str, Any]:
+def _outside_model(
+    tensors: Mapping[str, Any], of_model: Mapping[str, Any], specs: Mapping[str, ParamSpec]
+) -> dict[str, Any]:
     """Parameters and buffers outside the model, which every rank holds whole."""
-    inside, specs = {id(value) for value in local_tensors(model).values()}, spec_registry(module)
+    inside = {id(value) for value in of_model.values()}
     cut = {name for name, spec in specs.items() if spec.sharded_dims(ShardRanks())}
-    return {name: value for name, value in local_tensors(module).items() if id(value) not in inside and name not in cut}
+    return {name: value for name, value in tensors.items() if id(value) not in inside and name not in cut}
 
 
 def _frozen(model: nn.Module) -> list[str]:
     return [name for name, param in model.named_parameters() if not param.requires_grad]
 
 
-def _assemble(mesh: ParallelMesh) -> None:
+def _wait_for_all_ranks(mesh: ParallelMesh) -> None:
     """Wait a limited time for all ranks: a Trainer without this strategy may exist on some of them only."""
-    reason = f"its weights are spread over ranks ({_told(mesh.layout)})"
+    reason = f"its weights are spread over ranks ({_layout_text(mesh.layout)})"
     advice = "save a checkpoint and load it in one process with load_from_checkpoint"
     if not mesh.is_alive:
         raise ConfigError([Problem("model", "the weights", f"{reason} of a job that has ended: {advice}")])

@@ -25,6 +25,7 @@ from lightning_megatron.lightning.step.step_gate import StepGate
 from lightning_megatron.optim.finite_check import FiniteCheck
 from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.optim.zero import ShardedOptimizer
+from lightning_megatron.params import declared_buffers
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class MegatronPrecision(Precision):
         last_grad_norm: norm before clipping, once it is known in a step.
         step_gate: gate asked before every step of an optimizer; ``None`` for no gate.
         step_is_refused: True if the gate has refused the last step.
+        step_has_overflowed: True if the last step was skipped, because its gradients overflowed in half precision.
 
     Raises:
         ConfigError: for another precision.
@@ -94,7 +96,7 @@ class MegatronPrecision(Precision):
         self._compared_in: dict[ShardedOptimizer, int] = {}
         self.last_grad_norm: Tensor | None = None
         self.step_gate: StepGate | None = None
-        self.step_is_refused = False
+        self.step_is_refused = self.step_has_overflowed = False
 
     @classmethod
     def of(cls, plugin: Precision | None) -> MegatronPrecision:
@@ -171,8 +173,17 @@ class MegatronPrecision(Precision):
         return self.tensor_init_context()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast a module to the parameters' dtype; fp32 leaves it as it is."""
-        return module if self.mode.params == torch.float32 else module.to(dtype=self.mode.params)
+        """Cast a module to the parameters' dtype; fp32 leaves it as it is.
+
+        Buffers that are weights keep theirs: the bias of an expert moves by steps that 16 bits would round away.
+        """
+        if self.mode.params == torch.float32:
+            return module
+        kept = [(part, name, buffer) for part in module.modules() for name, buffer, _ in declared_buffers(part)]
+        module.to(dtype=self.mode.params)
+        for part, name, buffer in kept:
+            setattr(part, name, buffer)
+        return module
 
     def convert_input(self, data: Any) -> Any:
         """Cast floating-point inputs to the parameters' dtype; ids and masks of other types stay."""
@@ -210,7 +221,7 @@ class MegatronPrecision(Precision):
         self._complete(sharded)
         sharded.compare_values = self._compares or self._compared_in.get(sharded) != model.trainer.current_epoch
         self._compared_in[sharded] = model.trainer.current_epoch
-        overflow = self._overflow.pop(sharded, False)
+        overflow = self.step_has_overflowed = self._overflow.pop(sharded, False)
         self._after_closure(model, optimizer)
         self.step_is_refused = self.step_gate is not None and not self.step_gate.admits(overflow)
         self._check_finite(sharded, model.trainer.global_step, overflow)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,14 +21,21 @@ SUPPORT_MATRIX: Mapping[str, str] = {
     "1.22": "2.7",
     "1.23": "2.9",
     "1.24": "2.10",
+    "1.24.1": "2.11",
 }
-"""torch of each release of Gaudi's software: docs.habana.ai, "Support Matrix"; the bridge checks it when imported."""
+"""torch of releases of Gaudi's software (docs.habana.ai, "Support Matrix"; for 1.24.1 the name of its image).
+
+For hints alone: a release does not determine torch. The bridge itself states the torch that it was built for.
+"""
 OLDEST_TORCH = (2, 6)
+LAZY_BEFORE = (1, 22)
+"""First release that is eager where ``PT_HPU_LAZY_MODE`` is not set."""
+_LAZY = "PT_HPU_LAZY_MODE"
 
 # (variable, value or any, effect, harmful)
 _SWITCHES: tuple[tuple[str, str | None, str, bool], ...] = (
     (
-        "PT_HPU_LAZY_MODE",
+        _LAZY,
         "1",
         "lazy mode: legacy; steps are marked where it needs them, torch.compile is not possible",
         False,
@@ -55,24 +64,77 @@ def installed(package: str) -> str | None:
         return None
 
 
+def has_bridge() -> bool:
+    """True if there is a bridge to import, of a package or not."""
+    return find_spec(_MODULE) is not None
+
+
+@contextmanager
+def without_autoload(variables: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Let ``import torch`` in the block leave Gaudi's bridge alone; one that does not fit would end that import."""
+    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    before = variables.get(name)
+    variables[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del variables[name]
+        else:
+            variables[name] = before
+
+
+def required_torch() -> str | None:
+    """Version of the torch that the bridge was built for, from its own file; ``None`` if there is none.
+
+    The bridge compares it with the running torch when it is imported. Here nothing is imported.
+    """
+    found = find_spec(_MODULE)
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        try:
+            text = (Path(folder) / "torch" / "required_version.txt").read_text().strip()
+        except OSError:
+            continue
+        if text[:1].isdigit():  # the simulation's takes any torch
+            return text
+    return None
+
+
 def software(torch_version: str) -> Finding:
     """Version of the bridge, with a fault if it was built for another torch."""
     bridge = installed(BRIDGE)
     if bridge is None:
         return _software_without_release()
-    wanted = SUPPORT_MATRIX.get(minor(bridge))
-    fault, harmful = "", True
+    stated = required_torch()
+    wanted = stated or _torch_of(bridge)
     if wanted is None:
-        known = f"{min(SUPPORT_MATRIX, key=_number)} to {max(SUPPORT_MATRIX, key=_number)}"
-        fault, harmful = f"not in the table of releases known here, {known}", False
-    elif wanted != minor(torch_version):
-        fault = f"{BRIDGE} {minor(bridge)} was built for torch {wanted}, but torch is {minor(torch_version)}: do not"
-        fault += " reinstall torch over Gaudi's own"
-    if wanted is not None and _number(wanted) < OLDEST_TORCH:
+        fault = f"{BRIDGE} does not state its torch, and {minor(bridge)} is not in the table of releases known here"
+        return Finding("Gaudi software", bridge, f"{fault}: {', '.join(SUPPORT_MATRIX)}", harmful=False)
+    if _number(minor(wanted)) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         release = next(name for name, torch in SUPPORT_MATRIX.items() if torch == oldest)
-        fault = f"brings torch {wanted}, and this package needs {oldest} or newer: Gaudi software {release} or newer"
-    return Finding("Gaudi software", bridge, fault, harmful)
+        fault = (
+            f"brings torch {minor(wanted)}, and this package needs {oldest} or newer: Gaudi software {release} or newer"
+        )
+        return Finding("Gaudi software", bridge, fault)
+    if minor(wanted) == minor(torch_version):
+        return Finding("Gaudi software", bridge)
+    origin = "its required_version.txt" if stated else "the table of releases known here"
+    fault = (
+        f"built for torch {minor(wanted)} ({origin}), but torch is {minor(torch_version)}: do not reinstall torch over"
+    )
+    fault += f" Gaudi's own{_fitting_releases(torch_version)}"
+    return Finding("Gaudi software", bridge, fault, harmful=stated is not None)
+
+
+def _torch_of(release: str) -> str | None:
+    """torch of a release according to the table."""
+    return SUPPORT_MATRIX.get(".".join(release.split(".")[:3])) or SUPPORT_MATRIX.get(minor(release))
+
+
+def _fitting_releases(torch_version: str) -> str:
+    releases = [release for release, torch in SUPPORT_MATRIX.items() if torch == minor(torch_version)]
+    return f"; the software for torch {minor(torch_version)} is {' or '.join(releases)}" if releases else ""
 
 
 def _software_without_release() -> Finding:
@@ -81,6 +143,22 @@ def _software_without_release() -> Finding:
         return Finding("Gaudi software", "not installed")
     fault = f"{_MODULE} is imported from {Path(found.origin).parent}: a simulation or a copy, not {BRIDGE}"
     return Finding("Gaudi software", "no release known", fault, harmful=False)
+
+
+def mode(variables: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Execution mode of Gaudi's software and its cost; empty without the software."""
+    release = installed(BRIDGE)
+    if release is None:
+        return []
+    is_old = _number(minor(release)) < LAZY_BEFORE
+    if variables.get(_LAZY, "1" if is_old else "0") != "0":
+        newer = ".".join(map(str, LAZY_BEFORE))
+        unset = f"the default before {newer}: set {_LAZY}=0, else compile=True is refused"
+        return [Finding("Gaudi mode", "lazy", "" if _LAZY in variables else unset, harmful=False)]
+    cost = (
+        "eager without compile=True runs op by op, several times slower than Intel's recipes, which compile or are lazy"
+    )
+    return [Finding("Gaudi mode", "eager", cost, harmful=False)]
 
 
 def driver() -> list[Finding]:
@@ -99,9 +177,25 @@ def driver() -> list[Finding]:
         return [Finding("Gaudi cards", "0", f"{_TOOL} lists none")]
     cards = Finding("Gaudi cards", f"{len(rows)} x {rows[0][0]}, {rows[0][-1]} each")
     drivers = sorted({row[1] for row in rows if len(row) > 1})
-    unlike = [name for name in drivers if bridge is not None and minor(name) != minor(bridge)]
-    fault = f"driver {unlike[0]} does not fit the software {bridge}: install one release of both" if unlike else ""
-    return [cards, Finding("Gaudi driver", ", ".join(drivers), fault)]
+    return [cards, Finding("Gaudi driver", ", ".join(drivers), *_driver_fault(drivers, bridge))]
+
+
+def _driver_fault(drivers: Sequence[str], bridge: str | None) -> tuple[str, bool]:
+    """The fault of drivers beside a bridge, and True if it stops every run."""
+    if bridge is None:
+        return "", False
+    unlike = [name for name in drivers if minor(name) != minor(bridge)]
+    if unlike:
+        return f"driver {unlike[0]} does not fit the software {bridge}: install one release of both", True
+    newer = [name for name in drivers if _number(_release(name)) > _number(_release(bridge))]
+    if newer:
+        return f"driver {newer[0]} is newer than the software {bridge}: a graph may fail with synStatus 26", False
+    return "", False
+
+
+def _release(text: str) -> str:
+    """``"1.24.1-abc"`` and ``"1.24.1.17"`` -> ``"1.24.1"``."""
+    return ".".join(re.split(r"[-+]", text)[0].split(".")[:3])
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> list[Finding]:
@@ -115,4 +209,4 @@ def environment(variables: Mapping[str, str] = os.environ) -> list[Finding]:
 
 
 def _number(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))
+    return tuple(int(part) for part in re.findall(r"\d+", text))

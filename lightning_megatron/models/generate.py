@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.documents import Documents
+from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.init import draw_seed
 from lightning_megatron.models.gpt import GPTModel
+from lightning_megatron.models.t5.model import T5Model
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Choice of each next token, and of the last one.
+
+    Attributes:
+        temperature: temperature of the softmax; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to sample from.
+        top_p: total probability of the likeliest tokens to sample from (https://arxiv.org/abs/1904.09751).
+        stop: token that ends a sequence; it is kept, and repeated while other sequences of the batch continue.
+        seed: seed of the sampling; ``None`` draws one from torch's default generator, which is alike on all tp ranks.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    stop: int | None = None
+    seed: int | None = None
+
+    def problems(self) -> list[Problem]:
+        """Every value out of range."""
+        found = []
+        if self.temperature < 0:
+            found.append(Problem("temperature", self.temperature, "must not be negative", (0.0,)))
+        if self.top_k is not None and self.top_k < 1:
+            found.append(Problem("top_k", self.top_k, "must be at least 1", (1, None)))
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            found.append(Problem("top_p", self.top_p, "must be above 0 and at most 1", (1.0, None)))
+        return found
 
 
 @torch.no_grad()
@@ -22,6 +59,7 @@ def generate(
     top_p: float | None = None,
     stop: int | None = None,
     seed: int | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Continue a batch of prompts.
 
@@ -37,41 +75,134 @@ def generate(
         top_p: total probability of the likeliest tokens to sample from (https://arxiv.org/abs/1904.09751).
         stop: token that ends a sequence; it is kept, and repeated while other sequences of the batch continue.
         seed: seed of the sampling; ``None`` draws one from torch's default generator, which is alike on all tp ranks.
+        documents: documents of the prompts; the last of each prompt goes on, and sees no other.
 
     Returns:
         ``[B, S + n]``, ``n <= max_new_tokens``.
 
     Raises:
-        ConfigError: for arguments out of range, or more tokens than the model has positions.
+        ConfigError: for arguments out of range, more tokens than the model has positions, or prompts that end in
+            padding.
     """
+    sampling = Sampling(temperature, top_k, top_p, stop, seed)
+    if documents is not None:
+        return _with_last_documents(model, tokens, max_new_tokens, sampling, documents)
     longest = model.config.max_position_embeddings
-    raise_if_any(_problems(tokens.shape[1], max_new_tokens, temperature, top_k, top_p, longest))
-    generator = torch.Generator(device=tokens.device)
-    generator.manual_seed(draw_seed() if seed is None else seed)
+    raise_if_any(_length_problems(tokens.shape[1], max_new_tokens, longest) + sampling.problems())
     was_training = model.training
     model.eval()
-    caches = [KVCache() for _ in model.layers]
-    done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-    new = tokens
+    caches = [KVCache(model.config.window(int(number))) for number in model.layers]
     try:
-        for _ in range(max_new_tokens):
-            logits = model(new, caches=caches)[:, -1].float()
-            new = _choose(logits, temperature, top_k, top_p, generator)
-            if stop is not None:
-                new = torch.where(done.unsqueeze(1), torch.full_like(new, stop), new)
-                done |= new.squeeze(1) == stop
-            tokens = torch.cat((tokens, new), dim=1)
-            if stop is not None and bool(done.all()):
-                break
+        return _continued(lambda new: model(new, caches=caches), tokens, max_new_tokens, sampling)
     finally:
         model.train(was_training)
+
+
+@torch.no_grad()
+def answer(
+    model: T5Model,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    start: int,
+    padding_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | None = None,
+    seed: int | None = None,
+) -> Tensor:
+    """Texts that the decoder writes for those that the encoder reads, which it reads once.
+
+    Args:
+        model: model on any mesh without a pipeline.
+        tokens: texts for the encoder, ``[B, S]``.
+        max_new_tokens: tokens to write at most.
+        start: token that begins the decoder's text.
+        padding_mask: ``[B, S]``, 1 or True for tokens, 0 for padding; ``None`` for no padding.
+        temperature: temperature of the softmax; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to sample from.
+        top_p: total probability of the likeliest tokens to sample from.
+        stop: token that ends a text; it is kept, and repeated while other texts of the batch continue.
+        seed: seed of the sampling, as for :func:`generate`.
+
+    Returns:
+        ``[B, 1 + n]``, ``n <= max_new_tokens``; the first token is ``start``.
+
+    Raises:
+        ConfigError: for arguments out of range.
+    """
+    sampling = Sampling(temperature, top_k, top_p, stop, seed)
+    raise_if_any(_length_problems(tokens.shape[1], max_new_tokens) + sampling.problems())
+    was_training = model.training
+    model.eval()
+    try:
+        memory, caches = model.encode(tokens, padding_mask), model.caches()
+        first = tokens.new_full((tokens.shape[0], 1), start)
+        return _continued(lambda new: model.decode(new, memory, caches), first, max_new_tokens, sampling)
+    finally:
+        model.train(was_training)
+
+
+def _with_last_documents(
+    model: GPTModel, tokens: Tensor, count: int, sampling: Sampling, documents: Documents
+) -> Tensor:
+    """Texts ``[B, S]`` and what continues the last document of each: nothing else of them needs to be computed.
+
+    Those of one length go on together.
+
+    Args:
+        model: model.
+        tokens: texts.
+        count: tokens to add at most.
+        sampling: choice of the tokens.
+        documents: documents of the texts.
+    """
+    length = tokens.shape[1]
+    how: dict[str, Any] = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    ends = [spans[-1] if spans else (0, 0) for spans in documents.spans]
+    padded = [row for row, (_, end) in enumerate(ends) if end != length]
+    if padded:
+        raise ConfigError([Problem("segment_ids", f"row {padded[0]}", "a prompt that goes on does not end in padding")])
+    new: list[Tensor] = [tokens[:0]] * len(ends)
+    for first in sorted({first for first, _ in ends}):
+        rows = [row for row, (begin, _) in enumerate(ends) if begin == first]
+        found = generate(model, tokens[rows, first:], count, **how)
+        for row, text in zip(rows, found[:, length - first :], strict=True):
+            new[row] = text
+    most = max(len(text) for text in new)  # a group that has stopped repeats its last token, as a row does in a group
+    return torch.cat(
+        (tokens, torch.stack([F.pad(x, (0, most - len(x)), value=sampling.stop or 0) for x in new])), dim=1
+    )
+
+
+def _continued(logits_of: Callable[[Tensor], Tensor], tokens: Tensor, count: int, sampling: Sampling) -> Tensor:
+    """Texts ``[B, S]`` and at most ``count`` tokens more.
+
+    Args:
+        logits_of: function of the tokens that are new that gives logits ``[B, 1, V]`` behind the last.
+        tokens: texts.
+        count: tokens to add at most.
+        sampling: choice of the tokens.
+    """
+    generator = torch.Generator(device=tokens.device)
+    generator.manual_seed(draw_seed() if sampling.seed is None else sampling.seed)
+    done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+    new, stop = tokens, sampling.stop
+    for _ in range(count):
+        new = choose(logits_of(new)[:, -1].float(), sampling, generator)
+        if stop is not None:
+            new = torch.where(done.unsqueeze(1), torch.full_like(new, stop), new)
+            done |= new.squeeze(1) == stop
+        tokens = torch.cat((tokens, new), dim=1)
+        if stop is not None and bool(done.all()):
+            break
     return tokens
 
 
-def _choose(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
-) -> Tensor:
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """Next tokens ``[B, 1]`` from logits ``[B, V]``."""
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     if temperature == 0.0:
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature
@@ -87,21 +218,13 @@ def _choose(
     return torch.multinomial(probabilities, 1, generator=generator)
 
 
-def _problems(
-    length: int, new: int, temperature: float, top_k: int | None, top_p: float | None, longest: int
-) -> list[Problem]:
+def _length_problems(length: int, new: int, longest: int | None = None) -> list[Problem]:
     found = []
     if length < 1:
         found.append(Problem("tokens", length, "a prompt has at least one token"))
     if new < 1:
         found.append(Problem("max_new_tokens", new, "must be at least 1", (1,)))
-    elif length + new > longest:
+    elif longest is not None and length + new > longest:
         reason = f"with a prompt of {length} tokens this is longer than max_position_embeddings={longest}"
         found.append(Problem("max_new_tokens", new, reason, (max(0, longest - length),)))
-    if temperature < 0:
-        found.append(Problem("temperature", temperature, "must not be negative", (0.0,)))
-    if top_k is not None and top_k < 1:
-        found.append(Problem("top_k", top_k, "must be at least 1", (1, None)))
-    if top_p is not None and not 0 < top_p <= 1:
-        found.append(Problem("top_p", top_p, "must be above 0 and at most 1", (1.0, None)))
     return found

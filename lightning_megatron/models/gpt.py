@@ -6,33 +6,39 @@ queries, no biases. The residual stream is ``[S, B, H]``; callers see ``[B, S]``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.comm.collectives import copy_to_region, reduce_from_region
-from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.context_parallel.inputs import SequenceSharding, ShardedInputs, shard_inputs
+from lightning_megatron.comm.collectives import copy_to_region, local_shard, reduce_from_region
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.config.rope_scaling import DynamicScaling
+from lightning_megatron.config.transformer import Rotary, TransformerConfig
+from lightning_megatron.context_parallel.inputs import ShardedInputs, shard_inputs
+from lightning_megatron.documents import Documents
 from lightning_megatron.errors import Problem, multiples_around, raise_if_any
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
-from lightning_megatron.layers.fp8_linear import use_fp8
 from lightning_megatron.layers.init import draw_seed, seeded
 from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.transformer import Block, Embedding, Head
+from lightning_megatron.models.compiled import without_graphs
+from lightning_megatron.models.multi_token import NextTokenModule, later
+from lightning_megatron.models.stages import StagedModel, mean_weights
 from lightning_megatron.moe.aux_loss import attach_aux_loss
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
-from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan, recomputed
+from lightning_megatron.recompute import recomputed
 from lightning_megatron.stage import BackwardScale, StageBoundary, StageLayers
 
+RotaryTables = Mapping[Rotary | None, tuple[Tensor, Tensor] | None]
+"""Cosines and sines by the kind of rotary embedding."""
 
-class GPTModel(nn.Module):
+
+class GPTModel(StagedModel):
     """Embedding, blocks, head; on a mesh of one rank the reference for all layouts.
-
-    Layers carry their global number, so a parameter has one name in every layout. In a pipeline the model holds the
-    stages of this rank, and a call runs the stage that the boundary names.
 
     All context-parallel ranks are called with whole sequences. Each takes its shard before the embedding, and the loss
     or the logits are those of all tokens, on every rank.
@@ -44,6 +50,10 @@ class GPTModel(nn.Module):
         boundary: boundary of the pipeline's stages; needed with ``parts``.
         recompute: plan of activation recomputation.
         ops: implementations of the ops.
+
+    Attributes:
+        mtp: modules of the last stage that predict further tokens in training.
+        mtp_losses: mean loss of each in the last training forward, without their weight.
 
     Raises:
         ConfigError: if ``recompute`` does not fit this model or mesh, or ``ops`` requires a kernel that is missing.
@@ -58,45 +68,18 @@ class GPTModel(nn.Module):
         recompute: RecomputePlan = NO_RECOMPUTE,
         ops: Ops = ANY_DEVICE,
     ) -> None:
-        super().__init__()
-        mesh = mesh or ParallelMesh.single()
-        raise_if_any(recompute.problems(mesh.layout, config) + ops.model_problems(mesh.layout, config))
-        self.config, self.axis = config, mesh.tp
-        self.rng, self.recompute = mesh.rng, recompute
-        self.sequence_parallel = mesh.layout.uses_sequence_parallel
-        self._shard_saved_over = mesh.tp if recompute.shard_saved else None
-        self._sharding = SequenceSharding(mesh.cp, mesh.layout.sequence_multiple)
-        self._boundary = boundary
-        self._parts = {part.stage: part for part in parts or (StageLayers.whole(config.num_layers),)}
-        embeds = any(part.has_embedding for part in self._parts.values())
-        predicts = any(part.has_loss for part in self._parts.values())
-        base = draw_seed()
-        self.embedding: Embedding | None = None
-        if embeds or (predicts and config.tie_embeddings):
-            with seeded(base, 0):
-                self.embedding = Embedding(
-                    config, mesh, sequence_parallel=self.sequence_parallel, only_for_head=not embeds
-                )
-        self.layers = nn.ModuleDict()
-        for number in (number for part in self._parts.values() for number in part.layers):
-            with seeded(base, number + 1):
-                self.layers[str(number)] = Block(
-                    config,
-                    mesh,
-                    sequence_parallel=self.sequence_parallel,
-                    has_experts=config.has_experts(number),
-                    recompute=recompute,
-                    ops=ops,
-                )
-        blocks = {int(number): block for number, block in self.layers.items()}
-        self.fp8 = use_fp8(blocks, config.num_layers, ops, mesh)
-        self.head: Head | None = None
-        if predicts:
-            with seeded(base, config.num_layers + 1):
-                self.head = Head(config, mesh, sequence_parallel=self.sequence_parallel, ops=ops)
-        self.rotary: RotaryEmbedding | None = None
-        if config.position_embedding == "rope":
-            self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
+        super().__init__(config, mesh, parts, boundary, recompute, ops)
+        self.mtp = nn.ModuleList()
+        self.mtp_losses: tuple[Tensor, ...] = ()
+        base = draw_seed() if config.mtp_num_layers else 0  # on all stages, so that they draw the same afterwards
+        for depth in range(config.mtp_num_layers if self.head is not None else 0):
+            here, sp = mesh or ParallelMesh.single(), self.sequence_parallel
+            with seeded(base, depth):
+                self.mtp.append(NextTokenModule(config, here, sequence_parallel=sp, recompute=recompute, ops=ops))
+        self._rotary_of = {int(number): config.rotary(int(number)) for number in self.layers}
+        self._mtp_rotary = config.rotary(config.num_layers - 1) if self.mtp else None
+        kinds = dict.fromkeys((*self._rotary_of.values(), self._mtp_rotary))
+        self._rotaries = {each: RotaryEmbedding(config.rotary_dim, *each) for each in kinds if each}
 
     def forward(
         self,
@@ -105,33 +88,105 @@ class GPTModel(nn.Module):
         loss_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         caches: Sequence[KVCache] | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Logits, or with labels the loss; on a stage that is not the last, the end of the step.
+
+        The losses of experts and, in training, of the modules that predict further tokens are in the gradients of the
+        loss, and not in its value: that is comparable with one of validation.
 
         Args:
             tokens: ``[B, S]``.
             labels: ``[B, S]``; -100 is ignored.
             loss_mask: ``[B, S]``, weight of each token in the loss; ``None`` for 1.
-            position_ids: ``[B, S]``; ``None`` for ``0 .. S-1``.
+            position_ids: ``[B, S]``; ``None`` for ``0 .. S-1``, which begins anew in each document.
             caches: key/value caches for decoding, one per layer; this call appends to them.
+            documents: documents that attention stays inside of; ``None`` for whole sequences. Their padding is given to
+                no expert; in the loss it counts as ``labels`` and ``loss_mask`` say.
 
         Returns:
             ``[B, S, V]`` (``[B, 1, V]`` of the last token with caches), or the mean loss over tokens of weight 1.
 
         Raises:
-            ConfigError: for a sequence longer than the learned positions, or caches on context-parallel ranks.
+            ConfigError: for a sequence or document longer than the learned positions, caches on context-parallel ranks,
+                or documents that the angles of dynamic scaling would differ for.
             RuntimeError: if the model is cut into stages and no schedule is running.
         """
-        length = tokens.shape[1]
-        hidden, aux_losses = self._stream(tokens, position_ids, caches)
-        assert self.head is not None
+        position_ids = _places(position_ids, documents, tokens.device)
         if labels is None:
-            keep = slice(length - 1, length) if caches else slice(None)
-            logits = self.head(hidden, self.tied_weight, keep=keep)  # [S/cp, B, V]
-            return self._sharding.gather(logits, length).transpose(0, 1)
-        return _with_aux_losses(self._mean_loss(hidden, labels, loss_mask), aux_losses)
+            # Decoding grows keys and values with every token: each length would be a graph of its own.
+            with without_graphs(self.layers.values()) if caches else nullcontext():
+                return self._logits(tokens, position_ids, caches, documents)
+        hidden, aux_losses = self._stream(tokens, position_ids, caches, documents)
+        if not (self.mtp and self.training):
+            return _with_aux_losses(self._mean_loss(hidden, labels, loss_mask), aux_losses)
+        assert self.head is not None
+        normed = self.head.norm(hidden)
+        loss = self._mean_loss(normed, labels, loss_mask, is_normed=True)
+        given = tokens, labels, loss_mask, position_ids, documents
+        return _with_aux_losses(loss, aux_losses + self._further_losses(normed, *given))
 
-    def hidden(self, tokens: Tensor, position_ids: Tensor | None = None, scale: BackwardScale | None = None) -> Tensor:
+    def _further_losses(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        position_ids: Tensor | None,
+        documents: Documents | None,
+    ) -> list[Tensor]:
+        """Losses of the modules that predict further tokens, weighted, and those of their experts.
+
+        Args:
+            hidden: this rank's shard of ``[S, B, H]``, behind the model's norm.
+            tokens: ``[B, S]``, whole.
+            labels: ``[B, S]``, whole.
+            loss_mask: ``[B, S]``, whole.
+            position_ids: ``[B, S]``, whole.
+            documents: documents; there is no loss for what would be predicted of the next one.
+        """
+        assert self.embedding is not None
+        losses, of_experts = [], []
+        here = self._on_rank(documents, tokens.device)
+        (group,) = self.recompute.groups((0,))
+        for places, module in enumerate(self.mtp, 1):
+            inputs = shard_inputs(later(tokens, places, 0, documents), position_ids, self._sharding)
+            embedded = self.embedding(inputs.tokens, inputs.positions)
+            table = self._rotary_tables(inputs, hidden)[self._mtp_rotary]
+            if group.recomputed:
+                how: dict[str, Any] = {"rng": self.rng, "shard_over": self._shard_saved_over}
+                hidden, aux = recomputed(module, hidden, embedded, table, here, **how)
+            else:
+                hidden, aux = module(hidden, embedded, table, here)
+            of_experts += aux
+            mask = None if loss_mask is None else later(loss_mask, places, 0, documents)
+            further = later(labels, places, IGNORE_INDEX, documents)
+            losses.append(self._mean_loss(hidden, further, mask, is_normed=True))
+        self.mtp_losses = tuple(loss.detach() for loss in losses)
+        weight = self.config.mtp_loss_scaling_factor / len(losses)
+        return [weight * torch.stack(losses).sum(), *of_experts]
+
+    def _logits(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        caches: Sequence[KVCache] | None,
+        documents: Documents | None,
+    ) -> Tensor:
+        length = tokens.shape[1]
+        hidden, _ = self._stream(tokens, position_ids, caches, documents)
+        assert self.head is not None
+        keep = slice(length - 1, length) if caches else slice(None)
+        logits = self.head(hidden, self.tied_weight, keep=keep)  # [S/cp, B, V]
+        return self._sharding.gather(logits, length).transpose(0, 1)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        scale: BackwardScale | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Hidden states before the output layer, whole on every rank; on an earlier stage, the end of the step.
 
         All ranks that share a sequence must compute the same from them: the gradient of the result is taken as whole on
@@ -139,13 +194,15 @@ class GPTModel(nn.Module):
 
         Args:
             tokens: ``[B, S]``.
-            position_ids: ``[B, S]``; ``None`` for ``0 .. S-1``.
+            position_ids: ``[B, S]``; ``None`` for ``0 .. S-1``, which begins anew in each document.
             scale: factor of the caller's loss in the backward pass, which the experts' losses take too; ``None`` for 1.
+            documents: documents that attention stays inside of; ``None`` for whole sequences.
 
         Returns:
             ``[B, S, H]``, after the final norm.
         """
-        stream, aux_losses = self._stream(tokens, position_ids, None)
+        position_ids = _places(position_ids, documents, tokens.device)
+        stream, aux_losses = self._stream(tokens, position_ids, None, documents)
         assert self.head is not None
         whole = self._sharding.gather(self.head.final(stream), tokens.shape[1]).transpose(0, 1)  # [B, S, H]
         return _with_aux_losses(whole, aux_losses, scale or BackwardScale())
@@ -174,18 +231,30 @@ class GPTModel(nn.Module):
         return self._mean_loss(own, labels, loss_mask, is_final=True)
 
     def _stream(
-        self, tokens: Tensor, position_ids: Tensor | None, caches: Sequence[KVCache] | None
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        caches: Sequence[KVCache] | None,
+        documents: Documents | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """This rank's shard of the residual stream after the last block, and the losses of experts.
 
         On a stage that is not the last this ends the step instead.
         """
+        self.mtp_losses = ()
         stage, length = self._current_stage(), tokens.shape[1]
         first = caches[0].length if caches else 0
-        raise_if_any(self._length_problems(length, first, decodes=bool(caches)))
+        reach = first + length if documents is None else documents.longest
+        raise_if_any(
+            self._length_problems(length, reach, decodes=bool(caches))
+            + self._document_problems(documents, decodes=bool(caches))
+        )
+        if self.fp8 is not None:
+            self.fp8.refresh()
         inputs = shard_inputs(tokens, position_ids, self._sharding, first)
         hidden = self._stage_input(stage, inputs)  # [S/cp, B, H], under sequence parallelism [S/(cp tp), B, H]
-        hidden, aux_losses = self._run_layers(stage.layers, hidden, self._rotary_table(inputs, hidden), caches)
+        tables, here = self._rotary_tables(inputs, hidden), self._on_rank(documents, tokens.device)
+        hidden, aux_losses = self._run_layers(stage.layers, hidden, tables, caches, here)
         for cache in caches or ():
             cache.truncate(first + length)
         if not stage.has_loss:
@@ -193,25 +262,40 @@ class GPTModel(nn.Module):
             self._boundary.leave(_with_aux_losses(hidden, aux_losses, self._boundary.loss_scale))
         return hidden, aux_losses
 
-    def hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
-        """Shape of the activations between stages for ``tokens`` ``[B, S]``: ``[S, B, H]``, or a sequence shard."""
-        batch, length = tokens.shape
-        ranks = self._sharding.axis.size * (self.axis.size if self.sequence_parallel else 1)
-        return (length + self._sharding.padding(length)) // ranks, batch, self.config.hidden_size
+    def _on_rank(self, documents: Documents | None, device: torch.device) -> Documents | None:
+        """The documents with this rank's tokens that are no padding, where routers need to know."""
+        config = self.config
+        is_global = config.moe_load_balancing == "global_aux_loss"  # other replicas may have padding
+        if documents is None or not config.num_experts or not (documents.has_padding or is_global):
+            return documents
+        present = self._sharding.shard(documents.tokens().to(device, non_blocking=True), 1).t()  # [S/cp, B]
+        return documents.with_present(local_shard(present, self.axis) if self.sequence_parallel else present)
 
-    def _current_stage(self) -> StageLayers:
-        if self._boundary is None:
-            return next(iter(self._parts.values()))
-        if self._boundary.stage is None:
-            raise RuntimeError("the model is cut into pipeline stages: call it inside a step of a Trainer")
-        return self._parts[self._boundary.stage]
+    def _document_problems(self, documents: Documents | None, *, decodes: bool) -> list[Problem]:
+        """Faults of documents beside caches, and of those of which each would need angles of its own."""
+        rule = self.config.rope_scaling
+        if documents is None:
+            return []
+        if decodes:
+            reason = "decoding with caches goes on with one document a row: give its tokens alone, as generate does"
+            return [Problem("documents", "given", reason, (None,))]
+        if not isinstance(rule, DynamicScaling):
+            return []
+        known = rule.original_max_position_embeddings
+        if documents.longest <= known:
+            return []
+        reason = (
+            f"dynamic scaling slows the angles of a document of more than {known} tokens, and of no other in the same"
+            " sequence: give such documents a sample each, without bounds of documents"
+        )
+        return [Problem("longest document", documents.longest, reason, (known,))]
 
-    def _length_problems(self, length: int, first: int, *, decodes: bool) -> list[Problem]:
-        """Faults of a sequence of ``length`` tokens that begins at position ``first``."""
+    def _length_problems(self, length: int, reach: int, *, decodes: bool) -> list[Problem]:
+        """Faults of sequences of ``length`` tokens, of which the last position is before ``reach``."""
         found, config, sharding = [], self.config, self._sharding
-        if config.position_embedding == "learned" and first + length > config.max_position_embeddings:
+        if config.position_embedding == "learned" and reach > config.max_position_embeddings:
             reason = f"longer than max_position_embeddings={config.max_position_embeddings}"
-            found.append(Problem("seq_length", first + length, reason))
+            found.append(Problem("seq_length", reach, reason))
         if decodes and sharding.axis.size > 1:
             reason = "decoding with caches needs every token on every rank: load the checkpoint with cp=1"
             found.append(Problem("cp", sharding.axis.size, reason, (1,)))
@@ -226,32 +310,33 @@ class GPTModel(nn.Module):
             assert self.embedding is not None
             embedded: Tensor = self.embedding(inputs.tokens, inputs.positions)
             return embedded
-        assert self._boundary is not None
-        assert self._boundary.hidden is not None
-        return self._boundary.hidden
+        return self._received()
 
-    def _rotary_table(self, inputs: ShardedInputs, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines ``[S/cp, 1 or B, 1, D]`` of this rank's positions."""
-        if self.rotary is None:
-            return None
+    def _rotary_tables(self, inputs: ShardedInputs, hidden: Tensor) -> RotaryTables:
+        """Cosines and sines ``[S/cp, 1 or B, 1, D]`` of this rank's positions, for each kind of layer."""
+        return {None: None} | {kind: self._rotary_table(each, inputs, hidden) for kind, each in self._rotaries.items()}
+
+    def _rotary_table(self, rotary: RotaryEmbedding, inputs: ShardedInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if inputs.span is None:
-            own: tuple[Tensor, Tensor] = self.rotary(inputs.positions, hidden.dtype)
+            own: tuple[Tensor, Tensor] = rotary(inputs.positions, hidden.dtype, inputs.everywhere)
             return own
-        cos, sin = self.rotary.first(inputs.span.stop, hidden.device, hidden.dtype)
+        assert isinstance(inputs.everywhere, int)
+        cos, sin = rotary.first(inputs.span.stop, hidden.device, hidden.dtype, inputs.everywhere)
         return self._sharding.shard(cos[inputs.span.start :], 0), self._sharding.shard(sin[inputs.span.start :], 0)
 
     def _run_layers(
         self,
         layers: Sequence[int],
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: RotaryTables,
         caches: Sequence[KVCache] | None,
+        documents: Documents | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The stage's layers, in the groups of the recomputation plan."""
         plan = NO_RECOMPUTE if caches else self.recompute  # recomputation would append to the caches twice
         aux_losses: list[Tensor] = []
         for group in plan.groups(layers):
-            inputs = hidden, rotary, group.layers, caches
+            inputs = hidden, rotary, group.layers, caches, documents
             if group.recomputed:
                 hidden, aux = recomputed(self._run_group, *inputs, rng=self.rng, shard_over=self._shard_saved_over)
             else:
@@ -262,18 +347,29 @@ class GPTModel(nn.Module):
     def _run_group(
         self,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: RotaryTables,
         layers: Sequence[int],
         caches: Sequence[KVCache] | None,
+        documents: Documents | None,
     ) -> tuple[Tensor, list[Tensor]]:
         aux_losses = []
         for i, number in enumerate(layers):
-            hidden, aux_loss = self.layers[str(number)](hidden, rotary, caches[i] if caches else None)
+            table = rotary[self._rotary_of[number]]
+            more = {} if documents is None else {"documents": documents}
+            hidden, aux_loss = self.layers[str(number)](hidden, table, caches[i] if caches else None, **more)
             if aux_loss is not None:
                 aux_losses.append(aux_loss)
         return hidden, aux_losses
 
-    def _mean_loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None, *, is_final: bool = False) -> Tensor:
+    def _mean_loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        *,
+        is_final: bool = False,
+        is_normed: bool = False,
+    ) -> Tensor:
         """Mean loss over the whole sequence, weighted by the mask; 0 if the mask keeps no token.
 
         Args:
@@ -281,24 +377,22 @@ class GPTModel(nn.Module):
             labels: ``[B, S]``, whole.
             loss_mask: ``[B, S]``, whole.
             is_final: True if the final norm has been applied and all tensor-parallel ranks hold the same.
+            is_normed: True if a norm has been applied, to this rank's shard.
         """
         assert self.head is not None
-        kept = labels != IGNORE_INDEX
-        weights = kept.float() if loss_mask is None else loss_mask.float() * kept
-        total = weights.sum()
-        weights = weights / torch.where(total == 0, 1.0, total)
+        weights = mean_weights(labels, loss_mask)
         # Every rank has all labels, so it knows the weight of a token in the mean; only sums of losses are exchanged.
         labels, weights = self._own_labels(labels), self._sharding.shard(weights, 1)  # [B, S/cp]
-        part = self.head(hidden, self.tied_weight, labels=labels.t(), token_weights=weights.t(), is_final=is_final)
+        state = {"is_final": is_final, "is_normed": is_normed}
+        part = self.head(hidden, self.tied_weight, labels=labels.t(), token_weights=weights.t(), **state)
         return reduce_from_region(copy_to_region(part, self._sharding.axis), self._sharding.axis)
 
-    @property
-    def tied_weight(self) -> Tensor | None:
-        """Weight of the embedding if the output layer shares it."""
-        return self.embedding.word.weight if self.config.tie_embeddings and self.embedding is not None else None
 
-    def _own_labels(self, labels: Tensor) -> Tensor:
-        return self._sharding.shard(labels, 1, IGNORE_INDEX)
+def _places(position_ids: Tensor | None, documents: Documents | None, device: torch.device) -> Tensor | None:
+    """Positions that are given, or those in each document; ``None`` for consecutive ones."""
+    if position_ids is not None or documents is None:
+        return position_ids
+    return documents.positions().to(device, non_blocking=True)
 
 
 def _with_aux_losses(carrier: Tensor, aux_losses: Sequence[Tensor], scale: BackwardScale | None = None) -> Tensor:

@@ -16,30 +16,35 @@ from lightning_megatron.comm.collectives import (
     join_sequence,
     local_shard,
 )
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.layers.attention import KVCache, SelfAttention
+from lightning_megatron.documents import Documents
+from lightning_megatron.layers.attention import HeadAttention, KVCache, SelfAttention
 from lightning_megatron.layers.cross_entropy import linear_cross_entropy, linear_token_losses
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.embedding import VocabParallelEmbedding, padded_vocab_size
 from lightning_megatron.layers.init import normal_
+from lightning_megatron.layers.latent_attention import LatentAttention
 from lightning_megatron.layers.mlp import MLP
-from lightning_megatron.layers.norm import NORMS
+from lightning_megatron.layers.norm import model_norm
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.models.compiled import CompilablePart
 from lightning_megatron.moe.layer import MoELayer
+from lightning_megatron.ops.activation import activation_of
 from lightning_megatron.ops.matmul import linear
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
-from lightning_megatron.recompute import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.recompute import run_part
 
 
-class Block(nn.Module):
-    """One pre-norm transformer block.
+class Block(CompilablePart):
+    """One transformer block: norms before attention and the feed-forward layer, and where configured after them.
 
     Args:
         config: shape of the model.
         mesh: mesh of the ranks.
+        layer: number of the layer, by which layers may differ.
         sequence_parallel: True if the residual stream is a sequence shard.
-        has_experts: True if experts replace the feed-forward layer.
         recompute: plan of activation recomputation.
         ops: implementations of the ops.
     """
@@ -49,18 +54,30 @@ class Block(nn.Module):
         config: TransformerConfig,
         mesh: ParallelMesh,
         *,
+        layer: int = 0,
         sequence_parallel: bool,
-        has_experts: bool = False,
         recompute: RecomputePlan = NO_RECOMPUTE,
         ops: Ops = ANY_DEVICE,
     ) -> None:
         super().__init__()
         self.rng = mesh.rng
         self.recompute = recompute
-        norm = partial(NORMS[config.norm], config.hidden_size, mesh, eps=config.norm_epsilon, ops=ops)
-        self.attention_norm = norm(sequence_parallel=sequence_parallel)
-        self.attention = SelfAttention(config, mesh, sequence_parallel=sequence_parallel, recompute=recompute, ops=ops)
-        self.mlp_norm = norm(sequence_parallel=sequence_parallel)
+        has_experts = config.has_experts(layer)
+        self._feeds_purely = not has_experts and mesh.tp.size == 1  # routers count, and ranks communicate
+        norm = partial(model_norm, config, config.hidden_size, mesh, sequence_parallel, ops)
+        self.attention_norm = norm()
+        kind = LatentAttention if config.has_latents else SelfAttention
+        self.attention: HeadAttention = kind(
+            config,
+            mesh,
+            layer=layer,
+            sequence_parallel=sequence_parallel,
+            causal=config.is_causal,
+            recompute=recompute,
+            ops=ops,
+        )
+        self.attention_post_norm = norm() if config.post_norms else nn.Identity()
+        self.mlp_norm = norm()
         self.mlp: MLP | MoELayer
         if has_experts:
             again = recompute.wraps("moe")
@@ -70,48 +87,84 @@ class Block(nn.Module):
                 config.hidden_size,
                 config.ffn_hidden_size,
                 mesh,
-                activation=config.activation,
+                activation=activation_of(config),
                 bias=config.add_bias_linear,
                 sequence_parallel=sequence_parallel,
-                init_std=config.init_std,
-                output_init_std=config.output_init_std,
+                init_std=config.init_stds.fc1,
+                output_init_std=config.init_stds.fc2,
             )
+        self.mlp_post_norm = norm() if config.post_norms else nn.Identity()
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        cache: KVCache | None = None,
+        key_mask: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """``[S, B, H] -> [S, B, H]`` (``[S/tp, B, H]`` under sequence parallelism).
+
+        Args:
+            x: residual stream.
+            rotary: cosines and sines of the positions.
+            cache: keys and values of earlier tokens.
+            key_mask: ``[B, T]``, True for the tokens that are seen; ``None`` for all.
+            documents: documents that attention stays inside of; ``None`` for whole sequences.
 
         Returns:
             The residual stream, and the auxiliary loss of its experts, if any.
         """
         plan = self.recompute if cache is None else NO_RECOMPUTE  # recomputation would append to the cache twice
-        x = x + self.dropout(plan.run("attention", self._attend, x, rotary, cache, rng=self.rng))
-        out, aux_loss = plan.run("mlp", self._feed, x, rng=self.rng)
+        is_pure = self.attention.is_pure("attention")
+        inputs = x, rotary, cache, key_mask, documents
+        x = x + self.dropout(run_part(plan, "attention", self._attend, *inputs, rng=self.rng, is_pure=is_pure))
+        fed = (x,) if documents is None or documents.present is None else (x, documents.present)
+        out, aux_loss = run_part(plan, "mlp", self._feed, *fed, rng=self.rng, is_pure=self._feeds_purely)
         return x + self.dropout(out), aux_loss
 
-    def _attend(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None) -> Tensor:
-        out: Tensor = self.attention(self.attention_norm(x), rotary, cache)
+    def _attend(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: KVCache | None,
+        key_mask: Tensor | None,
+        documents: Documents | None,
+    ) -> Tensor:
+        attended = self.attention(self.attention_norm(x), rotary, cache, key_mask, documents=documents)
+        out: Tensor = self.attention_post_norm(attended)
         return out
 
-    def _feed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        out: Tensor | tuple[Tensor, Tensor | None] = self.mlp(self.mlp_norm(x))
-        return out if isinstance(out, tuple) else (out, None)
+    def _feed(self, x: Tensor, present: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        h = self.mlp_norm(x)
+        is_routed = isinstance(self.mlp, MoELayer) and present is not None
+        result: Tensor | tuple[Tensor, Tensor | None] = self.mlp(h, present) if is_routed else self.mlp(h)
+        out, aux_loss = result if isinstance(result, tuple) else (result, None)
+        return self.mlp_post_norm(out), aux_loss
 
 
-class Embedding(nn.Module):
-    """Token and, where the model learns them, position embeddings.
+class Embedding(CompilablePart):
+    """Token embedding, the norm behind it in models that have one, and position embeddings where they are learned.
 
     Args:
         config: shape of the model.
         mesh: mesh of the ranks.
         sequence_parallel: True to return a sequence shard.
         only_for_head: True for the last stage's copy of the token embedding, which only the head uses.
+        ops: implementations of the ops.
     """
 
+    scale: Tensor | None
+
     def __init__(
-        self, config: TransformerConfig, mesh: ParallelMesh, *, sequence_parallel: bool, only_for_head: bool = False
+        self,
+        config: TransformerConfig,
+        mesh: ParallelMesh,
+        *,
+        sequence_parallel: bool,
+        only_for_head: bool = False,
+        ops: Ops = ANY_DEVICE,
     ) -> None:
         super().__init__()
         self.axis, self.sequence_parallel = mesh.tp, sequence_parallel and mesh.tp.size > 1
@@ -121,13 +174,17 @@ class Embedding(nn.Module):
             mesh,
             multiple=config.vocab_multiple,
             sequence_parallel=sequence_parallel,
-            init_std=config.init_std,
+            init_std=config.init_stds.embedding,
             tied_copy=only_for_head,
         )
+        self.norm: nn.Module | None = None
+        if config.embedding_norm and not only_for_head:
+            self.norm = model_norm(config, config.hidden_size, mesh, sequence_parallel, ops)
         self.position: nn.Parameter | None = None
         if config.position_embedding == "learned" and not only_for_head:
             self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
             normal_(self.position, self.param_specs()["position"], mesh.shard_ranks, config.init_std)
+        self.register_buffer("scale", _scale(config), persistent=False)
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
@@ -139,6 +196,10 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Tokens ``[S, B]`` at positions ``[S]`` or ``[S, B]`` to ``[S, B, H]`` (or this rank's shard of it)."""
         x = self.word(tokens)
+        if self.scale is not None:
+            x = x * self.scale.to(x.dtype)
+        if self.norm is not None:
+            x = self.norm(x)
         if self.position is not None:
             if self.sequence_parallel:
                 positions = local_shard(positions, self.axis)
@@ -148,7 +209,12 @@ class Embedding(nn.Module):
         return out
 
 
-class Head(nn.Module):
+def _scale(config: TransformerConfig) -> Tensor | None:
+    """Factor of the embedded tokens, rounded to their dtype as the other parameters are; ``None`` for 1."""
+    return None if config.embedding_scale == 1.0 else torch.tensor(config.embedding_scale)
+
+
+class Head(CompilablePart):
     """Final norm and output layer; in a model with tied embeddings the output weight is the embedding's.
 
     Args:
@@ -156,6 +222,9 @@ class Head(nn.Module):
         mesh: mesh of the ranks.
         sequence_parallel: True if the input is a sequence shard.
         ops: implementations of the ops.
+
+    Attributes:
+        lora: adapters of the output layer; ``None`` without.
     """
 
     def __init__(
@@ -163,16 +232,18 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.axis, self.sequence_parallel = mesh.tp, sequence_parallel and mesh.tp.size > 1
-        self.vocab_size, self.label_smoothing = config.vocab_size, config.label_smoothing
+        self.weight_grads = mesh.weight_grads
+        self.lora: nn.Module | None = None
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.label_smoothing, self.softcap = config.label_smoothing, config.logit_softcap
         self._shape = (config.vocab_size, config.hidden_size)
-        self.norm = NORMS[config.norm](
-            config.hidden_size, mesh, eps=config.norm_epsilon, sequence_parallel=sequence_parallel, ops=ops
-        )
+        self.norm = model_norm(config, config.hidden_size, mesh, sequence_parallel, ops)
         self.weight: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None  # of a subclass, cut as the weight is
+        self.rows = padded_vocab_size(config.vocab_size, self.axis.size, config.vocab_multiple) // self.axis.size
         if not config.tie_embeddings:
-            rows = padded_vocab_size(config.vocab_size, self.axis.size, config.vocab_multiple) // self.axis.size
-            self.weight = nn.Parameter(torch.empty(rows, config.hidden_size))
-            normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, config.init_std)
+            self.weight = nn.Parameter(torch.empty(self.rows, config.hidden_size))
+            normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, config.init_stds.head)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
         """The weight is cut along the vocabulary, as the embedding is."""
@@ -183,8 +254,14 @@ class Head(nn.Module):
         assert weight is not None
         return weight
 
+    def _normed(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.norm(hidden)
+        return out
+
     def _enter(self, hidden: Tensor) -> Tensor:
-        hidden = self.norm(hidden)
+        return self._spread(self._normed(hidden))
+
+    def _spread(self, hidden: Tensor) -> Tensor:
         return (gather_sequence if self.sequence_parallel else copy_to_region)(hidden, self.axis)
 
     def final(self, hidden: Tensor) -> Tensor:
@@ -195,7 +272,7 @@ class Head(nn.Module):
         Args:
             hidden: residual stream, or this rank's shard of it.
         """
-        hidden = self.norm(hidden)
+        hidden = self._normed(hidden)
         return join_sequence(hidden, self.axis) if self.sequence_parallel else hidden
 
     def forward(
@@ -207,6 +284,7 @@ class Head(nn.Module):
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
         is_final: bool = False,
+        is_normed: bool = False,
     ) -> Tensor:
         """Logits ``[S, B, V]``, padding stripped; with labels the tokens' losses ``[S, B]``, with weights their sum.
 
@@ -219,15 +297,39 @@ class Head(nn.Module):
             labels: ``[S, B]``; -100 has no loss.
             token_weights: ``[S, B]``.
             is_final: True if ``hidden`` comes from :meth:`final`.
+            is_normed: True if a norm has been applied to ``hidden``, and nothing else of :meth:`final`.
         """
-        hidden = copy_to_region(hidden, self.axis) if is_final else self._enter(hidden)
+        if is_final:
+            hidden = copy_to_region(hidden, self.axis)
+        else:
+            hidden = self._spread(hidden) if is_normed else self._enter(hidden)
         weight = self._weight(tied)
+        if self.lora is not None:
+            hidden, weight = self.lora(hidden, weight)
         if labels is None:
-            logits = linear(hidden[keep], weight)  # [S, B, V/tp]
+            logits = linear(hidden[keep], weight, self.bias)  # [S, B, V/tp]
+            if self.softcap:
+                logits = torch.tanh(logits / self.softcap) * self.softcap
             return gather_features(logits, self.axis)[..., : self.vocab_size]
-        smoothing = self.label_smoothing
         if token_weights is None:
-            return linear_token_losses(hidden, weight, labels, self.axis, self.vocab_size, label_smoothing=smoothing)
+            return linear_token_losses(
+                hidden,
+                weight,
+                labels,
+                self.axis,
+                self.vocab_size,
+                label_smoothing=self.label_smoothing,
+                softcap=self.softcap,
+            )
         return linear_cross_entropy(
-            hidden, weight, labels, token_weights, self.axis, self.vocab_size, label_smoothing=smoothing
+            hidden,
+            weight,
+            labels,
+            token_weights,
+            self.axis,
+            self.vocab_size,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            bias=self.bias,
+            weight_grads=self.weight_grads if self.weight_grads.takes_gradients else None,
         )

@@ -20,7 +20,7 @@ def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
     return counts[..., :num_experts]
 
 
-def load_balancing_loss(probs: Tensor, counts: Tensor, total_tokens: int, topk: int) -> Tensor:
+def load_balancing_loss(probs: Tensor, counts: Tensor, total_tokens: int | Tensor, topk: int) -> Tensor:
     """This rank's part of ``E sum_e(count_e sum_t p_te) / (k T^2)``; 1 where the load is even.
 
     Switch Transformer's loss (https://arxiv.org/abs/2101.03961, equation 4) for ``k`` choices, as in Megatron-LM. With
@@ -29,22 +29,26 @@ def load_balancing_loss(probs: Tensor, counts: Tensor, total_tokens: int, topk: 
     Args:
         probs: ``[..., T, E]`` of this rank's tokens, over all experts.
         counts: ``[..., E]`` choices of all tokens that share the loss; without gradient.
-        total_tokens: number ``T`` of these tokens.
+        total_tokens: number ``T`` of these tokens, ``[...]`` where there is one for each loss.
         topk: choices of a token.
     """
     num_experts = probs.shape[-1]
-    load = (counts.to(probs.dtype) * probs.sum(-2)).sum(-1).mean()
-    return load * (num_experts / (topk * float(total_tokens) ** 2))
+    load = (counts.to(probs.dtype) * probs.sum(-2)).sum(-1)
+    if isinstance(total_tokens, Tensor):
+        return (load / total_tokens.to(load.dtype).square()).mean() * (num_experts / topk)
+    return load.mean() * (num_experts / (topk * float(total_tokens) ** 2))
 
 
-def z_loss(logits: Tensor, total_tokens: int) -> Tensor:
+def z_loss(logits: Tensor, total_tokens: int | Tensor, present: Tensor | None = None) -> Tensor:
     """This rank's part of the mean over all tokens of ``logsumexp(logits)^2`` (https://arxiv.org/abs/2202.08906).
 
     Args:
         logits: ``[..., E]`` of this rank's tokens.
         total_tokens: number of tokens of the mean.
+        present: bool ``[...]``, False for tokens that do not count; ``None`` if all do.
     """
-    return logits.logsumexp(-1).square().sum() / total_tokens
+    squares = logits.logsumexp(-1).square()
+    return (squares if present is None else squares * present).sum() / total_tokens
 
 
 class _Attach(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -10,11 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.moe.aux_loss import count_tokens
-
-
-def expert_capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:
-    """Tokens of one rank that an expert takes: ``ceil(T k / E x factor)``, Megatron-LM's rule."""
-    return ceil(tokens * topk / num_experts * factor)
 
 
 class Permutation(NamedTuple):

@@ -8,33 +8,20 @@ cuts the set anew by how often each was used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import ceil
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
+from lightning_megatron.config.capacity import edges_of, lowest_capacity
 from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.mesh import ParallelMesh
 
-
-def lowest_capacity(tokens: int, topk: int, num_experts: int) -> int:
-    """Rows of every expert where the load is even: no forward needs less."""
-    return ceil(topk * tokens / num_experts)
-
-
-def first_edges(low: int, high: int, count: int, base: float, alignment: int) -> list[int]:
-    """Capacities from ``low`` (not among them) to ``high``, each bin ``base`` times as wide as the one before.
-
-    Returns:
-        Multiples of ``alignment``, ascending; fewer than ``count`` where several fall on one multiple.
-    """
-    widths = [base**i for i in range(count)]
-    shares = [share / sum(widths) for share in accumulate(widths)]
-    # A sum of shares can miss 1 by a rounding error, which must not cost another multiple.
-    return sorted({ceil(round((low + (high - low) * share) / alignment, 9)) * alignment for share in shares})
+LARGEST_SUM = 2**30
+"""Above it, sums are halved: a Gaudi keeps 64-bit integers in 32 bits."""
 
 
 def expected_waste(edges: Sequence[int], usage: Sequence[float], low: int) -> float:
@@ -93,7 +80,7 @@ class CapacityBins(nn.Module):
     Attributes:
         edges: ``[N]`` capacities, ascending; zeros before the first forward.
         usage: ``[N]`` number of uses of each since the bins were cut, by all ranks.
-        rows: ``[2]`` rows requested and rows used since then, by all ranks.
+        rows: ``[2]`` rows requested and rows used since then, by all ranks; halved with ``usage`` where they get large.
         steps: optimizer steps taken, a scalar.
         low: smallest capacity that a forward can request, a scalar.
     """
@@ -122,21 +109,31 @@ class CapacityBins(nn.Module):
         Raises:
             ConfigError: if there are fewer capacities than bins between the least and the most that can be requested.
         """
-        if not self.edges[-1]:
-            self._cut(tokens)
         requested = all_reduce_max(counts.max(), self.mesh.etp_ep)
-        index = torch.searchsorted(self.edges, requested).clamp_(max=len(self.edges) - 1)
-        # A batch longer than the first one may need more than the last bin: nothing is dropped, whatever comes.
-        capacity = torch.maximum(self.edges[index], requested)
+        used, capacity = self._smallest(requested)
+        last_edge, rows = torch.stack((self.edges[-1], capacity)).tolist()  # the only wait for the device
+        if not last_edge:
+            self._cut(tokens)
+            used, capacity = self._smallest(requested)
+            rows = capacity.item()
         if self.training and torch.is_grad_enabled() and not self.mesh.rng.replaying:
-            seen = torch.cat((torch.zeros_like(self.usage), torch.stack((requested, capacity))))
-            seen[index] += 1
+            seen = torch.cat((used, torch.stack((requested, capacity))))
             self._seen = seen if self._seen is None else self._seen + seen
-        return int(capacity)
+        return int(rows)
+
+    def _smallest(self, requested: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest bin that holds the rows that were requested, as ``[N]`` of 0 and one 1, and its capacity.
+
+        Indexing with a tensor would wait for the device.
+        """
+        number = (self.edges < requested).sum().clamp(max=len(self.edges) - 1)
+        used = (torch.arange(len(self.edges), device=self.edges.device) == number).to(self.edges.dtype)
+        # A batch longer than the first one may need more than the last bin: nothing is dropped, whatever comes.
+        return used, torch.maximum((self.edges * used).sum(), requested)
 
     def _cut(self, tokens: int) -> None:
         raise_if_any(bins_problems(self.config, tokens))
-        self.edges.copy_(torch.tensor(_edges_for(self.config, tokens)))
+        self.edges.copy_(torch.tensor(edges_of(self.config, tokens)))
         self.low.fill_(lowest_capacity(tokens, self.config.moe_router_topk, self.config.num_experts))
 
     @property
@@ -153,6 +150,9 @@ class CapacityBins(nn.Module):
             seen = all_reduce(seen, axis)
         self.usage += seen[:-2]
         self.rows += seen[-2:]
+        large = (self.rows > LARGEST_SUM).any()
+        for sums in (self.usage, self.rows):  # only their proportions matter
+            sums.copy_(torch.where(large, sums // 2, sums))
         self.steps += 1
         interval = self.config.moe_capacity_bins_interval
         if interval and int(self.steps) % interval == 0 and self.rows[0] > 0:
@@ -171,12 +171,6 @@ class CapacityBins(nn.Module):
         self.rows.zero_()
 
 
-def _edges_for(config: MoEConfig, tokens: int) -> list[int]:
-    low = lowest_capacity(tokens, config.moe_router_topk, config.num_experts)
-    base, alignment = config.moe_capacity_bins_base, config.moe_capacity_bins_alignment
-    return first_edges(low, tokens, config.moe_capacity_bins, base, alignment)
-
-
 def bins_problems(config: MoEConfig, tokens: int) -> list[Problem]:
     """Fault of a configuration with more bins than there are capacities.
 
@@ -184,7 +178,7 @@ def bins_problems(config: MoEConfig, tokens: int) -> list[Problem]:
         config: configuration of the experts.
         tokens: number of tokens of one rank in one forward.
     """
-    edges, count = _edges_for(config, tokens), config.moe_capacity_bins
+    edges, count = edges_of(config, tokens), config.moe_capacity_bins
     if len(edges) == count:
         return []
     low = lowest_capacity(tokens, config.moe_router_topk, config.num_experts)

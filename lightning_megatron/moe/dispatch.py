@@ -85,7 +85,8 @@ def alltoall(x: Tensor, experts: Tensor, weights: Tensor, compute: Experts, grid
     order, counts, _ = permute_by_expert(experts, grid.num_experts)  # [T k], [E]
     sent = grid.copies(counts.view(grid.ep, local))  # [R, E/ep]: rows for each expert of each rank
     counts_of_ranks = torch.stack((sent, all_to_all_no_grad(sent, grid.axis)))  # [2, R, E/ep]: sent, received
-    sent_rows, received = counts_of_ranks[0].sum(1).tolist(), counts_of_ranks[1].tolist()
+    sent_counts, received = counts_of_ranks.tolist()  # the only wait for the device
+    sent_rows = [sum(row) for row in sent_counts]
     blocks = sent_rows[:: grid.etp]
     rows = _repeated(order[: sum(blocks)] // topk, blocks, grid.etp)  # token of each row to send
     received_rows = [sum(row) for row in received]

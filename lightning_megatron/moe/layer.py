@@ -8,22 +8,26 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.config.capacity import expert_capacity
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.aux_loss import count_tokens
-from lightning_megatron.moe.capacity import expert_capacity
 from lightning_megatron.moe.capacity_bins import CapacityBins
 from lightning_megatron.moe.dispatch import ExpertGrid, allgather, alltoall, padded_alltoall
 from lightning_megatron.moe.experts import RoutedExperts
 from lightning_megatron.moe.router import Router
+from lightning_megatron.ops.activation import activation_of
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.recompute import recomputed
 
 
 class MoELayer(nn.Module):
     """Router, dispatch, experts; ``output, aux_loss = layer(x)``.
+
+    Where the host reads how many tokens each expert has, ``torch.compile`` leaves dispatch and experts out of its
+    graphs: reading breaks a graph, and new numbers would make new ones.
 
     Args:
         config: shape of the model and its experts.
@@ -54,46 +58,59 @@ class MoELayer(nn.Module):
         self.grid = ExpertGrid(config.num_experts, mesh)
         hidden_size, init_std = config.hidden_size, config.init_std
         self.router = Router(hidden_size, config, mesh, sequence_parallel=sequence_parallel, init_std=init_std)
-        self.experts = RoutedExperts(
-            config.num_experts,
-            hidden_size,
-            config.expert_ffn_hidden_size,
-            mesh,
-            activation=config.activation,
-            init_std=init_std,
-            output_init_std=config.output_init_std,
-            ops=ops,
-        )
+        self.experts = RoutedExperts(config, mesh, ops=ops)
         self.bins = CapacityBins(config, mesh) if config.moe_capacity_bins else None
+        if self.gathers:
+            self._reads_counts = not self.experts.mixture.candidates  # an operator of the device reads none
+        else:
+            self._reads_counts = self.bins is not None or not config.moe_pad_to_capacity
         self.shared: MLP | None = None
         if config.moe_shared_expert_ffn_hidden_size:
             self.shared = MLP(
                 hidden_size,
                 config.moe_shared_expert_ffn_hidden_size,
                 mesh,
-                activation=config.activation,
+                activation=activation_of(config),
                 bias=False,
                 sequence_parallel=sequence_parallel,
                 init_std=init_std,
                 output_init_std=config.output_init_std,
             )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[S, B, H] -> [S, B, H]``, and the auxiliary loss (``None`` if there is none)."""
-        experts, weights, aux_loss = self.router(x)
+    @property
+    def gathers(self) -> bool:
+        """True if every rank gets all tokens, and False if each token is sent to the ranks of its experts."""
+        return self.config.moe_dynamic or self.config.moe_token_dispatcher == "allgather"
+
+    def forward(self, x: Tensor, present: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """``[S, B, H] -> [S, B, H]``, and the auxiliary loss (``None`` if there is none).
+
+        Args:
+            x: input.
+            present: bool ``[S, B]``, False for padding, which visits no routed expert; ``None`` for none.
+        """
+        experts, weights, aux_loss = self.router(x, present)
+        out = (self._compute_outside_of_graphs if self._reads_counts else self._compute)(x, experts, weights)
+        return out if self.shared is None else out + self.shared(x), aux_loss
+
+    def _compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """``[S, B, H]`` of the experts with ids ``[T, k]``, weighted by ``[T, k]``."""
         run = self._dispatch(experts, x.shape[0] * x.shape[1])
         tokens = x.flatten(0, 1)  # [T, H]
         if self.recompute and self.training and torch.is_grad_enabled():
             out = recomputed(run, tokens, experts, weights, rng=self.rng)
         else:
             out = run(tokens, experts, weights)
-        out = out.view_as(x)
-        return out if self.shared is None else out + self.shared(x), aux_loss
+        return out.view_as(x)
+
+    @torch.compiler.disable
+    def _compute_outside_of_graphs(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return self._compute(x, experts, weights)
 
     def _dispatch(self, experts: Tensor, tokens: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Function of tokens, ids and weights that sends tokens to their experts and back, for this routing."""
         c = self.config
-        if c.moe_dynamic or c.moe_token_dispatcher == "allgather":
+        if self.gathers:
             return partial(allgather, compute=self.experts.routed, axis=self.grid.axis)
         if self.bins is not None:
             capacity = self.bins.choose(count_tokens(experts, c.num_experts), tokens)

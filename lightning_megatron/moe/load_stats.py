@@ -12,6 +12,8 @@ from torch import Tensor
 class CountSum:
     """Sum of ``[E]`` counts since the last :meth:`take`.
 
+    After the first counts the sum is a tensor of its own at all times: a compiled graph is for one or for none.
+
     Args:
         num_experts: number of experts ``E``.
     """
@@ -22,12 +24,14 @@ class CountSum:
 
     def add(self, counts: Tensor) -> None:
         """Add the ``[E]`` counts of a micro-batch."""
-        self._sum = counts if self._sum is None else self._sum + counts
+        self._sum = counts.clone() if self._sum is None else self._sum + counts
 
     def take(self, device: torch.device) -> Tensor:
         """The sum ``[E]``, int64; the next one starts at 0."""
-        total, self._sum = self._sum, None
-        return torch.zeros(self._num_experts, dtype=torch.int64, device=device) if total is None else total
+        if self._sum is None:
+            return torch.zeros(self._num_experts, dtype=torch.int64, device=device)
+        total, self._sum = self._sum, torch.zeros_like(self._sum)
+        return total
 
 
 class BatchMean:
@@ -74,13 +78,13 @@ class ExpertLoad:
         self.step, self.batch = CountSum(num_experts), BatchMean()
         self._window = CountSum(num_experts)
         self._losses: dict[str, Tensor] = {}
-        self._forwards = 0
+        self._forwards = CountSum(1)  # a number would be a constant of a compiled graph: a new graph for each forward
 
     def add_counts(self, counts: Tensor) -> None:
         """Add the ``[E]`` counts of a micro-batch."""
         self._window.add(counts)
         self.step.add(counts)
-        self._forwards += 1
+        self._forwards.add(torch.ones(1, dtype=counts.dtype, device=counts.device))
 
     def add_losses(self, losses: Mapping[str, Tensor]) -> None:
         """Add this rank's parts of the losses of a micro-batch, by name."""
@@ -89,6 +93,5 @@ class ExpertLoad:
 
     def take(self, device: torch.device) -> tuple[Tensor, dict[str, Tensor], int]:
         """Counts ``[E]``, sums of this rank's parts of losses, and number of micro-batches since the last call."""
-        seen = self._window.take(device), self._losses, self._forwards
-        self._losses, self._forwards = {}, 0
-        return seen
+        losses, self._losses = self._losses, {}
+        return self._window.take(device), losses, int(self._forwards.take(device))

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import all_reduce
+from lightning_megatron.config.capacity import expert_capacity
 from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.aux_loss import count_tokens, load_balancing_loss, z_loss
-from lightning_megatron.moe.capacity import drop_overflow, expert_capacity
+from lightning_megatron.moe.capacity import drop_overflow
 from lightning_megatron.moe.load_stats import ExpertLoad
 from lightning_megatron.params import ParamSpec
 
@@ -37,7 +38,8 @@ class Router(nn.Module):
     """Choice of ``k`` of ``E`` experts for each token, in fp32 for any dtype of the model.
 
     Weights of the chosen experts are the softmax over them (Mixtral, https://arxiv.org/abs/2401.04088), the softmax
-    over all, or sigmoids (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
+    over all, or sigmoids (DeepSeek-V3, https://arxiv.org/abs/2412.19437). Where experts are cut into groups, those of
+    the best groups only are to choose from.
 
     Args:
         hidden_size: features ``H`` of a token.
@@ -67,23 +69,38 @@ class Router(nn.Module):
         self._grad_sum = sequence_parallel and mesh.tp.size > 1
         self.weight = nn.Parameter(torch.empty(self._shape))
         normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, init_std)
+        self.bias: nn.Parameter | None = None
+        if config.moe_linear_bias:
+            self.bias = nn.Parameter(torch.zeros(config.num_experts))
         self.load = ExpertLoad(config.num_experts)
-        if config.moe_expert_bias_update_rate:
+        if config.has_expert_bias:
             self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """The weight is whole on every rank; under SP its gradient is a partial sum."""
-        return {"weight": ParamSpec(self._shape, grad_sum_over_tp=self._grad_sum)}
+        """Weight and biases are whole on every rank; under SP gradients are partial sums."""
+        found = {
+            "weight": ParamSpec(self._shape, grad_sum_over_tp=self._grad_sum),
+            "bias": ParamSpec(self._shape[:1], grad_sum_over_tp=self._grad_sum, decay=False),
+        }
+        return found | ({"expert_bias": ParamSpec(self._shape[:1], decay=False)} if self.config.has_expert_bias else {})
 
-    def forward(self, x: Tensor) -> Routing:
-        """Route tokens ``[S, B, H]``."""
+    def forward(self, x: Tensor, present: Tensor | None = None) -> Routing:
+        """Route tokens ``[S, B, H]``.
+
+        Args:
+            x: tokens.
+            present: bool ``[S, B]``, False for padding: it goes to no expert, and counts neither in the losses nor in
+                the load; ``None`` for none.
+        """
         c, learns = self.config, self.training and torch.is_grad_enabled()
         if learns and c.moe_input_jitter_eps:
             with self.mesh.rng.tensor_parallel():
                 x = x * torch.empty_like(x).uniform_(1 - c.moe_input_jitter_eps, 1 + c.moe_input_jitter_eps)
-        logits = F.linear(x.float(), self.weight.float())
+        logits = F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         experts, weights, probs = self._choose(logits)
-        aux = self._aux_loss(logits, probs, experts) if learns else None
+        if present is not None:
+            experts = experts.masked_fill(~present.unsqueeze(-1), c.num_experts)
+        aux = self._aux_loss(logits, probs, experts, present) if learns else None
         if learns and not self.mesh.rng.replaying:
             self.load.add_counts(count_tokens(experts.flatten(0, 1), c.num_experts))
         experts, weights = experts.flatten(0, 1), weights.flatten(0, 1)
@@ -98,26 +115,41 @@ class Router(nn.Module):
         c = self.config
         if c.moe_router_score == "sigmoid":
             scores = logits.sigmoid()
-            ranking = scores + self.expert_bias if c.moe_expert_bias_update_rate else scores
-            experts = ranking.detach().topk(c.moe_router_topk, dim=-1).indices
+            ranking = (scores + self.expert_bias if c.has_expert_bias else scores).detach()
+            experts = self._in_best_groups(ranking, best=2).topk(c.moe_router_topk, dim=-1).indices
             weights = scores.gather(-1, experts)
-            if c.moe_router_topk > 1:
+            if c.moe_router_normalize and c.moe_router_topk > 1:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
             probs = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         else:
             probs = logits.softmax(-1)
-            top, experts = (probs if c.moe_router_pre_softmax else logits).topk(c.moe_router_topk, dim=-1)
+            ranking = self._in_best_groups(probs if c.moe_router_pre_softmax else logits, best=1)
+            top, experts = ranking.topk(c.moe_router_topk, dim=-1)
             weights = top if c.moe_router_pre_softmax else top.softmax(-1)
         return experts, weights * c.moe_router_scaling_factor, probs
 
-    def _aux_loss(self, logits: Tensor, probs: Tensor, experts: Tensor) -> Tensor | None:
+    def _in_best_groups(self, ranking: Tensor, best: int) -> Tensor:
+        """``[S, B, E]``, minus infinity for experts outside of the groups whose ``best`` experts add up to the most."""
+        c = self.config
+        if not c.moe_router_num_groups:
+            return ranking
+        groups = ranking.unflatten(-1, (c.moe_router_num_groups, -1))  # [S, B, G, E/G]
+        worth = groups.detach().topk(best, dim=-1).values.sum(-1)
+        outside = torch.ones_like(worth, dtype=torch.bool)
+        outside.scatter_(-1, worth.topk(c.moe_router_group_topk, dim=-1).indices, False)
+        return groups.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
+
+    def _aux_loss(self, logits: Tensor, probs: Tensor, experts: Tensor, present: Tensor | None) -> Tensor | None:
         c, mesh = self.config, self.mesh
-        tokens = logits.shape[0] * logits.shape[1] * mesh.tp_cp.size
+        tokens: int | Tensor = logits.shape[0] * logits.shape[1] * mesh.tp_cp.size
+        if present is not None:
+            tokens = all_reduce(present.sum(), mesh.tp_cp).clamp_(min=1)
+            probs = probs * present.unsqueeze(-1)
         terms: dict[str, Tensor] = {}
         if c.moe_aux_loss_coeff and c.moe_load_balancing != "none":
-            terms["load_balancing_loss"] = c.moe_aux_loss_coeff * self._balance(probs, experts, tokens)
+            terms["load_balancing_loss"] = c.moe_aux_loss_coeff * self._balance(probs, experts, tokens, present)
         if c.moe_z_loss_coeff:
-            terms["z_loss"] = c.moe_z_loss_coeff * z_loss(logits, tokens)
+            terms["z_loss"] = c.moe_z_loss_coeff * z_loss(logits, tokens, present)
         if not terms:
             return None
         if not mesh.rng.replaying:
@@ -125,24 +157,28 @@ class Router(nn.Module):
         # Gradients are summed over tp and averaged over dp and cp: what is a sum over cp must count cp times.
         return torch.stack(list(terms.values())).sum() * mesh.cp.size
 
-    def _balance(self, probs: Tensor, experts: Tensor, tokens: int) -> Tensor:
+    def _balance(self, probs: Tensor, experts: Tensor, tokens: int | Tensor, present: Tensor | None) -> Tensor:
         c, mesh = self.config, self.mesh
         if c.moe_load_balancing == "seq_aux_loss":
             by_sequence = experts.transpose(0, 1)  # [B, S, k]
             counts = all_reduce(count_tokens(by_sequence, c.num_experts), mesh.tp_cp)
-            length = probs.shape[0] * mesh.tp_cp.size
+            length: int | Tensor = probs.shape[0] * mesh.tp_cp.size
+            if present is not None:
+                length = all_reduce(present.sum(0), mesh.tp_cp).clamp_(min=1)
             return load_balancing_loss(probs.transpose(0, 1), counts, length, c.moe_router_topk)
         counts = count_tokens(experts.flatten(0, 1), c.num_experts)
         if c.moe_load_balancing == "aux_loss":
             counts = all_reduce(counts, mesh.tp_cp)
             return load_balancing_loss(probs.flatten(0, 1), counts, tokens, c.moe_router_topk)
-        # Counts of all replicas, averaged over the batch's micro-batches so far; T is that of one micro-batch.
+        # Counts of all replicas, averaged over the batch's micro-batches so far; T is that of one micro-batch,
+        # and where there is padding, by which replicas differ, the mean of theirs.
         if mesh.rng.replaying:
             mean = self.load.batch.replayed_mean()
         else:
             mean = self.load.batch.mean_with(all_reduce(all_reduce(counts, mesh.tp_cp), mesh.dp))
         replicas = mesh.dp.size
-        return load_balancing_loss(probs.flatten(0, 1), mean, tokens * replicas, c.moe_router_topk) * replicas
+        of_all = tokens * replicas if present is None else (mean.sum() / c.moe_router_topk).clamp(min=1)
+        return load_balancing_loss(probs.flatten(0, 1), mean, of_all, c.moe_router_topk) * replicas
 
     def after_optimizer_step(self) -> None:
         """Update the expert bias by the load of the finished step, and start a new batch."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_megatron.ops.hpu_bridge import bridge, requires
-from lightning_megatron.ops.implementation import Implementation, Op
+from lightning_megatron.ops.implementation import Implementation, Selectable
 
 Groups = Iterable[Any]
+MakeAdamW = Callable[..., Optimizer]
+"""Constructor of an optimizer; its arguments are those of :func:`adamw_reference`."""
 
 
 def adamw_reference(params: Groups, *, lr: float, betas: tuple[float, float], eps: float) -> Optimizer:
@@ -23,6 +25,27 @@ def adamw_reference(params: Groups, *, lr: float, betas: tuple[float, float], ep
 def adamw_torch(params: Groups, *, lr: float, betas: tuple[float, float], eps: float) -> Optimizer:
     """torch's AdamW in one kernel."""
     return AdamW(params, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+_OPEN = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+_EXACT = (torch.float32, torch.float64)
+
+
+def leaves_kernel_open(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """True if torch would update a group on a CPU operation by operation, only because nobody has chosen.
+
+    Its fused kernel makes one pass over memory instead of about ten, and needs no two tensors of the parameters' size.
+    Values differ by roundings, in 16 bits by more; those are left alone.
+
+    Args:
+        optimizer: optimizer; torch's own classes have the kernel.
+        group: group of its ``param_groups``.
+    """
+    if type(optimizer) not in (Adam, AdamW) or isinstance(group["lr"], torch.Tensor):
+        return False
+    if any(group.get(name, default) != default for name, default in _OPEN.items()):
+        return False
+    return all(param.is_cpu and param.dtype in _EXACT for param in group["params"])
 
 
 def adamw_hpu(
@@ -50,14 +73,12 @@ def is_fused_adamw(optimizer: object) -> bool:
 
 _INTELS = ("habana_frameworks", "FusedAdamW")
 _FUSED_ADAMW = "hpex.optimizers", "FusedAdamW"
-ADAMW = Op(
+ADAMW: Selectable[MakeAdamW] = Selectable(
     "adamw",
     (
         Implementation("torch's fused AdamW", "cpu", lambda: adamw_torch),
         Implementation("torch's fused AdamW", "cuda", lambda: adamw_torch),
         Implementation("FusedAdamW", "hpu", lambda: partial(adamw_hpu, bridge(*_FUSED_ADAMW)), requires(*_FUSED_ADAMW)),
     ),
-    run=adamw_reference,
-    reference=adamw_reference,
 )
-"""Its functions construct an optimizer, which computes the updates; this is the only op with state."""
+"""Constructors by device. It is no op, which is a function of tensors: an optimizer has state."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.config.score_rule import PLAIN, ScoreRule
+from lightning_megatron.ops.blockwise_attention import blockwise_attention
+from lightning_megatron.ops.cpu.attention_blocks import attention_blocks, takes
 from lightning_megatron.ops.dropout import dropout as drop
 from lightning_megatron.ops.hpu_bridge import bridge, requires
 from lightning_megatron.ops.implementation import Function, Implementation, Op
@@ -18,40 +21,90 @@ from lightning_megatron.ops.matmul import upcasts
 
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0, first_query: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    first_query: int = 0,
+    key_mask: Tensor | None = None,
+    rule: ScoreRule = PLAIN,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attention in plain torch, softmax in fp32: the definition of :func:`attention`."""
     repeats = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-    scores = torch.einsum("sbnd,tbnd->bnst", q, k).float() / math.sqrt(q.shape[-1])
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k).float() * rule.factor(q.shape[-1])
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    queries = torch.arange(q.shape[0], device=q.device)[:, None] + first_query
+    keys = torch.arange(k.shape[0], device=q.device)[None, :]
+    if bias is not None:
+        scores = scores + bias
+    if rule.slopes:
+        scores = scores + scores.new_tensor(rule.slopes)[:, None, None] * (keys - queries)
     if causal:
-        queries = torch.arange(q.shape[0], device=q.device) + first_query
-        hidden = torch.arange(k.shape[0], device=q.device)[None, :] > queries[:, None]
-        scores = scores.masked_fill(hidden, float("-inf"))
-    weights = F.dropout(scores.softmax(-1), dropout)
+        scores = scores.masked_fill(keys > queries, float("-inf"))
+    if rule.window:
+        scores = scores.masked_fill(keys <= queries - rule.window, float("-inf"))
+    if key_mask is not None:
+        scores = _hide(scores, key_mask)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = F.dropout(scores.softmax(-1)[..., : len(k)], dropout)
     return torch.einsum("bnst,tbnd->sbnd", weights.to(v.dtype), v)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0, first_query: int = 0) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    first_query: int = 0,
+    key_mask: Tensor | None = None,
+    rule: ScoreRule = PLAIN,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Scaled dot-product attention with grouped key/value heads (https://arxiv.org/abs/2305.13245).
 
     Args:
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``, ``N`` a multiple of ``G``; head ``n`` of ``q`` reads head ``n // (N / G)``.
-        v: ``[T, B, G, D]``.
+        v: ``[T, B, G, V]``, ``V`` any number of features.
         causal: True if position ``i`` sees only positions up to ``i``.
         dropout: probability of dropping an attention weight.
         first_query: position of the first query among the keys (decoding with a cache).
+        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all. Where a query sees none, all weigh alike.
+        rule: rule of the scores.
+        sinks: ``[N]``, scores that take weight, for a rule that has them.
+        bias: ``[1 or B, N, S, T]``, added to the scores once they are scaled and capped; ``None`` for none.
 
     Returns:
-        ``[S, B, N, D]``.
+        ``[S, B, N, V]``.
     """
-    out: Tensor = ATTENTION.on(q.device.type)(q, k, v, causal=causal, dropout=dropout, first_query=first_query)
+    choice = ATTENTION.on(q.device.type)
+    how: dict[str, Any] = {"causal": causal, "dropout": dropout, "first_query": first_query}
+    how |= {"rule": rule, "sinks": sinks}
+    # Some implementations are for keys without padding, and most for scores without a bias.
+    how |= {name: value for name, value in (("key_mask", key_mask), ("bias", bias)) if value is not None}
+    out: Tensor = choice(q, k, v, **how)
     return out
 
 
 def attention_torch(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0, first_query: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    first_query: int = 0,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """:func:`attention` by torch's choice of kernel."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -61,13 +114,19 @@ def attention_torch(
         mask = _past(q, k, first_query)
     plain_causal = causal and first_query == 0 and q.shape[2] > 1
     if dropout and q.device.type == "cpu":
-        return _op_by_op(q, k, v, _past(q, k) if plain_causal else mask, dropout).permute(2, 0, 1, 3)
+        return _op_by_op(q, k, v, _past(q, k) if plain_causal else mask, dropout, key_mask).permute(2, 0, 1, 3)
+    if key_mask is not None:
+        past, seen = _past(q, k) if plain_causal else mask, key_mask[:, None, None, :]
+        # One row for all queries, unless they see different keys.
+        mask, plain_causal = _added(seen if past is None else seen & past, q.dtype), False
     fused: Callable[..., Tensor] = _WideAttention.apply if upcasts(q, k.mT) else _fused
     return fused(q, k, v, mask, plain_causal, dropout).permute(2, 0, 1, 3)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float) -> Tensor:
     """torch's choice of kernel, ``[B, N, S, D]``."""
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(q.dtype)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -103,7 +162,23 @@ def _past(q: Tensor, k: Tensor, first_query: int = 0) -> Tensor:
     return torch.arange(k.shape[2], device=q.device)[None, :] <= queries[:, None]
 
 
-def _op_by_op(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
+def _hide(scores: Tensor, key_mask: Tensor) -> Tensor:
+    """Scores ``[B, ..., T]`` with the lowest number at keys that ``[B, T]`` hides.
+
+    No infinity, so that weights are numbers where all keys are hidden, as those of a sample that is padding alone.
+    """
+    hidden = ~key_mask.unflatten(0, (-1, *(1,) * (scores.ndim - 2)))
+    return scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+
+
+def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers that hide keys when they are added to scores."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def _op_by_op(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: float, key_mask: Tensor | None = None
+) -> Tensor:
     """Attention with dropout of its weights, ``[B, N, S, D]``.
 
     A CPU has no fused kernel for this, and torch's fallback saves twelve bytes per score, in fp32. This saves five, in
@@ -116,8 +191,69 @@ def _op_by_op(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: flo
     scores = below.matmul(k.mT).mul_(q.shape[-1] ** -0.5)
     if seen is not None:
         scores.masked_fill_(~seen.repeat(scores.shape[2] // queries, 1), float("-inf"))
+    if key_mask is not None:
+        scores = _hide(scores, key_mask)
     out = drop(scores.softmax(-1), dropout).matmul(v)
     return out.unflatten(2, (-1, queries)).flatten(1, 2)
+
+
+def attention_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    first_query: int = 0,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """:func:`attention` in blocks of queries for short sequences, and by torch's kernel for all others."""
+    if key_mask is None and takes(q, k, v, dropout):
+        if torch.compiler.is_compiling():
+            from lightning_megatron.ops.cpu import graph_operators
+
+            out: Tensor = graph_operators.attention_blocks(q, k, v, first_query if causal else None)
+            return out
+        return attention_blocks(q, k, v, causal=causal, first_query=first_query)
+    return attention_torch(q, k, v, causal=causal, dropout=dropout, first_query=first_query, key_mask=key_mask)
+
+
+def attention_with_bias(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    first_query: int = 0,
+    key_mask: Tensor | None = None,
+    rule: ScoreRule = PLAIN,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """:func:`attention` by torch's choice of kernel, with scores that are scaled otherwise, or have a bias."""
+    dtype = q.dtype
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    if upcasts(q, k.mT):  # bf16 on a processor without arithmetic for it
+        q, k, v = q.float(), k.float(), v.float()
+    added = None if bias is None else bias.to(q.dtype)
+    seen = _past(q, k, first_query) if causal else None
+    if key_mask is not None:
+        keys = key_mask[:, None, None, :]
+        seen = keys if seen is None else keys & seen
+    if seen is not None:
+        lowest = torch.finfo(q.dtype).min
+        added = _added(seen, q.dtype) if added is None else added.masked_fill(~seen, lowest)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=added,
+        dropout_p=dropout,
+        scale=rule.factor(q.shape[-1]),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.permute(2, 0, 1, 3).to(dtype)
 
 
 MAX_HEAD_DIM = 128
@@ -133,6 +269,7 @@ def attention_hpu(
     causal: bool,
     dropout: float = 0.0,
     first_query: int = 0,
+    key_mask: Tensor | None = None,
     recompute: bool = True,
     softmax_mode: str = "None",
 ) -> Tensor:
@@ -147,6 +284,7 @@ def attention_hpu(
         causal: True if position ``i`` sees only positions up to ``i``.
         dropout: probability of dropping an attention weight.
         first_query: position of the first query among the keys; must be 0.
+        key_mask: mask of keys; must be ``None``.
         recompute: True to save a row's maximum and sum for backward instead of its weights
             (https://arxiv.org/abs/2205.14135).
         softmax_mode: ``"None"``, or ``"fast"``, which is less exact.
@@ -158,16 +296,84 @@ def attention_hpu(
     return out.permute(2, 0, 1, 3)
 
 
+def _beyond_plain(
+    q: Tensor, k: Tensor, v: Tensor, *, rule: ScoreRule = PLAIN, bias: Tensor | None = None, **_: Any
+) -> str | None:
+    if bias is not None:
+        return _BIAS
+    return None if rule.is_plain(len(k)) else str(rule)
+
+
+def _beyond_scaled(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, rule: ScoreRule = PLAIN, bias: Tensor | None = None, **_: Any
+) -> str | None:
+    if causal and bias is None:  # block by block there is no matrix of scores
+        return str(rule)
+    unscaled = replace(rule, scale=0.0)
+    return None if unscaled.is_plain(len(k)) else str(unscaled)
+
+
+_BIAS = "a bias of the scores"
+
+
+def _plain(kernel: Function) -> Function:
+    """A kernel of plain scores that is called as :func:`attention` is."""
+    return partial(_without_rule, kernel)
+
+
+def _without_rule(
+    kernel: Function,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rule: ScoreRule = PLAIN,
+    sinks: Tensor | None = None,
+    **more: Any,
+) -> Tensor:
+    out: Tensor = kernel(q, k, v, **more)
+    return out
+
+
+def _beyond_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout: float = 0.0,
+    key_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    **_: Any,
+) -> str | None:
+    if bias is not None:
+        return _BIAS
+    if key_mask is not None:
+        return "padding among the keys"
+    return "dropout of weights" if dropout else None
+
+
 def _beyond_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0, first_query: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    rule: ScoreRule = PLAIN,
+    bias: Tensor | None = None,
+    **_: Any,
 ) -> str | None:
     if q.shape[-1] > MAX_HEAD_DIM:
         return f"a head of {q.shape[-1]}, and the kernel takes {MAX_HEAD_DIM}"
+    if v.shape[-1] != q.shape[-1]:
+        return f"values of {v.shape[-1]} features, and keys of {q.shape[-1]}"
     if q.dtype not in (torch.bfloat16, torch.float32, torch.float16):
         return f"{q.dtype}"
     if causal and q.shape[0] != k.shape[0]:
         return "decoding with a cache: queries begin later than keys"
-    return None
+    if key_mask is not None:
+        return "padding among the keys"
+    return _beyond_plain(q, k, v, rule=rule, bias=bias)
 
 
 def _beyond_fast_softmax(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **more: Any) -> str | None:
@@ -184,18 +390,19 @@ def _fused_sdpa(
     return Implementation(
         name,
         "hpu",
-        lambda: partial(attention_hpu, bridge(*_FUSED_SDPA), **options),
+        lambda: _plain(partial(attention_hpu, bridge(*_FUSED_SDPA), **options)),
         requires(*_FUSED_SDPA),
         unsupported,
         variant,
+        recomputes=options.get("recompute", True),
     )
 
 
 ATTENTION = Op(
     "attention",
     (
-        Implementation("torch's kernel", "cpu", lambda: attention_torch),
-        Implementation("torch's kernel", "cuda", lambda: attention_torch),
+        Implementation("blocks of queries", "cpu", lambda: _plain(attention_cpu), unsupported=_beyond_plain),
+        Implementation("torch's kernel", "cuda", lambda: _plain(attention_torch), unsupported=_beyond_plain),
         _fused_sdpa("FusedSDPA", _beyond_sdpa),
         _fused_sdpa("FusedSDPA, fast softmax", _beyond_fast_softmax, "fast_softmax", softmax_mode="fast"),
         _fused_sdpa("FusedSDPA, weights kept", _beyond_sdpa, "no_recompute", recompute=False),
@@ -206,7 +413,15 @@ ATTENTION = Op(
             softmax_mode="fast",
             recompute=False,
         ),
-        Implementation("torch", None, lambda: attention_torch),
+        Implementation("torch", None, lambda: _plain(attention_torch), unsupported=_beyond_plain),
+        # On Gaudi its kernel has no gradient for a bias.
+        *(
+            Implementation("torch, with a bias", device, lambda: attention_with_bias, unsupported=_beyond_scaled)
+            for device in ("cpu", "cuda")
+        ),
+        Implementation(
+            "block by block", None, lambda: blockwise_attention, unsupported=_beyond_blocks, recomputes=True
+        ),
     ),
     run=attention,
     reference=attention_reference,

@@ -10,12 +10,14 @@ Arithmetic is fp32 whatever the inputs (fp64 for fp64).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_megatron.by_shape import by_shape
+from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 
 BLOCK_BYTES = 4 << 20
 
@@ -24,40 +26,64 @@ class PartialAttention(NamedTuple):
     """Attention of queries to a part of the keys.
 
     Attributes:
-        out: ``[S, B, N, D]``, fp32.
-        lse: ``[S, B, N]``, fp32, log-sum-exp of the scores.
+        out: ``[S, B, N, V]``, fp32, ``V`` the features of a value; 0 for a query that sees none of these keys.
+        lse: ``[S, B, N]``, fp32, log-sum-exp of the scores; then minus infinity.
     """
 
     out: Tensor
     lse: Tensor
 
+    @classmethod
+    def nothing(cls, q: Tensor, features: int) -> PartialAttention:
+        """Attention of queries ``[S, B, N, D]`` to no keys, with so many features of a value."""
+        like = _upcast(q[:0])
+        return cls(like.new_zeros(*q.shape[:-1], features), like.new_full(q.shape[:-1], float("-inf")))
 
+
+@by_shape
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0, block_bytes: int = BLOCK_BYTES
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    first_query: int = 0,
+    rule: ScoreRule = PLAIN,
+    key_mask: Tensor | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> PartialAttention:
     """Attention with the log-sum-exp that its backward pass and :func:`merge_partials_` need; no gradient.
 
     Args:
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``, ``N`` a multiple of ``G``; head ``n`` of ``q`` reads head ``n // (N / G)``.
-        v: ``[T, B, G, D]``.
+        v: ``[T, B, G, V]``.
         causal: True if a query sees only keys up to its own position; keys that no query of a block sees cost nothing.
-        first_query: position of the first query among the keys, at least 0.
+        first_query: position of the first query among the keys, at least 0; these keys may all precede it.
+        rule: rule of the scores.
+        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all.
         block_bytes: approximate limit for the scores of one block.
     """
-    grouped = _Grouped.of(q, k.shape[2])
+    grouped = _Grouped(k.shape[2])
     queries, keys, values = grouped.rows(q), _heads_first(k), _heads_first(v)
-    out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:-1])
-    for block in _blocks(queries, keys, causal, first_query, block_bytes):
-        scores = block.scores(queries, keys, grouped.scale)
+    # In the order of q: callers join the heads of a token, which would be a copy otherwise.
+    out = grouped.rows(queries.new_zeros(*q.shape[:-1], v.shape[-1]))
+    lse = queries.new_full(queries.shape[:-1], float("-inf"))
+    lowest = torch.finfo(queries.dtype).min
+    for block in _blocks(queries, keys, causal, first_query, rule.window, key_mask, block_bytes):
+        scores = block.by_place_(block.scores(queries, keys, rule), rule)
         peak = scores.amax(-1, keepdim=True)
+        if rule.window or key_mask is not None:
+            # A row may see nothing: its exponentials are 0, its logarithm minus infinity.
+            peak = peak.clamp_(min=lowest)
         exps = scores.sub_(peak).exp_()
         total = exps.sum(-1, keepdim=True)
-        out[:, :, :, block.rows] = block.shape_of(exps.matmul(values[:, :, block.keys]).div_(total))
+        out[:, :, :, block.rows] = block.shape_of(exps.matmul(values[:, :, block.keys]).div_(total.clamp(min=1.0)))
         lse[:, :, :, block.rows] = block.shape_of(peak.add_(total.log_())).squeeze(-1)
     return PartialAttention(grouped.back(out), grouped.back(lse))
 
 
+@by_shape
 def attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -68,6 +94,8 @@ def attention_backward(
     *,
     causal: bool,
     first_query: int = 0,
+    rule: ScoreRule = PLAIN,
+    key_mask: Tensor | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contribution of these keys to the gradients; probabilities are recomputed from ``lse``.
@@ -76,81 +104,129 @@ def attention_backward(
     the parts add up.
 
     Args:
-        grad: gradient of the output, ``[S, B, N, D]``.
+        grad: gradient of the output, ``[S, B, N, V]``.
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``.
-        v: ``[T, B, G, D]``.
+        v: ``[T, B, G, V]``.
         lse: ``[S, B, N]`` fp32, over all keys.
         delta: ``[S, B, N]`` fp32, the inner product of output and gradient (:func:`row_dot`).
         causal: True if a query sees only keys up to its own position.
         first_query: position of the first query among the keys.
+        rule: rule of the scores.
+        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all.
         block_bytes: approximate limit for the scores of one block.
 
     Returns:
         Gradients of ``q``, ``k`` and ``v``, fp32.
     """
-    grouped = _Grouped.of(q, k.shape[2])
+    grouped = _Grouped(k.shape[2])
     queries, keys, values = grouped.rows(q), _heads_first(k), _heads_first(v)
     grads, lses, deltas = grouped.rows(grad), grouped.rows(lse), grouped.rows(delta)
-    dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-    for block in _blocks(queries, keys, causal, first_query, block_bytes):
+    dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    if key_mask is not None:
+        lses = lses.clamp(min=torch.finfo(lses.dtype).min)  # a row may have seen nothing
+    scale = rule.factor(q.shape[-1])
+    for block in _blocks(queries, keys, causal, first_query, rule.window, key_mask, block_bytes):
         q_rows, grad_rows = block.of(queries), block.of(grads)
-        scores = block.scores(queries, keys, grouped.scale)
-        probabilities = scores.sub_(block.of(lses).unsqueeze(-1)).exp_()
+        scores = block.scores(queries, keys, rule)
+        # d c tanh(x / c) = 1 - tanh^2, of scores that are not hidden yet.
+        steepness = 1 - (scores / rule.softcap).square_() if rule.softcap else None
+        probabilities = block.by_place_(scores, rule).sub_(block.of(lses).unsqueeze(-1)).exp_()
         dv[:, :, block.keys] += probabilities.mT.matmul(grad_rows)
         d_scores = grad_rows.matmul(values[:, :, block.keys].mT)
-        d_scores.sub_(block.of(deltas).unsqueeze(-1)).mul_(probabilities).mul_(grouped.scale)
+        d_scores.sub_(block.of(deltas).unsqueeze(-1)).mul_(probabilities).mul_(scale)
+        if steepness is not None:
+            d_scores.mul_(steepness)
         dq[:, :, :, block.rows] = block.shape_of(d_scores.matmul(keys[:, :, block.keys]))
         dk[:, :, block.keys] += d_scores.mT.matmul(q_rows)
     return grouped.back(dq), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
 
 
 def row_dot(out: Tensor, grad: Tensor) -> Tensor:
-    """``[S, B, N, D], [S, B, N, D] -> [S, B, N]``: the ``delta`` of :func:`attention_backward`."""
+    """``[S, B, N, V], [S, B, N, V] -> [S, B, N]``: the ``delta`` of :func:`attention_backward`.
+
+    The gradient of the log-sum-exp, where there is one, flows back along the probabilities too: it is subtracted.
+    """
     return _upcast(out).mul(_upcast(grad)).sum(-1)
 
 
 def merge_partials_(whole: PartialAttention, part: PartialAttention) -> None:
     """Merge attention of the same queries to other keys into ``whole``, in place."""
     lse = torch.logaddexp(whole.lse, part.lse)
-    kept, added = ((x.lse - lse).exp_().unsqueeze(-1) for x in (whole, part))
+    base = lse.clamp(min=torch.finfo(lse.dtype).min)  # a query that has seen no key yet: its parts are 0
+    kept, added = ((x.lse - base).exp_().unsqueeze(-1) for x in (whole, part))
     whole.out.mul_(kept).addcmul_(part.out, added)
     whole.lse.copy_(lse)
 
 
-def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0) -> Tensor:
+def blockwise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    first_query: int = 0,
+    key_mask: Tensor | None = None,
+    rule: ScoreRule = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """:func:`lightning_megatron.ops.attention.attention` without dropout, in memory linear in ``S``.
 
     Args:
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``.
-        v: ``[T, B, G, D]``.
+        v: ``[T, B, G, V]``.
         causal: True if a query sees only keys up to its own position.
+        dropout: must be 0.
         first_query: position of the first query among the keys.
+        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all. Where a query sees none, its output is 0.
+        rule: rule of the scores.
+        sinks: ``[N]``, scores that take weight, for a rule that has them.
 
     Returns:
-        ``[S, B, N, D]``.
+        ``[S, B, N, V]``.
     """
-    out: Tensor = _BlockwiseAttention.apply(q, k, v, causal, first_query)
-    return out
+    assert not dropout
+    out, lse = _BlockwiseAttention.apply(q, k, v, causal, first_query, rule, key_mask)
+    return with_sinks(out, lse, sinks)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Attention of which each head's sink has taken its share, from attention without; both arguments have gradients.
+
+    Args:
+        out: ``[S, B, N, V]``.
+        lse: ``[S, B, N]``, fp32, log-sum-exp of the scores.
+        sinks: ``[N]``, or ``None``.
+    """
+    # The rest is sum / (sum + exp(sink)).
+    return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, first_query: int) -> Tensor:
-        attended = attention_forward(q, k, v, causal=causal, first_query=first_query)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        first_query: int,
+        rule: ScoreRule,
+        key_mask: Tensor | None,
+    ) -> Any:
+        ctx.how = {"causal": causal, "first_query": first_query, "rule": rule, "key_mask": key_mask}
+        attended = attention_forward(q, k, v, **ctx.how)
         out = attended.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, attended.lse)
-        ctx.causal, ctx.first_query = causal, first_query
-        return out
+        return out, attended.lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        delta = row_dot(out, grad)
-        grads = attention_backward(grad, q, k, v, lse, delta, causal=ctx.causal, first_query=ctx.first_query)
-        dq, dk, dv = (part.to(q.dtype) for part in grads)
-        return dq, dk, dv, None, None
+        grads = attention_backward(grad, q, k, v, lse, row_dot(out, grad) - grad_lse, **ctx.how)
+        return *(part.to(q.dtype) for part in grads), None, None, None, None
 
 
 def _upcast(x: Tensor) -> Tensor:
@@ -167,15 +243,9 @@ class _Grouped(NamedTuple):
 
     Attributes:
         groups: ``G``.
-        scale: factor of the scores.
     """
 
     groups: int
-    scale: float
-
-    @classmethod
-    def of(cls, q: Tensor, groups: int) -> _Grouped:
-        return cls(groups, 1 / math.sqrt(q.shape[-1]))
 
     def rows(self, x: Tensor) -> Tensor:
         """``[S, B, N, ...] -> [B, G, N/G, S, ...]``, at least fp32."""
@@ -186,19 +256,35 @@ class _Grouped(NamedTuple):
         return x.movedim(3, 0).flatten(2, 3)
 
 
+class _Edge(NamedTuple):
+    """Keys of a block that only some of its queries see.
+
+    Attributes:
+        keys: the keys, counted from the first one of the block.
+        hidden: ``[queries, keys]``, True where a query does not see a key.
+    """
+
+    keys: slice
+    hidden: Tensor
+
+
 class _Block(NamedTuple):
     """A block of queries, and the keys that any of them sees.
 
     Attributes:
         rows: the queries.
+        first: position of the first query among all keys.
         keys: the keys.
-        hidden: ``[queries, last keys]``, True for the last keys that a query does not see; ``None`` if it sees all.
+        edges: keys that not all of them see.
+        unseen: ``[B, 1, 1, keys]``, True for keys that none of a sample's queries sees; ``None`` if there are none.
         heads: ``N/G``.
     """
 
     rows: slice
+    first: int
     keys: slice
-    hidden: Tensor | None
+    edges: tuple[_Edge, ...]
+    unseen: Tensor | None
     heads: int
 
     def of(self, x: Tensor) -> Tensor:
@@ -209,26 +295,58 @@ class _Block(NamedTuple):
         """``[B, G, N/G x queries, ...] -> [B, G, N/G, queries, ...]``."""
         return x.unflatten(2, (self.heads, -1))
 
-    def scores(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-        """``[B, G, N/G x queries, keys]``, minus infinity where a key is not seen."""
-        scores = self.of(queries).mul(scale).matmul(keys[:, :, self.keys].mT)
-        if self.hidden is not None:
-            last = self.shape_of(scores)[..., scores.shape[-1] - self.hidden.shape[1] :]
-            last.masked_fill_(self.hidden, float("-inf"))
-        return scores
+    def scores(self, queries: Tensor, keys: Tensor, rule: ScoreRule) -> Tensor:
+        """``[B, G, N/G x queries, keys]``, of hidden keys too, without what the distance adds."""
+        scores = self.of(queries).mul(rule.factor(queries.shape[-1])).matmul(keys[:, :, self.keys].mT)
+        return scores.div_(rule.softcap).tanh_().mul_(rule.softcap) if rule.softcap else scores
+
+    def by_place_(self, scores: Tensor, rule: ScoreRule) -> Tensor:
+        """The scores with what their distance adds, and minus infinity where a key is not seen."""
+        if rule.slopes:
+            like: dict[str, Any] = {"dtype": scores.dtype, "device": scores.device}
+            queries = torch.arange(self.first, self.first + self.rows.stop - self.rows.start, **like)
+            distance = torch.arange(self.keys.start, self.keys.stop, **like) - queries[:, None]
+            self.shape_of(scores).addcmul_(scores.new_tensor(rule.slopes).view(-1, self.heads, 1, 1), distance)
+        for keys, hidden in self.edges:
+            self.shape_of(scores)[..., keys].masked_fill_(hidden, float("-inf"))
+        return scores if self.unseen is None else scores.masked_fill_(self.unseen, float("-inf"))
 
 
-def _blocks(queries: Tensor, keys: Tensor, causal: bool, first_query: int, block_bytes: int) -> Iterator[_Block]:
-    """Blocks of ``[B, G, N/G, S, D]`` queries against ``[B, G, T, D]`` keys."""
+def _blocks(
+    queries: Tensor,
+    keys: Tensor,
+    causal: bool,
+    first_query: int,
+    window: int,
+    key_mask: Tensor | None,
+    block_bytes: int,
+) -> Iterator[_Block]:
+    """Blocks of ``[B, G, N/G, S, D]`` queries against ``[B, G, T, D]`` keys, without those that see no key."""
     batch, groups, heads, length, _ = queries.shape
     count = keys.shape[2]
-    size = max(1, block_bytes // (batch * groups * heads * count * queries.element_size()))
+    span = min(count, 2 * window) if window else count
+    size = max(1, block_bytes // (batch * groups * heads * span * queries.element_size()))
+    if window:  # more queries would compute more scores that no query needs
+        size = min(size, max(window, 64))
     for start in range(0, length, size):
         end = min(start + size, length)
-        if not causal or first_query + start >= count - 1:
-            yield _Block(slice(start, end), slice(0, count), None, heads)
-            continue
-        seen = min(first_query + end, count)
-        # Key first_query + start is on the diagonal: all queries of the block see the keys before it.
-        hidden = torch.ones(end - start, seen - first_query - start, dtype=torch.bool, device=queries.device).triu_(1)
-        yield _Block(slice(start, end), slice(0, seen), hidden, heads)
+        first, last = first_query + start, first_query + end - 1  # positions of the queries
+        begin = max(0, first - window + 1) if window else 0
+        seen = min(last + 1, count) if causal else count
+        if begin < seen:
+            edges = tuple(_edges(range(first, last + 1), range(begin, seen), causal, window, queries.device))
+            unseen = None if key_mask is None else ~key_mask[:, None, None, begin:seen]
+            yield _Block(slice(start, end), first, slice(begin, seen), edges, unseen, heads)
+
+
+def _edges(queries: range, keys: range, causal: bool, window: int, device: torch.device) -> Iterator[_Edge]:
+    """Keys at positions that only some queries see."""
+    positions = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
+    if causal and queries.start + 1 < keys.stop:
+        late = range(max(queries.start + 1, keys.start), keys.stop)
+        ahead = torch.arange(late.start, late.stop, device=device) > positions
+        yield _Edge(slice(late.start - keys.start, None), ahead)
+    if window and keys.start <= queries[-1] - window:
+        early = range(keys.start, min(keys.stop, queries[-1] - window + 1))
+        behind = torch.arange(early.start, early.stop, device=device) <= positions - window
+        yield _Edge(slice(0, len(early)), behind)

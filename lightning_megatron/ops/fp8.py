@@ -3,45 +3,95 @@
 A tensor is multiplied by a scale, so that its largest magnitude comes close to the largest number of the format, and
 rounded to 8 bits: E4M3 for activations and weights, E5M2 for gradients. Products are summed in fp32, and divided by
 both scales. Scales are powers of two: multiplying by them rounds nothing.
+
+The matrix engine of Gaudi 2 multiplies operands of one format only, so that activations and weights meet gradients in
+E5M2 there. Gaudi 3 multiplies different formats, and its E4M3 reaches 448 instead of 240.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_megatron import device as devices
 from lightning_megatron.arguments import OneOf, at_least, field_problems
+from lightning_megatron.device import Fp8Arithmetic
 from lightning_megatron.errors import Problem, nearest_names
 from lightning_megatron.ops.hpu_bridge import missing
-from lightning_megatron.ops.implementation import REFERENCE, Implementation, Selectable, Selection
+from lightning_megatron.ops.implementation import Implementation, Selectable
 
-LARGEST = {torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}
-"""Largest magnitude of each format. E4M3 ends at 240 on Gaudi 2, at 448 elsewhere; here 240 holds for Gaudi 3 too."""
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST_E5M2 = 57344.0
+_MANTISSA_BITS = {E4M3: 3, E5M2: 2}
+_SMALLEST_EXPONENT = {E4M3: -6, E5M2: -14}
+"""Exponents of the smallest normal numbers."""
+DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes that Gaudi's casts to fp8 take; fp16 is none of them."""
 MULTIPLE = 16
-"""Dimensions of operands must be multiples of this."""
+"""Dimensions of operands must be multiples of this: a rule of Intel's Transformer Engine, not of the operators."""
 LINEARS = ("qkv", "out", "fc1", "fc2")
 
 
 class Fp8Kernels(NamedTuple):
-    """The two kernels that fp8 linear layers call.
+    """The kernels that fp8 linear layers call.
 
     Attributes:
-        cast: function of ``x, scale, dtype``: ``x * scale`` in that dtype, clamped to its largest magnitude.
+        cast: function of ``x, scale, dtype, stochastic``: ``x * scale`` in that dtype, clamped to its largest
+            magnitude and rounded to the nearest number or at random, and the largest magnitude of ``x`` (fp32 scalar).
+        cast_both: function of ``x, scale_e5m2, scale_e4m3``: ``x`` in both formats, and its largest magnitude, in one
+            pass over ``x``.
         product: function of ``a [n, k], b [k, m], a_scale, b_scale, bias, dtype``:
             ``a b / (a_scale b_scale) + bias``.
+        arithmetic: facts about the formats of the card.
     """
 
-    cast: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    cast: Callable[[Tensor, Tensor, torch.dtype, bool], tuple[Tensor, Tensor]]
+    cast_both: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     product: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+    arithmetic: Fp8Arithmetic
+
+    @property
+    def backward_format(self) -> torch.dtype:
+        """Format of activations and weights in products with a gradient, which is in E5M2."""
+        return E4M3 if self.arithmetic.mixes_formats else E5M2
+
+    def largest(self, dtype: torch.dtype) -> float:
+        """Largest magnitude of a format."""
+        return self.arithmetic.largest_e4m3 if dtype == E4M3 else LARGEST_E5M2
 
 
-def cast_reference(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_reference(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, stochastic: bool = False, largest_e4m3: float = 240.0
+) -> tuple[Tensor, Tensor]:
     """``cast`` in plain torch."""
-    return (x.float() * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    largest = largest_e4m3 if dtype == E4M3 else LARGEST_E5M2
+    scaled = (x.float() * scale).clamp(-largest, largest)
+    return (round_at_random(scaled, dtype) if stochastic else scaled.to(dtype)), largest_magnitude(x)
+
+
+def round_at_random(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in an 8-bit format, rounded up or down with the probabilities that keep its mean.
+
+    Args:
+        x: fp32, no larger than the largest magnitude of the format.
+        dtype: the format.
+    """
+    exponent = torch.frexp(x).exponent - 1
+    step = torch.exp2((exponent.clamp(min=_SMALLEST_EXPONENT[dtype]) - _MANTISSA_BITS[dtype]).float())
+    return (torch.floor(x / step + torch.rand_like(x)) * step).to(dtype)
+
+
+def cast_both_reference(
+    x: Tensor, scale_e5m2: Tensor, scale_e4m3: Tensor, largest_e4m3: float = 240.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``cast_both`` in plain torch."""
+    e5m2, _ = cast_reference(x, scale_e5m2, E5M2)
+    return e5m2, *cast_reference(x, scale_e4m3, E4M3, largest_e4m3=largest_e4m3)
 
 
 def product_reference(
@@ -52,10 +102,26 @@ def product_reference(
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
-def cast_hpu(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``cast`` by Intel's operator; never run on a real Gaudi."""
-    out: Tensor = torch.ops.hpu.cast_to_fp8_v2(x, scale, False, False, dtype)[0]
-    return out
+def reference_kernels(arithmetic: Fp8Arithmetic) -> Fp8Kernels:
+    """The kernels of a card in plain torch."""
+    largest = arithmetic.largest_e4m3
+    casts = partial(cast_reference, largest_e4m3=largest), partial(cast_both_reference, largest_e4m3=largest)
+    return Fp8Kernels(*casts, product_reference, arithmetic)
+
+
+def cast_hpu(x: Tensor, scale: Tensor, dtype: torch.dtype, stochastic: bool = False) -> tuple[Tensor, Tensor]:
+    """``cast`` by Intel's operator; never run on a real Gaudi.
+
+    At random it rounds with numbers of the card's own: they do not come from torch's generator.
+    """
+    values, amax = torch.ops.hpu.cast_to_fp8_v2(x, scale, stochastic, True, dtype)
+    return values, amax
+
+
+def cast_both_hpu(x: Tensor, scale_e5m2: Tensor, scale_e4m3: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``cast_both`` by Intel's operator; never run on a real Gaudi."""
+    e5m2, e4m3, amax = torch.ops.hpu.cast_to_fp8_hybrid(x, scale_e5m2, scale_e4m3, False, True)
+    return e5m2, e4m3, amax
 
 
 def product_hpu(
@@ -72,6 +138,11 @@ def product_hpu(
 def _contiguous(x: Tensor) -> tuple[Tensor, bool]:
     """The contiguous matrix, and True if it is ``x`` transposed."""
     return (x, False) if x.is_contiguous() else (x.t(), True)
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor, an fp32 scalar; costs a pass over it."""
+    return torch.linalg.vector_norm(x, float("inf")).float()
 
 
 def scale_for(largest_seen: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
@@ -95,6 +166,10 @@ class Fp8Recipe:
         margin: powers of two that a tensor may grow by before it is clamped.
         first_layers: number of layers at the beginning without fp8.
         last_layers: number of layers at the end without fp8.
+        stochastic_rounding: True to round gradients up or down at random, so that their mean is kept; False to round
+            them to the nearest number, which is the same in each run.
+        keep_weights: True to cast each weight once in an optimizer step and keep it in fp8 until the step ends: one
+            byte an element, on Gaudi 2 two. False to cast it in every forward and backward.
     """
 
     linears: tuple[str, ...] = LINEARS
@@ -103,6 +178,8 @@ class Fp8Recipe:
     margin: int = 0
     first_layers: int = 1
     last_layers: int = 1
+    stochastic_rounding: bool = True
+    keep_weights: bool = True
 
     def problems(self) -> list[Problem]:
         """Every fault of the fields."""
@@ -127,35 +204,23 @@ class Fp8Recipe:
         return None
 
 
-REFERENCE_KERNELS = Fp8Kernels(cast_reference, product_reference)
-HPU_KERNELS = Fp8Kernels(cast_hpu, product_hpu)
+REFERENCE_KERNELS = reference_kernels(Fp8Arithmetic())
+
+
+def _hpu_kernels() -> Fp8Kernels:
+    arithmetic = devices.fp8_arithmetic(torch.device(devices.HPU.type))
+    return Fp8Kernels(cast_hpu, cast_both_hpu, product_hpu, arithmetic)
 
 
 def _hpu_operators_missing() -> str | None:
-    if all(hasattr(torch.ops.hpu, name) for name in ("cast_to_fp8_v2", "fp8_gemm_v2")):
+    if all(hasattr(torch.ops.hpu, name) for name in ("cast_to_fp8_v2", "cast_to_fp8_hybrid", "fp8_gemm_v2")):
         return None
     return missing("core", "mark_step") or "the bridge has no such operators"
 
 
 LINEAR_FP8: Selectable[Fp8Kernels] = Selectable(
     "linear_fp8",
-    (Implementation("hpu::fp8_gemm_v2", "hpu", lambda: HPU_KERNELS, _hpu_operators_missing),),
+    (Implementation("hpu::fp8_gemm_v2", "hpu", _hpu_kernels, _hpu_operators_missing),),
     default="off",
 )
 """Kernels by device. It is no op: linear layers call the two kernels, and without them do not use fp8 at all."""
-
-
-def choose_fp8_kernels(device: str, mode: str | None = None) -> tuple[Fp8Kernels | None, Selection]:
-    """The kernels of a device; ``None`` for products in the dtype of their operands.
-
-    Args:
-        device: type of device.
-        mode: the user's mode for ``linear_fp8``; ``None`` for the default.
-
-    Raises:
-        ConfigError: if they are required and the device has none.
-    """
-    usable, why = LINEAR_FP8.usable(device, mode)
-    if not usable:
-        return None, Selection(LINEAR_FP8.name, REFERENCE, why)
-    return usable[0].bind(), Selection(LINEAR_FP8.name, usable[0].name, why)

@@ -10,8 +10,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.by_shape import by_shape
+from lightning_megatron.ops.cpu.onednn import by_onednn
 from lightning_megatron.ops.implementation import Implementation, Op
-from lightning_megatron.ops.matmul import matmul_into, upcasts
+from lightning_megatron.ops.matmul import matmul_into, product, upcasts
+
+SHORTEST = 16
+"""Smallest number of rows of a product whose kernel is built for its shape."""
+
+
+def rounded_length(rows: int) -> int:
+    """The next of few lengths: multiples of 16, and at most 16 between a power of two and the next."""
+    step = max(SHORTEST, 1 << max(0, (rows - 1).bit_length() - 5))
+    return -(-rows // step) * step
+
+
+def builds_kernels(a: Tensor, b: Tensor) -> bool:
+    """True if the library that computes ``a b`` builds and keeps a kernel for each number of rows.
+
+    oneDNN does: a new number costs it a millisecond and half a megabyte, more than a product of some hundred rows.
+    The number of rows of an expert is another in every micro-batch. (In a trace, the compiler chooses.)
+
+    Args:
+        a: ``[n, k]``.
+        b: ``[k, m]``.
+    """
+    if a.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return by_onednn(a, b) or (a.dtype == b.dtype == torch.bfloat16 and not upcasts(a, b))
+
+
+@by_shape
+def _multiply(x: Tensor, factors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """``[n, k]`` to ``[n, m]``, the rows of each group times its ``[k, m]`` matrix.
+
+    A product of more rows than its group has writes into rows of later groups, which are computed after it.
+    """
+    out, start = x.new_empty(x.shape[0], factors[0].shape[1]), 0
+    for rows, factor in zip(counts, factors, strict=True):
+        own = x[start : start + rows]
+        length = rounded_length(rows) if builds_kernels(own, factor) else rows
+        if start + length <= x.shape[0]:
+            matmul_into(out[start : start + length], x[start : start + length], factor)
+        else:
+            out[start : start + rows] = product(_lengthened(own, length), factor)[:rows]
+        start += rows
+    return out
+
+
+def _lengthened(x: Tensor, length: int) -> Tensor:
+    """``[n, k]`` followed by rows of zeros, ``[length, k]``."""
+    return x if x.shape[0] == length else F.pad(x, (0, 0, 0, length - x.shape[0]))
+
+
+@by_shape
+def _weight_gradients(grad: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """``[n, m], [n, k]`` to ``[G, m, k]``, the product of each group's rows."""
+    dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    for dy, rows, here in zip(grad.split(counts), x.split(counts), dw, strict=True):
+        length = rounded_length(len(rows)) if builds_kernels(dy.t(), rows) else len(rows)
+        matmul_into(here, _lengthened(dy, length).t(), _lengthened(rows, length))  # of no rows: zeros
+    return dw
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -21,10 +80,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts = counts
-        out = x.new_empty(x.shape[0], weight.shape[1])
-        for rows, w, product in zip(x.split(counts), weight, out.split(counts), strict=True):
-            matmul_into(product, rows, w.t())
-        return out
+        return _multiply(x, weight.transpose(1, 2).unbind(), counts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -32,14 +88,35 @@ class _GroupedLinear(torch.autograd.Function):
         counts, grad = ctx.counts, grad.contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            for dy, w, product in zip(grad.split(counts), weight, dx.split(counts), strict=True):
-                matmul_into(product, dy, w)
+            dx = _multiply(grad, weight.unbind(), counts)
         if ctx.needs_input_grad[1]:
-            dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            for dy, rows, product in zip(grad.split(counts), x.split(counts), dw, strict=True):
-                matmul_into(product, dy.t(), rows)  # of no rows: zeros
+            dw = _weight_gradients(grad, x, weight, counts)
         return dx, dw, None
+
+
+class _GroupBias(torch.autograd.Function):
+    """Adds a row to each group of rows; its gradient is a sum a group, in the order of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, counts: Sequence[int]) -> Tensor:
+        ctx.counts = counts
+        return torch.cat([rows + own for rows, own in zip(x.split(counts), bias, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.stack([rows.sum(0) for rows in grad.split(ctx.counts)]), None
+
+
+def add_group_bias(x: Tensor, bias: Tensor, counts: Sequence[int]) -> Tensor:
+    """``x_g + b_g`` for every group ``g`` of consecutive rows.
+
+    Args:
+        x: ``[n, out]``, the groups one after the other; groups may be empty.
+        bias: ``[G, out]``.
+        counts: number of rows of each group, on the host.
+    """
+    out: Tensor = _GroupBias.apply(x, bias, tuple(counts))
+    return out
 
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -69,7 +146,7 @@ def grouped_in_place(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor
 
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """:func:`grouped_linear` by torch's kernel, which multiplies all groups at once; never run on a GPU."""
+    """:func:`grouped_linear` by torch's kernel for all groups at once; ``tests/cuda`` trains Mixtral with it."""
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 

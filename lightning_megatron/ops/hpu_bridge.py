@@ -17,8 +17,8 @@ def missing(module: str, name: str) -> str | None:
         return f"{_PACKAGE} is not installed"
     try:
         found = import_module(f"{_PACKAGE}.torch.{module}")
-    except ImportError as error:
-        return f"{_PACKAGE} cannot be imported: {error}"
+    except Exception as error:  # a bridge that does not fit this torch fails with errors of many classes
+        return f"{_PACKAGE} cannot be imported: {type(error).__name__}: {error}"
     return None if hasattr(found, name) else f"{_PACKAGE}.torch.{module} has no {name}"
 
 

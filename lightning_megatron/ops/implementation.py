@@ -33,6 +33,8 @@ class Implementation(Generic[T]):
         unsupported: function of a call's arguments that returns the reason why this implementation cannot take them,
             or ``None``.
         variant: the mode that selects it; ``None`` for an implementation that ``"auto"`` selects.
+        recomputes: True if its backward computes again what its forward has dropped, so that activation recomputation
+            around it would only repeat the forward.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Implementation(Generic[T]):
     missing: Callable[[], str | None] = available
     unsupported: Callable[..., str | None] | None = None
     variant: str | None = None
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +69,18 @@ class OpChoice(Selection):
 
     Attributes:
         run: function that computes the op.
+        candidates: ``unsupported`` and ``recomputes`` of the implementations that ``run`` tries, in order.
     """
 
     run: Function
+    candidates: tuple[tuple[Callable[..., str | None] | None, bool], ...] = field(default=(), kw_only=True)
+
+    def recomputes(self, *args: Any, **kwargs: Any) -> bool:
+        """True if the implementation of a call with these arguments keeps little for its backward by itself."""
+        for unsupported, recomputes in self.candidates:
+            if unsupported is None or unsupported(*args, **kwargs) is None:
+                return recomputes
+        return False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,8 +112,10 @@ class Fallback:
             return self.preferred(*args, **kwargs)
         if self.mode == "require":
             raise ConfigError([_cannot_require(self.op, reason)])
+        result = self.otherwise(*args, **kwargs)
+        # After the call: where that falls back for the same reason, the last implementation has computed.
         self.noted.setdefault(reason, self.otherwise_name)
-        return self.otherwise(*args, **kwargs)
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +191,13 @@ class Selectable(Generic[T]):
         default = f"the best there is for {device}" if found else f"there is nothing else for {device}"
         return found, "; ".join(reasons) or default
 
+    def select(self, device: str, mode: str | None = None, unless: str | None = None) -> tuple[T | None, Selection]:
+        """The best usable implementation, ``None`` for the reference; arguments and errors as in :meth:`usable`."""
+        usable, why = self.usable(device, mode, unless)
+        if not usable:
+            return None, Selection(self.name, REFERENCE, why)
+        return usable[0].bind(), Selection(self.name, usable[0].name, why)
+
 
 @dataclass(frozen=True, eq=False)
 class Op(Selectable[Function]):
@@ -194,6 +215,7 @@ class Op(Selectable[Function]):
         """The implementation for one module; arguments and errors as in :meth:`usable`."""
         usable, why = self.usable(device, mode, unless)
         noted: dict[str, str] = {}
+        candidates = tuple((each.unsupported, each.recomputes) for each in usable)
         run, name = self.reference, REFERENCE
         for each in reversed(usable):
             function = each.bind()
@@ -208,7 +230,7 @@ class Op(Selectable[Function]):
                     noted=noted,
                 )
             run, name = function, each.name
-        return OpChoice(self.name, name, why, run, fallbacks=noted)
+        return OpChoice(self.name, name, why, run, fallbacks=noted, candidates=candidates)
 
     def on(self, device: str) -> Function:
         """The best implementation for a type of device."""

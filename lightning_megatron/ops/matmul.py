@@ -1,4 +1,4 @@
-"""Matrix products of bf16 operands, also for processors that have no arithmetic for bf16.
+"""Matrix products: of fp32 by the faster library, and of bf16 also on processors that have no arithmetic for bf16.
 
 Such a processor converts bf16 to fp32 in every multiplication, which takes about four times as long as converting
 whole operands to fp32 once and multiplying those. Both sum in fp32; the second rounds once, at the end, and not at all
@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.by_shape import by_shape
 from lightning_megatron.device import has_bf16_arithmetic
+from lightning_megatron.ops.cpu.onednn import by_onednn, linear_onednn
 
 FEW = 16
 """With fewer rows or columns than this, copying the operands costs more than the faster product gains."""
@@ -55,9 +57,22 @@ def product(a: Tensor, b: Tensor, *, native: bool | None = None) -> Tensor:
         b: ``[k, m]``.
         native: True if the device has arithmetic for bf16; ``None`` asks the device.
     """
-    return matmul_fp32(a, b) if upcasts(a, b, native=native) else product_reference(a, b)
+    if upcasts(a, b, native=native):
+        return matmul_fp32(a, b)
+    return _linear_onednn(a, b.t()) if by_onednn(a, b) else product_reference(a, b)
 
 
+def _linear_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`linear_onednn`, in a graph too."""
+    if not torch.compiler.is_compiling():
+        return linear_onednn(x, weight, bias)
+    from lightning_megatron.ops.cpu import graph_operators
+
+    out: Tensor = graph_operators.linear_onednn(x, weight, bias)
+    return out
+
+
+@by_shape
 def matmul_fp32(a: Tensor, b: Tensor, *, block_bytes: int = BLOCK_BYTES) -> Tensor:
     """``a b`` in fp32, for operands of any dtype. Autograd must not record this.
 
@@ -70,16 +85,16 @@ def matmul_fp32(a: Tensor, b: Tensor, *, block_bytes: int = BLOCK_BYTES) -> Tens
     k, m = b.shape
     blocks = -(-4 * k * m // block_bytes)
     if blocks <= 1:
-        return a.matmul(b.float())
+        return product(a, b.float())
     if m >= k:
         out = a.new_empty(*a.shape[:-1], m)
         step = -(-m // blocks)
         for some, here in zip(b.split(step, 1), out.split(step, -1), strict=True):
-            here.copy_(a.matmul(some.float()))
+            here.copy_(product(a, some.float()))
         return out
     step = -(-k // blocks)
     parts = zip(a.split(step, -1), b.split(step), strict=True)
-    return sum((x.matmul(some.float()) for x, some in parts), start=a.new_zeros(*a.shape[:-1], m))
+    return sum((product(x, some.float()) for x, some in parts), start=a.new_zeros(*a.shape[:-1], m))
 
 
 def matmul(a: Tensor, b: Tensor, *, native: bool | None = None) -> Tensor:
@@ -89,21 +104,24 @@ def matmul(a: Tensor, b: Tensor, *, native: bool | None = None) -> Tensor:
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Write ``a b`` into ``out``, ``[n, m]``, which may be a view."""
-    if upcasts(a, b):
+    if upcasts(a, b) or by_onednn(a, b):
         out.copy_(product(a, b))
     else:
         torch.mm(a, b, out=out)
 
 
-class _WideLinear(torch.autograd.Function):
-    """Saves the bf16 operands, not their copies. A weight's gradient is fp32, for accumulation in fp32."""
+class _Linear(torch.autograd.Function):
+    """Saves the operands, not copies in fp32. The gradient of a bf16 weight is fp32, for accumulation in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_shape = None if bias is None else bias.shape
-        out = matmul_fp32(x, weight.flatten(0, -2).t())
-        return (out if bias is None else out.add_(bias.flatten())).to(x.dtype)
+        rows, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+        if x.dtype == torch.float32:
+            return _linear_onednn(x, rows, bias)
+        out = matmul_fp32(x, rows.t())
+        return (out if bias is None else out.add_(bias)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -137,19 +155,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, native: boo
     Returns:
         ``[..., out]``.
     """
-    if not upcasts(x, weight.flatten(0, -2).t(), native=native):
+    factor = weight.flatten(0, -2).t()
+    if not upcasts(x, factor, native=native) and not by_onednn(x, factor):
         return linear_reference(x, weight, bias)
-    out: Tensor = _WideLinear.apply(x, weight, bias)
+    out: Tensor = _Linear.apply(x, weight, bias)
     return out
 
 
 class LinearGemms(Protocol):
     """The three GEMMs of a linear layer: forward, input gradient (dgrad), weight gradient (wgrad); not for autograd.
 
-    ``forward`` returns, beside its product, tensors to be saved for backward.
+    ``prepare`` is called before each forward, outside of autograd functions. ``forward`` returns, beside its product,
+    tensors to be saved for backward.
     """
 
     # ruff: noqa: D102
+    def prepare(self, weight: Tensor) -> None: ...
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]: ...
     def gradient(self, dy: Tensor) -> Any: ...
     def input_gradient(self, dy: Any, weight: Tensor, kept: Sequence[Tensor]) -> Tensor: ...
@@ -161,6 +182,9 @@ class PlainGemms:
 
     def __reduce__(self) -> str:
         return "PLAIN_GEMMS"  # one instance, also for copies of a layer
+
+    def prepare(self, weight: Tensor) -> None:
+        """Nothing is needed before a forward."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``x W^T + b``, ``[..., in] -> [..., out]``."""

@@ -2,29 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_megatron.ops.activation import swiglu
-from lightning_megatron.ops.grouped_linear import grouped_linear
+from lightning_megatron.ops.grouped_linear import add_group_bias, grouped_linear
 from lightning_megatron.ops.hpu_bridge import missing
 from lightning_megatron.ops.implementation import Implementation, Op
 
 Activation = Callable[[Tensor], Tensor]
 
 
+class ExpertBiases(NamedTuple):
+    """Biases of the experts of a rank.
+
+    Attributes:
+        fc1: ``[n, F]``, or ``[n, 2 F]`` for a gated activation.
+        fc2: ``[n, H]``; zero where another rank with a slice of the same experts adds it.
+    """
+
+    fc1: Tensor
+    fc2: Tensor
+
+
+_PROBE = 32
+"""Features of the tensors that find out how the operator works."""
+
+
 def mixture_of_experts_reference(
-    x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, activation: Activation, first: int = 0
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    activation: Activation,
+    first: int = 0,
+    biases: ExpertBiases | None = None,
 ) -> Tensor:
     """:func:`mixture_of_experts` in plain torch: one product per expert, of its tokens.
 
     It synchronizes with the host once, for the number of tokens of each expert.
     """
+
+    def compute(rows: Tensor, lengths: Sequence[int]) -> Tensor:
+        inner = grouped_linear(rows, fc1.flatten(1, -2), lengths)
+        if biases is not None:
+            inner = add_group_bias(inner, biases.fc1, lengths)
+        out = grouped_linear(activation(inner), fc2, lengths)
+        return out if biases is None else add_group_bias(out, biases.fc2, lengths)
+
+    return visit_experts(x, experts, weights, compute, first, fc2.shape[0])
+
+
+def visit_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    compute: Callable[[Tensor, Sequence[int]], Tensor],
+    first: int,
+    here: int,
+) -> Tensor:
+    """``[T, H]``, the weighted sum of the outputs of a token's experts ``first .. first + here - 1``.
+
+    Args:
+        x: ``[T, H]``.
+        experts: ``[T, k]`` ids over all ranks.
+        weights: ``[T, k]``.
+        compute: function of rows ``[n, H]``, sorted by expert, and the number of rows of each, that gives ``[n, H]``.
+        first: id of the first expert.
+        here: number of experts.
+    """
     tokens, topk = experts.shape
     local = experts.flatten() - first
-    here = fc2.shape[0]
     local = torch.where((local < 0) | (local >= here), here, local)
     order = local.argsort(stable=True)
     counts = torch.zeros(here + 1, dtype=torch.int64, device=x.device)
@@ -32,14 +86,20 @@ def mixture_of_experts_reference(
     lengths = counts[:here].tolist()
     order = order[: sum(lengths)]
     sources = order // topk
-    hidden = activation(grouped_linear(x.index_select(0, sources), fc1.flatten(1, -2), lengths))
-    out = grouped_linear(hidden, fc2, lengths)
+    out = compute(x.index_select(0, sources), lengths)
     weighted = (out * weights.flatten()[order].unsqueeze(-1)).to(x.dtype)
-    return x.new_zeros(tokens, fc2.shape[1]).index_add(0, sources, weighted)
+    return x.new_zeros(tokens, out.shape[1]).index_add(0, sources, weighted)
 
 
 def mixture_of_experts(
-    x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, activation: Activation, first: int = 0
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    activation: Activation,
+    first: int = 0,
+    biases: ExpertBiases | None = None,
 ) -> Tensor:
     """Sum over a token's experts ``first .. first + n - 1`` of ``weight x fc2(activation(fc1(x)))``.
 
@@ -51,11 +111,12 @@ def mixture_of_experts(
         fc2: ``[n, H, F]``.
         activation: function between the two layers.
         first: id of the first expert of this rank.
+        biases: biases of both layers; ``None`` for none.
 
     Returns:
         ``[T, H]``.
     """
-    out: Tensor = MIXTURE_OF_EXPERTS.on(x.device.type)(x, experts, weights, fc1, fc2, activation, first)
+    out: Tensor = MIXTURE_OF_EXPERTS.on(x.device.type)(x, experts, weights, fc1, fc2, activation, first, biases)
     return out
 
 
@@ -70,34 +131,106 @@ def fused_operator_missing() -> str | None:
 
 
 def _beyond_operator(
-    x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, activation: Activation, first: int = 0
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    activation: Activation,
+    first: int = 0,
+    biases: ExpertBiases | None = None,
 ) -> str | None:
+    if biases is not None:
+        return "experts have biases"
     return None if activation is swiglu else "the operator is for SwiGLU"
 
 
 def mixture_of_experts_fused(
-    x: Tensor, experts: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, activation: Activation, first: int = 0
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    activation: Activation,
+    first: int = 0,
+    biases: ExpertBiases | None = None,
 ) -> Tensor:
     """:func:`mixture_of_experts` of SwiGLU experts by the Gaudi's operator; never run on a real Gaudi.
 
-    Its eager path without gradients ignores the range of experts. So ids are made local, the range is always complete,
-    and tokens of other ranks' experts go to the first expert with weight 0.
+    The bridge has two kernels of it. One computes the choices in a range of experts: it gets the ids as they are, and
+    the range of this rank. The other multiplies every token by every expert of the list, takes ids as positions in it,
+    and keeps only the last weight of an id that a token has twice: it gets every expert once, in order, with the
+    weight of the token for it, or 0. That second form is right for either kernel, but more work for the first.
     """
-    here = fc2.shape[0]
-    local = experts - first
-    outside = (local < 0) | (local >= here)
+    last = first + fc2.shape[0] - 1
+    if not _takes_range(x):
+        experts, weights = every_expert(experts, weights, fc2.shape[0], first)
+        first, last = 0, last - first
     out: Tensor = torch.ops.hpu.mixture_of_experts.fused_weights(
         x,
-        local.masked_fill(outside, 0),
-        weights.masked_fill(outside, 0.0).to(x.dtype),
+        experts,
+        weights.to(x.dtype),
         list(fc1.flatten(1, -2).unbind()),
         list(fc2.unbind()),
         permuted_weights=True,
         activation="silu",
-        experts_min=0,
-        experts_max=here - 1,
+        experts_min=first,
+        experts_max=last,
     )
     return out
+
+
+def every_expert(experts: Tensor, weights: Tensor, here: int, first: int) -> tuple[Tensor, Tensor]:
+    """Ids ``0 .. here - 1`` for every token, and its weights for them; choices of other ranks' experts are left out.
+
+    Args:
+        experts: ``[T, k]`` ids over all ranks.
+        weights: ``[T, k]``.
+        here: number of experts on this rank.
+        first: id of the first of them.
+
+    Returns:
+        ``[T, here]`` and ``[T, here]``.
+    """
+    local = experts - first
+    outside = (local < 0) | (local >= here)
+    table = weights.new_zeros(weights.shape[0], here)
+    table = table.scatter_add(1, local.masked_fill(outside, 0), weights.masked_fill(outside, 0.0))
+    return torch.arange(here, device=experts.device).repeat(len(experts), 1), table
+
+
+def _takes_range(x: Tensor) -> bool:
+    """True if a call in the present mode gets the kernel that looks at the range of experts.
+
+    In a graph it is certain with gradients alone: without them a backend may run the operator as in eager mode.
+    """
+    if torch.compiler.is_compiling():
+        return torch.is_grad_enabled()
+    return range_is_seen(x.device.type, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+
+@cache
+def range_is_seen(device: str, gradients: bool, inference: bool) -> bool:
+    """The answer of the bridge itself, since versions differ: expert 1 of the range 1..2 is the first of the list.
+
+    Without the range it would be the second, so that every kernel finds what it looks for. Asked once for each mode.
+    """
+    with saved_tensors_hooks(lambda t: t, lambda t: t):  # nothing of this belongs to a checkpoint around the caller
+        x = torch.ones(1, _PROBE, dtype=torch.bfloat16, device=device)
+        one = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
+        w12, w3 = x.expand(2 * _PROBE, _PROBE).contiguous(), x.expand(_PROBE, _PROBE).contiguous()
+        out = torch.ops.hpu.mixture_of_experts.fused_weights(
+            x,
+            torch.ones(1, 1, dtype=torch.int64, device=device),
+            one,
+            [w12, w12],
+            [w3, torch.zeros_like(w3)],
+            permuted_weights=True,
+            activation="silu",
+            experts_min=1,
+            experts_max=2,
+        )
+        return bool((out.detach() != 0).any())
 
 
 MIXTURE_OF_EXPERTS = Op(

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from lightning_megatron.config.layout import ModelShape, ParallelLayout
 from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any
-from lightning_megatron.ops.adamw import ADAMW
+from lightning_megatron.ops.adamw import ADAMW, MakeAdamW, adamw_reference
 from lightning_megatron.ops.attention import ATTENTION
-from lightning_megatron.ops.fp8 import LINEAR_FP8, Fp8Kernels, Fp8Recipe, choose_fp8_kernels
+from lightning_megatron.ops.fp8 import LINEAR_FP8, Fp8Kernels, Fp8Recipe
 from lightning_megatron.ops.grouped_linear import GROUPED_LINEAR
 from lightning_megatron.ops.implementation import REFERENCE, Function, Op, OpChoice, Selectable, Selection
 from lightning_megatron.ops.mixture_of_experts import MIXTURE_OF_EXPERTS
 from lightning_megatron.ops.norm import LAYER_NORM, RMS_NORM
 from lightning_megatron.ops.rope import ROPE
+
+T = TypeVar("T")
 
 SELECTABLE: Mapping[str, Selectable[Any]] = {
     each.name: each
@@ -25,6 +28,7 @@ SELECTABLE: Mapping[str, Selectable[Any]] = {
 }
 """Everything that ``ops=`` switches."""
 OPS: Mapping[str, Op] = {name: each for name, each in SELECTABLE.items() if isinstance(each, Op)}
+"""Functions of tensors."""
 
 OpModes = Mapping[str, str] | str | None
 """``{"attention": "off"}``, or ``"attention=off,rms_norm=require"``."""
@@ -104,10 +108,25 @@ class Ops:
         Raises:
             ConfigError: if they are required and the device has none.
         """
-        mode = self.mode(LINEAR_FP8.name)
+        return self._select(LINEAR_FP8)
+
+    def choose_adamw(self, unless: str | None = None) -> tuple[MakeAdamW, Selection]:
+        """The constructor of AdamW for a module's parameters.
+
+        Args:
+            unless: reason why the device's own AdamW cannot update them, if there is one.
+
+        Raises:
+            ConfigError: if it is required and not usable.
+        """
+        selected = self._select(ADAMW, unless)
+        return selected[0] or adamw_reference, selected[1]
+
+    def _select(self, selectable: Selectable[T], unless: str | None = None) -> tuple[T | None, Selection]:
+        mode = self.mode(selectable.name)
         if self.device is None and mode == "auto":
-            return None, Selection(LINEAR_FP8.name, REFERENCE, _UNKNOWN_DEVICE)
-        return choose_fp8_kernels(self.device or "", mode)
+            return None, Selection(selectable.name, REFERENCE, _UNKNOWN_DEVICE)
+        return selectable.select(self.device or "", mode, unless)
 
     def custom(self, op: str, implementation: str, why: str, run: Function) -> OpChoice:
         """The choice of a module that has its own implementation of an op.
@@ -126,8 +145,16 @@ class Ops:
         found = (SELECTABLE[name].problem(self.device, mode) for name, mode in self._given.items())
         return [problem for problem in found if problem is not None]
 
-    def model_problems(self, layout: ParallelLayout, model: ModelShape) -> list[Problem]:
-        """Modes that a model or a layout does not support."""
+    def model_problems(
+        self, layout: ParallelLayout, model: ModelShape, dtype: torch.dtype | None = None
+    ) -> list[Problem]:
+        """Modes that a model or a layout does not support.
+
+        Args:
+            layout: layout of the job.
+            model: shape of the model.
+            dtype: dtype in which the model computes; ``None`` if it is not known.
+        """
         mode = self.mode(LINEAR_FP8.name)
         if mode == "off":
             return []
@@ -136,6 +163,9 @@ class Ops:
             found.append(Problem("ops", f"linear_fp8={mode}", "experts multiply in the dtype of their weights", off))
         if layout.cp > 1:
             reason = f"Intel's own fp8 is for cp=1, and ours has not been tried with cp={layout.cp}"
+            found.append(Problem("ops", f"linear_fp8={mode}", reason, off))
+        if dtype == torch.float16:
+            reason = "casts to fp8 take bf16 and fp32, not fp16: set precision='bf16-mixed', or leave it out"
             found.append(Problem("ops", f"linear_fp8={mode}", reason, off))
         return found
 

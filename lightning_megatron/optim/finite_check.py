@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_max
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.finite import first_bad_row, not_finite
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffers.bucket import Bucket
@@ -162,10 +162,7 @@ class FiniteCheck:
         self._raise_if_any("before the first step", self._bad_params(self._params))
 
     def _raise_if_any(self, when: str, own: list[Finding]) -> None:
-        by_rank: list[list[Finding]] = [own] * (self._mesh.world.size if self._mesh.is_distributed else 1)
-        if self._mesh.is_distributed:
-            dist.all_gather_object(by_rank, own, group=self._mesh.host_group)
-        if found := [finding for findings in by_rank for finding in findings]:
+        if found := [finding for findings in all_gather_object(self._mesh, own) for finding in findings]:
             raise NonFiniteError(_error_text(when, found))
 
     def _optimizer_results(self, kind: str) -> list[_Result]:

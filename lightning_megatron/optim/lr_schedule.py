@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_megatron.errors import ConfigError, Problem, raise_if_any
+from lightning_megatron.errors import Problem, raise_if_any
 
 LRStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"]
 TailStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -102,40 +102,6 @@ class LRSchedule:
             return 1.0 if begun <= 0 else _TAIL[self.tail_style](begun / self.tail)
         return _DECAY[self.style]((step - self.warmup) / (self.decay - self.warmup))
 
-    def lr_lambda(self, step_size: int = 1) -> Callable[[int], float]:
-        """Factor on the optimizer's ``lr`` (which should be ``max_lr``) after each of its steps, for ``LambdaLR``.
-
-        Args:
-            step_size: units of the schedule in one optimizer step (the global batch size, if the unit is samples).
-        """
-        return lambda step: self.learning_rate(step * step_size) / self.max_lr
-
-
-def schedule_problems(
-    lr: float, min_lr: float | None, warmup_steps: int, decay_steps: int | None, lr_schedule: LRStyle
-) -> list[Problem]:
-    """Problems of a schedule without a tail, under the argument names of the modules.
-
-    Args:
-        lr: value of ``max_lr``.
-        min_lr: value of ``min_lr``; ``None`` for a tenth of ``lr``.
-        warmup_steps: value of ``warmup``.
-        decay_steps: value of ``decay``; ``None`` for the end of training.
-        lr_schedule: value of ``style``.
-    """
-    if lr_schedule == "constant" and not warmup_steps:
-        return []
-    if lr_schedule == "wsd":
-        reason = "needs the length of its tail: return LRSchedule(style='wsd', tail=...) from configure_optimizers"
-        return [Problem("lr_schedule", lr_schedule, reason, ("cosine", "linear"))]
-    names = {"max_lr": "lr", "warmup": "warmup_steps", "decay": "decay_steps", "style": "lr_schedule"}
-    decay = warmup_steps + 1 if decay_steps is None else decay_steps
-    try:
-        LRSchedule(lr, lr / 10 if min_lr is None else min_lr, warmup=warmup_steps, decay=decay, style=lr_schedule)
-    except ConfigError as error:
-        return [replace(found, argument=names.get(found.argument, found.argument)) for found in error.problems]
-    return []
-
 
 @dataclass(frozen=True)
 class WDSchedule:
@@ -187,6 +153,9 @@ class MegatronLR(LambdaLR):
         wd: weight-decay schedule; ``None`` for a constant weight decay.
         step_size: units of the schedules in one optimizer step (the global batch size, if the unit is samples).
         last_epoch: argument of torch's ``LRScheduler``.
+
+    Attributes:
+        position: place in the schedules, in their unit.
     """
 
     def __init__(
@@ -200,13 +169,22 @@ class MegatronLR(LambdaLR):
         self._wd = wd
         self._step_size = step_size
         self._base_wd = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
-        super().__init__(optimizer, lr.lr_lambda(step_size), last_epoch)
+        self.position = last_epoch * step_size  # torch's constructor makes one more step
+        super().__init__(optimizer, lambda _: lr.learning_rate(self.position) / lr.max_lr, last_epoch)
 
-    def step(self, epoch: int | None = None) -> None:
-        """Advance by one optimizer step."""
+    def step(self, epoch: int | None = None, units: int | None = None) -> None:
+        """Advance by one optimizer step.
+
+        Args:
+            epoch: argument of torch's schedulers: number of optimizer steps to go to.
+            units: units of this step, where steps differ; ``None`` for the ``step_size``.
+        """
+        self.position += self._step_size if units is None else units
+        if epoch is not None:
+            self.position = epoch * self._step_size
         super().step(epoch)
         if self._wd is not None and self._wd.end > 0:
-            factor = self._wd.weight_decay(self.last_epoch * self._step_size) / self._wd.end
+            factor = self._wd.weight_decay(self.position) / self._wd.end
             for group, base in zip(self.optimizer.param_groups, self._base_wd, strict=True):
                 if "weight_decay" in group:
                     group["weight_decay"] = base * factor
@@ -214,3 +192,8 @@ class MegatronLR(LambdaLR):
     def state_dict(self) -> dict[str, Any]:
         """torch's state without the weight-decay schedule, which like ``LambdaLR``'s lambdas is the user's code."""
         return {name: value for name, value in super().state_dict().items() if name != "_wd"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at a saved place; earlier versions saved the number of steps alone."""
+        at = state_dict["last_epoch"] * state_dict.get("_step_size", self._step_size)
+        super().load_state_dict({"position": at, **state_dict})

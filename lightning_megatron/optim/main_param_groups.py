@@ -8,19 +8,23 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron.ops.adamw import leaves_kernel_open
+
 
 class MainParamGroups:
     """Puts main parameters into an optimizer's groups while it steps, or saves and loads its state.
 
     At all other times its groups hold the parameters that the user gave it. So ``zero_grad``, toggling, freezing and
     all other code that iterates over ``param_groups`` acts on the model, as in plain torch. It uses torch's public
-    hooks of optimizers, and so works for every caller of ``step``.
+    hooks of optimizers, and so works for every caller of ``step``. Where the user has left the choice to torch, a step
+    on a CPU may take torch's fused kernel.
 
     Args:
         optimizer: the user's optimizer.
         mains: function that returns the main parameters of each group, called at every step.
         before: function called before a step.
         after: function called after a step.
+        may_round: function that returns True if values need not be those of plain torch to the last bit.
     """
 
     def __init__(
@@ -29,10 +33,13 @@ class MainParamGroups:
         mains: Callable[[], Sequence[list[nn.Parameter]]],
         before: Callable[[], None],
         after: Callable[[], None],
+        may_round: Callable[[], bool],
     ) -> None:
+        self._may_round = may_round
         self._optimizer, self._mains, self._before, self._after = optimizer, mains, before, after
         self._depth = 0  # a step that calls super().step() runs the hooks twice
         self._users: list[list[nn.Parameter]] = []
+        self._fused: list[dict[str, Any]] = []
         self._handles = [
             optimizer.register_step_pre_hook(self._begin_step),
             optimizer.register_step_post_hook(self._end_step),
@@ -46,11 +53,22 @@ class MainParamGroups:
         if self._depth == 0:
             self._before()
         self._enter()
+        if self._depth == 1 and self._may_round():
+            self._fused = [g for g in self._optimizer.param_groups if leaves_kernel_open(self._optimizer, g)]
+            for group in self._fused:
+                group["fused"] = True
 
     def _end_step(self, *_: Any) -> None:
         self._leave()
         if self._depth == 0:
+            self._forget_kernels()
+        if self._depth == 0:
             self._after()
+
+    def _forget_kernels(self) -> None:
+        for group in self._fused:
+            group["fused"] = None
+        self._fused = []
 
     def _enter(self, *_: Any) -> None:
         if self._depth == 0:
@@ -69,6 +87,7 @@ class MainParamGroups:
 
     def recover(self) -> None:
         """Put the user's parameters back after a step that raised an exception."""
+        self._forget_kernels()
         if self._depth:
             self._depth = 0
             self._put(self._users)

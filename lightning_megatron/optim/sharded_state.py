@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,6 +39,21 @@ class ShardedState:
         self._mains: dict[Bucket, MainValues] = {}
         self._position: dict[int, int] = {}
         self._provisional: list[nn.Parameter] = []
+        self._take_back: Callable[[], None] | None = None
+
+    def lend(self, take_back: Callable[[], None]) -> None:
+        """Let somebody read main values and state. Before they are written, a function is called that waits for it.
+
+        Args:
+            take_back: function that returns once they are read.
+        """
+        self._take_back = take_back
+
+    def _before_write(self) -> None:
+        """Wait until nobody reads main values and state any more."""
+        take_back, self._take_back = self._take_back, None
+        if take_back is not None:
+            take_back()
 
     def _move_state(self, mains: Mapping[Bucket, MainValues]) -> None:
         """Reshape state that an optimizer allocated in its constructor (Adagrad)."""
@@ -79,6 +94,8 @@ class ShardedState:
             split: True to give every parameter a step count of its own until ``refresh_params``, for a checkpoint in
                 which they differ.
         """
+        if split:
+            self._before_write()
         if self.is_flat:
             self._refuse_state_of_no_parameter()
             self._provisional = [param for param in self.main_params if not self.optimizer.state.get(param)]
@@ -127,6 +144,7 @@ class ShardedState:
         Raises:
             KeyError: if this rank does not hold the shard, or its optimizer does not keep a state of that name.
         """
+        self._before_write()
         parts = ((values, part) for values in self._mains.values() for part in values.parts)
         for values, part in parts:
             if not any(slot.owned.name == shard.name for slot in part.slots):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from lightning_megatron.optim.param_groups import assign
 from lightning_megatron.optim.sharded_state import ShardedState
 from lightning_megatron.optim.update_scope import UpdateScope, has_train_eval_modes, update_scope
 from lightning_megatron.params import ParamSpec
+from lightning_megatron.weight_grad_store import GradPlace
 
 
 class ShardedOptimizer(ShardedState):
@@ -102,7 +104,9 @@ class ShardedOptimizer(ShardedState):
         self._gather = ParamGather(overlap=config.overlap_param_gather)
         self._unused = UnusedParams()
         self._add_params()
-        self._groups = MainParamGroups(optimizer, self._mains_by_group, self._before_step, self.start_param_gather)
+        self._groups = MainParamGroups(
+            optimizer, self._mains_by_group, self._before_step, self.start_param_gather, self._has_copies
+        )
 
     def add_new_params(self) -> None:
         """Add parameters that were unfrozen, or belong to a group that was added, since the last call."""
@@ -130,6 +134,10 @@ class ShardedOptimizer(ShardedState):
         if self._model is not None:
             self._gather.install(self._model)
 
+    def _has_copies(self) -> bool:
+        """True if main values are of higher precision than the parameters: no other program's run is the same bits."""
+        return not any(main.is_view for main in self._mains.values())
+
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
         return ((bucket, slot) for bucket in self._mains for slot in bucket.slots)
 
@@ -147,6 +155,10 @@ class ShardedOptimizer(ShardedState):
     def grads_are_complete(self) -> bool:
         """True if :meth:`finish_grad_sync` has run since gradients were last cleared or added to."""
         return self._reducer.complete
+
+    def places(self) -> dict[int, Callable[[], GradPlace | None]]:
+        """For each parameter, by its identity, a function that finds the place of its gradient during a backward."""
+        return {id(slot.owned.param): partial(self._reducer.place, bucket, slot) for bucket, slot in self._slots()}
 
     def zero_grads(self) -> None:
         """Begin gradient accumulation: all gradients are zero, and ``param.grad`` is ``None``."""
@@ -307,10 +319,6 @@ class ShardedOptimizer(ShardedState):
             main.to_params()
         self._gather.start()
 
-    def finish_uncalled_gather(self) -> None:
-        """Wait for parameters that may be read without calling the module that owns them."""
-        self._gather.finish_uncalled()
-
     def finish_param_gather(self) -> None:
         """Wait until all parameters have their new values, before they are saved, compared or otherwise used."""
         self._gather.finish()
@@ -322,6 +330,7 @@ class ShardedOptimizer(ShardedState):
 
     def copy_written_values(self) -> None:
         """Copy values that the user has written into parameters since the last step, before they are used or saved."""
+        self._before_write()
         for main in self._mains.values():
             copy_written_values(main, everywhere=self.compare_values)
 
@@ -334,6 +343,7 @@ class ShardedOptimizer(ShardedState):
 
     def refresh_main(self) -> None:
         """Set main values from parameters; after weights were loaded."""
+        self._before_write()
         self.finish_param_gather()
         for main in self._mains.values():
             main.from_params()

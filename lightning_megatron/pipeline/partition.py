@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 from lightning_megatron.errors import ConfigError, Problem, nearest_to, problems_of, raise_if_any
 from lightning_megatron.pipeline.action import chunk_of, rank_of
 from lightning_megatron.stage import StageLayers
+
+BALANCED = "balanced"
+"""Layout in which the output layer counts as its work, in place of a layout string."""
 
 _LONGEST = 10_000
 """Largest number of letters of a layout string with its repeats written out."""
@@ -28,17 +33,28 @@ class LayerSplit:
         """True if every stage gets the same number."""
         return self == LayerSplit()
 
-    def stages(self, num_layers: int, pp: int, vpp: int) -> tuple[StageLayers, ...]:
+    def stages(self, num_layers: int, pp: int, vpp: int, loss_cost: float = 1.0) -> tuple[StageLayers, ...]:
         """Layers of each stage.
+
+        Args:
+            num_layers: layers of the whole model.
+            pp: pipeline ranks.
+            vpp: chunks a rank holds.
+            loss_cost: work of output layer and loss, in layers, for a balanced layout.
 
         Raises:
             ConfigError: with every fault of the choice.
         """
-        return partition(num_layers, pp, vpp, **asdict(self))
+        return _stages(self, num_layers, pp, vpp, loss_cost)
 
     def problems(self, num_layers: int, pp: int, vpp: int) -> list[Problem]:
         """Every fault of the choice for a model and a pipeline."""
         return problems_of(self.stages, num_layers, pp, vpp)
+
+
+@lru_cache(maxsize=4096)
+def _stages(split: LayerSplit, num_layers: int, pp: int, vpp: int, loss_cost: float) -> tuple[StageLayers, ...]:
+    return partition(num_layers, pp, vpp, loss_cost=loss_cost, **asdict(split))
 
 
 def partition(
@@ -51,6 +67,7 @@ def partition(
     count_embedding: bool = False,
     count_loss: bool = False,
     layout: str | None = None,
+    loss_cost: float = 1.0,
 ) -> tuple[StageLayers, ...]:
     """Divide ``num_layers`` layers into ``pp * vpp`` stages.
 
@@ -64,7 +81,9 @@ def partition(
         count_loss: True to count the loss as one layer of an even partition.
         layout: every stage spelled out: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages, ``*3`` repeats
             the preceding item, parentheses group, commas and spaces are ignored: ``"Et*3|(tt|)*29,t|L"``.
-            As in Megatron's ``--pipeline-model-parallel-layout``.
+            As in Megatron's ``--pipeline-model-parallel-layout``. Or ``"balanced"``: the last stage gets fewer layers,
+            by ``loss_cost``.
+        loss_cost: work of output layer and loss, in layers, for a balanced layout.
 
     Returns:
         One entry per stage, by stage number.
@@ -83,7 +102,10 @@ def partition(
         reason = "the layout string says already how many layers a stage gets: leave one of the two out"
         given = {n: v for n, v in uneven.items() if v is not None} | {n: v for n, v in counted.items() if v}
         raise_if_any(Problem(name, value, reason) for name, value in given.items())
-        sizes = _layout_sizes(layout, num_layers, pp, vpp)
+        by_work = layout == BALANCED
+        sizes = (
+            _balanced_sizes(num_layers, pp * vpp, loss_cost) if by_work else _layout_sizes(layout, num_layers, pp, vpp)
+        )
     elif first_stage_layers is None and last_stage_layers is None:
         sizes = _even_sizes(num_layers, pp * vpp, count_embedding, count_loss)
     else:
@@ -163,6 +185,24 @@ def _layout_sizes(layout: str, num_layers: int, pp: int, vpp: int) -> list[int]:
         problems.append(Problem("pipeline_layout", layout, "one L, and it comes last in the last stage"))
     raise_if_any(problems)
     return [stage.count("t") for stage in stages]
+
+
+def _balanced_sizes(num_layers: int, num_stages: int, loss_cost: float) -> list[int]:
+    """Layers of stages of which the one with most work has as little as possible."""
+    others = num_stages - 1
+    if others == 0:
+        return [num_layers]
+    if num_layers < others:
+        reason = f"fewer layers than the {others} stages before the last"
+        raise ConfigError([Problem("num_layers", num_layers, reason, (others,))])
+
+    def most_work(last: int) -> float:
+        return max(last + loss_cost, math.ceil((num_layers - last) / others))
+
+    last = min(range(num_layers - others, -1, -1), key=most_work)  # of equal ones the last stage with most layers
+    share, rest = divmod(num_layers - last, others)
+    # Earlier stages keep activations of more micro-batches, so they get the smaller shares.
+    return [share] * (others - rest) + [share + 1] * rest + [last]
 
 
 def _even_sizes(num_layers: int, num_stages: int, count_embedding: bool, count_loss: bool) -> list[int]:

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.comm.p2p import start_receive, start_send
-from lightning_megatron.device import mark_step
+from lightning_megatron.device import collective_traits, mark_step
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline.action import Action, Message, message_in, rank_of
 from lightning_megatron.pipeline.schedule import build_schedule, forward_only
@@ -181,6 +181,7 @@ class _Run:
         self._arriving: dict[Message, Pending] = {}
         self._ready: dict[Message, Tensor] = {}
         self._sending: list[tuple[Transfer, Pending]] = []
+        self._may_ask = not collective_traits(device).is_done_waits
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._weights: dict[tuple[int, int], PendingWeightGrads] = {}
 
@@ -201,8 +202,12 @@ class _Run:
 
         Some backends (gloo) report the end of a send only to a wait. Waiting for the oldest is safe, since a plan also
         runs if every send blocks, and costs nothing unless the receiver lags behind by as many messages.
+
+        On Gaudi, to ask is to wait: the next computation would start only once the peer has received. So a send is not
+        asked for its end there.
         """
-        self._sending = [(transfer, sent) for transfer, sent in self._sending if not sent.is_done()]
+        if self._may_ask:
+            self._sending = [(transfer, sent) for transfer, sent in self._sending if not sent.is_done()]
         while len(self._sending) > keep:
             transfer, sent = self._sending.pop(0)
             with _waiting_for(transfer.message, self._axis, transfer.peer):
@@ -232,7 +237,8 @@ class _Run:
         """Compute the gradients of input and weights together."""
         gradient = self._take(action)
         kept = self._kept.pop((action.stage, action.microbatch))
-        kept.backward(gradient)
+        with self._weight_grads.accumulating():
+            kept.backward(gradient)
         if kept.hidden is not None:
             grad = kept.hidden.grad if kept.hidden.grad is not None else torch.zeros_like(kept.hidden)
             self._ready[Message(action.stage, action.stage - 1, action.microbatch)] = grad
@@ -245,11 +251,13 @@ class _Run:
 
     def weight_backward(self, action: Action) -> None:
         """Compute the weight gradients that :meth:`input_backward` deferred."""
-        self._weights.pop((action.stage, action.microbatch)).flush()
+        with self._weight_grads.accumulating():
+            self._weights.pop((action.stage, action.microbatch)).flush()
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
-        self._let_go(0)
+        """Wait until everything is sent; on Gaudi the last sends are dropped, since HCCL keeps their tensors itself."""
+        if self._may_ask:
+            self._let_go(0)
 
 
 @dataclass

@@ -103,6 +103,8 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | None = None) -
     """
     costs = costs or Costs()
     pp, num_stages = len(schedule), count_stages(schedule)
+    kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
+    times = {(kind, stage): costs.of(kind, stage) for kind in kinds for stage in range(num_stages)}
     timeline: list[list[Slot]] = [[] for _ in range(pp)]
     clock = [0.0] * pp
     sent: dict[Message, float] = {}
@@ -110,14 +112,16 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | None = None) -
     while moved:
         moved = False
         for rank, actions in enumerate(schedule):
-            for action in actions[len(timeline[rank]) :]:
+            slots = timeline[rank]
+            while len(slots) < len(actions):
+                action = actions[len(slots)]
                 needed = message_in(action, num_stages)
                 if needed is not None and needed not in sent:
                     break
                 arrival = 0.0 if needed is None else sent[needed] + costs.communication
                 start = max(clock[rank], arrival)
-                clock[rank] = start + costs.of(action.kind, action.stage)
-                timeline[rank].append(Slot(action, start, clock[rank]))
+                clock[rank] = start + times[action.kind, action.stage]
+                slots.append(Slot(action, start, clock[rank]))
                 made = message_out(action, num_stages)
                 if made is not None:
                     sent[made] = clock[rank]
@@ -129,7 +133,7 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | None = None) -
     ]
     if waits:
         raise DeadlockError(waits)
-    busy = tuple(sum(costs.of(a.kind, a.stage) for a in actions) for actions in schedule)
+    busy = tuple(sum(times[a.kind, a.stage] for a in actions) for actions in schedule)
     return Simulation(tuple(map(tuple, timeline)), max(clock, default=0.0), busy, peak_activations(schedule))
 
 

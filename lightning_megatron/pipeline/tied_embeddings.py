@@ -39,6 +39,8 @@ def tied_names(own: Sequence[str], mesh: ParallelMesh) -> frozenset[str]:
     """
     if mesh.pp.size == 1:
         return frozenset(own)
+    if mesh.rehearsed is not None:
+        return mesh.rehearsed.tied
     return frozenset(name for names in all_gather_object(mesh, list(own)) for name in names)
 
 
@@ -49,6 +51,8 @@ def held_by_stages(own: Held, mesh: ParallelMesh) -> list[Held]:
         own: parameters of this rank. Ranks that differ only in tp, cp or dp hold the same names.
         mesh: mesh of this rank.
     """
+    if mesh.rehearsed is not None:
+        return list(mesh.rehearsed.held)
     is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
     gathered = all_gather_object(mesh, (mesh.pp.rank, dict(own)) if is_source else None)
     return [held for _, held in sorted((entry for entry in gathered if entry is not None), key=lambda entry: entry[0])]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -313,10 +313,25 @@ def runs_below(folder: Path) -> list[Path]:
     if any(folder.glob("[0-9]*.actions")):
         return [folder]
     inside = folder / FOLDER if (folder / FOLDER).is_dir() else folder
-    runs = [path for path in inside.iterdir() if path.is_dir() and re.search(r"^run-", path.name)]
-    runs = [path for path in runs if any(path.glob("[0-9]*.actions"))]
-    newest = {path: max(file.stat().st_mtime for file in path.glob("[0-9]*.actions")) for path in runs}
-    return sorted(runs, key=lambda path: newest[path], reverse=True)
+    written: dict[Path, float] = {}
+    with suppress(FileNotFoundError):  # the last run has ended, and the folder is gone
+        for path in inside.iterdir():
+            time = last_written(path) if path.name.startswith("run-") else None
+            if time is not None:
+                written[path] = time
+    return sorted(written, key=lambda path: written[path], reverse=True)
+
+
+def last_written(run: Path) -> float | None:
+    """Time of the last sign of life in a run's folder, in seconds since the epoch; ``None`` for one without ranks.
+
+    Another process may remove the folder meanwhile.
+    """
+    times = []
+    for file in run.glob("[0-9]*.actions"):
+        with suppress(FileNotFoundError):
+            times.append(file.stat().st_mtime)
+    return max(times, default=None)
 
 
 FOLDER = ".actions"

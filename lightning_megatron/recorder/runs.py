@@ -10,11 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_megatron.recorder.file_format import State
-from lightning_megatron.recorder.reading import FOLDER, RankView, read_run, runs_below
+from lightning_megatron.recorder.reading import FOLDER, RankView, last_written, read_run, runs_below
 
 KEPT = 3
 """Number of failed runs that are kept."""
 _OLD = 7 * 24 * 3600.0
+_STARTING = 60.0
 _OF_A_JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 
 
@@ -57,7 +58,10 @@ def remove_old(root: str | os.PathLike[str], keep: int = KEPT) -> None:
 
 
 def _is_over(run: Path) -> bool:
-    return not any(_runs(view) for view in read_run(run))
+    views = read_run(run)
+    if not views:  # nothing that can be read: gone, of another format, or about to be written
+        return time.time() - (last_written(run) or 0.0) > _STARTING
+    return not any(_runs(view) for view in views)
 
 
 def _runs(view: RankView) -> bool:

@@ -39,6 +39,8 @@ SETTLES = 1.0
 """Seconds that a rank which has lost a peer waits until the system shows why."""
 LONG = 3.0
 """Seconds of waiting for others after which a rank looks at more files of other hosts."""
+ENDING = 600.0
+"""Most seconds that a rank which has raised an error has for its hooks; less if the timeout is shorter."""
 REMOTE = 2
 """Files of other hosts that are read at each look, in turn."""
 REMOTE_WAITING = 16
@@ -184,8 +186,9 @@ class PeerWatch:
     def _trouble(self) -> tuple[str | None, float]:
         """Reason for which this rank cannot go on, if any, and the seconds that it has to find out by itself."""
         if self._recorder.state == State.RAISED:  # its hooks may take as long as a collective, but not hang
-            if (time.time_ns() - self._recorder.state_since) / 1e9 > self._timeout:
-                return f"it raised an error {self._timeout:.0f} s ago and has not ended yet", 0.0
+            patience = min(self._timeout, ENDING)
+            if (time.time_ns() - self._recorder.state_since) / 1e9 > patience:
+                return f"it raised an error {patience:.0f} s ago and has not ended yet", 0.0
             return None, 0.0
         if self._recorder.state == State.LOST:
             return f"rank {self._rank} has lost a peer", self._patience

@@ -13,10 +13,10 @@ from torch import Tensor
 # Where torch's own documentation of modes ("Extending PyTorch") has it.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.recompute import RecomputePlan
 from lightning_megatron.stage import StageBoundary, StageLayers, StageReached
 
 # A backend's own threads may hold what they have sent for a moment longer.

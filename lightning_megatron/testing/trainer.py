@@ -7,51 +7,25 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import Logger
 
 from lightning_megatron import device as devices
+from lightning_megatron.lightning.environments.given_ranks import GivenRanks
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import one_card
 
 
-class PoolEnvironment(ClusterEnvironment):
+class PoolEnvironment(GivenRanks):
     """Environment with the ranks of the existing process group; without a group, there is one rank."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True, since the pool has created the processes."""
-        return True
-
-    @property
-    def main_address(self) -> str:
-        """Unused: the group is up."""
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        """Unused: the group is up."""
-        return 0
-
-    @staticmethod
-    def detect() -> bool:
-        """False, since it is never chosen automatically."""
-        return False
 
     def world_size(self) -> int:
         """Number of ranks of the group."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
-    def set_world_size(self, size: int) -> None:
-        """The group knows."""
-
     def global_rank(self) -> int:
         """Rank in the group."""
         return dist.get_rank() if dist.is_initialized() else 0
-
-    def set_global_rank(self, rank: int) -> None:
-        """The group knows."""
 
     def local_rank(self) -> int:
         """Rank on the node: all workers are on one node, or each on one of its own."""

@@ -32,6 +32,7 @@ from typing import Any
 
 from lightning_megatron import device as devices
 from lightning_megatron.comm.objects import drain_group
+from lightning_megatron.machine.host import shorten_socket_paths
 from lightning_megatron.testing import hpu, one_card
 
 PRELOAD = [
@@ -69,13 +70,22 @@ class _Task:
     timeout: float
 
 
-def _serve(rank: int, tasks: Connection, stacks: str) -> None:
-    """Main loop of a worker: take a task, join its process group, run it, send back its result or error."""
+def _serve(rank: int, tasks: Connection, stacks: str, cards: int) -> None:
+    """Main loop of a worker: take a task, join its process group, run it, send back its result or error.
+
+    Args:
+        rank: number of the worker.
+        tasks: connection to the pool.
+        stacks: file for the stacks of its threads.
+        cards: workers that take a real card each; 0 without real cards.
+    """
     import torch
     import torch.distributed as dist
 
     backend = devices.CPU.backend
-    if hpu.enabled():
+    if cards:
+        devices.take_card(torch.device(devices.HPU.type), world_size=cards, rank=rank, local_rank=rank)
+    if cards or hpu.enabled():
         backend = ",".join(f"{kind.type}:{kind.backend}" for kind in (devices.CPU, devices.HPU))
     if one_card.enabled():
         one_card.become_a_node(rank)
@@ -109,7 +119,7 @@ def _serve(rank: int, tasks: Connection, stacks: str) -> None:
             payload = pickle.dumps((False, (None, f"the result cannot be pickled: {what!r}")))
         tasks.send_bytes(payload)
         if dist.is_initialized():
-            if outcome[0] and not hpu.enabled():
+            if outcome[0] and not cards and not hpu.enabled():
                 with suppress(RuntimeError):  # of a rank that has failed
                     drain_group(dist.group.WORLD)
             dist.destroy_process_group()
@@ -131,6 +141,13 @@ def _end_with_the_parent() -> None:
     os._exit(1)
 
 
+def _fork_server() -> Any:
+    shorten_socket_paths()  # the server listens at a socket
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
 class WorkerPool:
     """Processes that run a function as ranks of a gloo group.
 
@@ -138,14 +155,18 @@ class WorkerPool:
         size: the most ranks a call may ask for.
         timeout: seconds after which a call is given up, all stacks are shown and the pool is started anew.
         grace: seconds that workers have to leave a group after a call, or to end, before they are killed.
+        takes_cards: True if each worker takes a real Gaudi card; such workers are spawned, for Gaudi's software does
+            not survive a fork.
     """
 
-    def __init__(self, size: int = 8, timeout: float = 600.0, grace: float = 10.0) -> None:
+    def __init__(
+        self, size: int = 8, timeout: float = 600.0, grace: float = 10.0, *, takes_cards: bool = False
+    ) -> None:
         self.size = size
         self.timeout = timeout
         self.grace = grace
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._cards = size if takes_cards else 0
+        self._context: Any = mp.get_context("spawn") if takes_cards else _fork_server()
         self._directory = Path(tempfile.mkdtemp(prefix="lm-workers-"))
         self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
         self._calls = 0
@@ -245,7 +266,9 @@ class WorkerPool:
             rank = len(self._workers)
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
-                target=_serve, args=(rank, theirs, str(self._directory / f"stack-{rank}")), daemon=True
+                target=_serve,
+                args=(rank, theirs, str(self._directory / f"stack-{rank}"), self._cards),
+                daemon=True,
             )
             process.start()
             theirs.close()

@@ -1,12 +1,11 @@
 """Check 32: a job that dies during a save in the background leaves a checkpoint to go on from.
 
-That the files are those of a save at once is shown in ``tests/trainer/test_async_save.py``; random moments in
-``tests/crash``.
+That the files are those of a save at once is shown in ``tests/trainer/checkpointing/test_async_save.py``; random
+moments in ``tests/crash``.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,18 @@ import pytest
 import torch.distributed as dist
 from layouts import DP2, PP2, TP2, Layout, Ranks, language_model, on_all, shard, texts, trainer_for
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_megatron.checkpoint import async_save as background
 from lightning_megatron.checkpoint import dcp as transfer
-from lightning_megatron.checkpoint import verify
+from lightning_megatron.checkpoint import saving, verify
+from lightning_megatron.checkpoint.background import writer as background
+from lightning_megatron.checkpoint.box_writer import BoxWriter
 from lightning_megatron.checkpoint.directory import atomic_dir as publish
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.testing.trainer import Recorder
 from lightning_megatron.testing.workers import WorkerError
 
-saving = importlib.import_module("lightning_megatron.checkpoint.save")  # the package's `save` is the function
 
-
-class DiesWriting(FileSystemWriter):
+class DiesWriting(BoxWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         file = Path(self.path) / "__1_0.distcp"
         if file.parent.name.startswith("step=4.ckpt.") and dist.get_rank() == 1:
@@ -48,12 +45,8 @@ def publishes_once(temporary: Path, path: Path) -> None:
 
 
 DEATHS: dict[str, tuple[Any, str, Any]] = {
-    "while it is written": (transfer, "FileSystemWriter", DiesWriting),
-    "before it has its name": (
-        importlib.import_module("lightning_megatron.checkpoint.save"),
-        "publish",
-        publishes_once,
-    ),
+    "while it is written": (transfer, "BoxWriter", DiesWriting),
+    "before it has its name": (saving, "publish", publishes_once),
     "before the older one goes": (background, "remove", dies),
 }
 

@@ -33,7 +33,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import GPTModule
-from lightning_megatron.testing.jobs import own_environment
+from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.testing.trainer import Recorder
 
 # 36
@@ -88,7 +88,7 @@ def from_one_device(layout: Layout, folder: str, tied: bool, fits: bool = True) 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [pytest.param(False, id=""), pytest.param(True, id="tied")])
 def test_37_a_checkpoint_of_one_device_loads_on_every_layout(ranks: Ranks, tmp_path: Path, tied: bool) -> None:
-    # Hugging Face directories: tests/trainer/test_hugging_face.py.
+    # Hugging Face directories: tests/trainer/checkpointing/test_hugging_face.py.
     expected = on_all(ranks, STOCK, one_device, str(tmp_path), tied)
     assert (tmp_path / "epoch=0.ckpt").is_file()
     for layout in LAYOUTS:

@@ -37,7 +37,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnE
 from lightning_megatron import MegatronDataModule
 from lightning_megatron.checkpoint import verify
 from lightning_megatron.data import IndexedDatasetWriter
-from lightning_megatron.testing.jobs import own_environment
+from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.testing.trainer import Recorder
 
 # 27
@@ -312,6 +312,7 @@ trainer.fit(language_model(), loader(TP2))
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_35_a_failure_of_one_rank_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ONE_RANK_FAILS.format(tests=str(Path(__file__).parent)))

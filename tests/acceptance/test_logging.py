@@ -299,7 +299,7 @@ def decided(layout: Layout, monitor: str) -> tuple[int, int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("monitor", ["train_loss", "val_loss"])
+@pytest.mark.parametrize("monitor", ["train_loss", pytest.param("val_loss", marks=pytest.mark.exhaustive)])
 def test_25_early_stopping_and_plateaus_are_decided_alike(ranks: Ranks, monitor: str) -> None:
     expected = on_all(ranks, STOCK, decided, monitor)
     assert 1 < expected[0] < 12

@@ -349,7 +349,7 @@ def test_49_evaluation_under_inference_mode_leaves_training_intact(ranks: Ranks)
         assert_close(on_all(ranks, layout, in_inference_mode), expected)
 
 
-# 50; private names of Lightning are held by tests/trainer/test_private.py
+# 50; private names of Lightning are held by tests/trainer/strategy/test_private.py
 
 
 @pytest.mark.slow

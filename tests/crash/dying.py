@@ -32,7 +32,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.checkpoint.integrity.save_guard import SaveGuard
+from lightning_megatron.checkpoint import SaveGuard, saving
+from lightning_megatron.checkpoint.integrity.verify import written_faults
 from lightning_megatron.recorder.diagnosis import diagnose
 from lightning_megatron.recorder.reading import read_run, runs_below
 from lightning_megatron.testing.workers import PRELOAD
@@ -188,17 +189,6 @@ class Model(GPTModule):
         self.blow("load")
 
 
-@dataclass(frozen=True)
-class StruckGuard(SaveGuard):
-    """Looks at a checkpoint in the thread that writes it."""
-
-    blow: Any = None
-
-    def before_publishing(self, *args: Any) -> Any:
-        self.blow("background")
-        return super().before_publishing(*args)
-
-
 def work(case: Case, rank: int, port: int, folder: Path, ckpt_path: str | None) -> None:
     """Life of one rank, as torchrun or Slurm would start it."""
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -213,7 +203,8 @@ def work(case: Case, rank: int, port: int, folder: Path, ckpt_path: str | None) 
         **LAYOUTS[case.layout], timeout=timedelta(seconds=case.timeout), async_save=case.phase == "background"
     )
     if case.phase == "background":
-        strategy.save_guard = StruckGuard(blow=blow)
+        strategy.save_guard = SaveGuard()
+        _strike_while_files_are_checked(blow)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
@@ -235,6 +226,16 @@ def work(case: Case, rank: int, port: int, folder: Path, ckpt_path: str | None) 
     rows = Rows(blow, rank, case.layout == "dp2")
     trainer.fit(module, DataLoader(rows, 2), DataLoader(Rows(blow, rank, False), 2), ckpt_path=ckpt_path)
     os._exit(0)  # leaving a gloo group may hang
+
+
+def _strike_while_files_are_checked(blow: Blow) -> None:
+    """Let the blow fall in the thread that writes a checkpoint."""
+
+    def struck(directory: Path, mesh: Any) -> Any:
+        blow("background")
+        return written_faults(directory, mesh)
+
+    saving.written_faults = struck
 
 
 def start(case: Case, folder: Path, ckpt_path: str | None = None) -> list[BaseProcess]:

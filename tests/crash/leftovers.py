@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_megatron.checkpoint import verify
-from lightning_megatron.testing.jobs import own_environment
+from lightning_megatron.machine.job_environment import own_environment
 
 MARK = "LEFTOVERS_JOB"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

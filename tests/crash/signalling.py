@@ -141,7 +141,14 @@ def work(job: SignalledJob, rank: int, store: str) -> None:
 def strike(
     job: SignalledJob, processes: list[BaseProcess], apart: float, dice: random.Random
 ) -> tuple[int, str, float]:
-    """Send signals; the number that counts, when it was, and the seconds until all ranks had ended."""
+    """Send signals; the number that counts, when it was, and the seconds until all ranks had ended.
+
+    Args:
+        job: the job.
+        processes: its ranks.
+        apart: seconds within which signals reach two or more ranks, one after another; 0 for any ranks at once.
+        dice: source of randomness.
+    """
     after = dice.randrange(2, 60)
     wait_until(lambda: len(job.losses()) >= after, processes, 0.001)
     moment = dice.choice(("training", "validation", "a save"))
@@ -151,10 +158,9 @@ def strike(
     elif moment == "a save":
         wait_until(lambda: is_saving(job.folder), processes, 0.0)
     number = dice.choice(SIGNALS)
-    victims = dice.sample(range(job.ranks), dice.randint(1, job.ranks))
-    within = dice.choice((0.0, apart))
+    victims = dice.sample(range(job.ranks), dice.randint(2 if apart else 1, job.ranks))
     begun = time.monotonic()
-    for delay, rank in zip([0.0, *sorted(dice.uniform(0.0, within) for _ in victims[1:])], victims, strict=True):
+    for delay, rank in zip([0.0, *sorted(dice.uniform(0.0, apart) for _ in victims[1:])], victims, strict=True):
         time.sleep(max(0.0, begun + delay - time.monotonic()))
         pid = processes[rank].pid
         if pid is not None and processes[rank].is_alive():
@@ -162,7 +168,8 @@ def strike(
     for process in processes:
         process.join(PATIENCE)
         assert not process.is_alive(), (job, moment, number, victims)
-    return number, f"{moment}, {len(victims)} of {job.ranks} ranks", time.monotonic() - begun
+    how = f"{moment}, {len(victims)} of {job.ranks} ranks{' one after another' if apart else ''}"
+    return number, how, time.monotonic() - begun
 
 
 def trial(job: SignalledJob, whole: list[tuple[int, str]], apart: float, dice: random.Random) -> tuple[str, float]:
@@ -213,7 +220,8 @@ def run(
             in_background=number // len(LAYOUTS) % 2 == 0,
             save_last="link" if number // len(LAYOUTS) % 3 else True,
         )
-        moment, seconds = trial(job, whole[layout], apart, dice)
+        spread = apart if (number + number // len(LAYOUTS)) % 2 else 0.0  # half of the trials of each layout
+        moment, seconds = trial(job, whole[layout], spread, dice)
         count[moment] += 1
         times.append(seconds)
         tell(f"{number}: {layout}{', async' if job.in_background else ''}: {moment}; ended in {seconds:.1f} s, resumed")

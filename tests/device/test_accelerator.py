@@ -21,12 +21,14 @@ from lightning_megatron import (
     ConfigError,
     GPTModule,
     HPUAccelerator,
+    LlamaModule,
+    MegatronDataModule,
     MegatronHPUStrategy,
     MegatronPrecision,
     MegatronStrategy,
 )
 from lightning_megatron import device as devices
-from lightning_megatron.testing.jobs import own_environment
+from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 pytestmark = pytest.mark.skipif(not devices.hpu_available(), reason="needs a Gaudi, or --hpu-sim")
@@ -67,6 +69,16 @@ def test_a_trainer_takes_the_gaudi(given: dict[str, Any]) -> None:
 
 def test_all_cards_where_nobody_says_how_many() -> None:
     assert Trainer(strategy=MegatronHPUStrategy(), **QUIET).num_devices == HPUAccelerator.auto_device_count() == 8
+
+
+def test_the_cards_that_the_job_may_take_where_nobody_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(devices.VISIBLE, "4,5,6,7")
+    assert Trainer(strategy=MegatronHPUStrategy(), **QUIET).num_devices == 4
+    with pytest.raises(ConfigError, match=r"devices=8: HABANA_VISIBLE_MODULES=4,5,6,7 permits 4"):
+        Trainer(strategy=MegatronHPUStrategy(), devices=8, **QUIET)
+    monkeypatch.setenv(devices.VISIBLE, "all")
+    with pytest.raises(ConfigError, match="no word such as 'all'"):
+        Trainer(strategy=MegatronHPUStrategy(), **QUIET)
 
 
 def test_a_cpu_on_request() -> None:
@@ -136,8 +148,9 @@ quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False
 for again in range(2):
     trainer = L.Trainer(strategy=MegatronHPUStrategy(tp=2), devices=2, max_steps=1, **quiet)
     trainer.fit(module(), DataLoader(Samples(), batch_size=4))
-card = os.environ["HLS_MODULE_ID"]
+card, port = os.environ["HLS_MODULE_ID"], os.environ["MASTER_PORT"]
 print(f"rank {trainer.global_rank} card {card} of {trainer.strategy.root_device}", flush=True)
+print("port", port, flush=True)
 """
 
 
@@ -156,6 +169,33 @@ def test_every_rank_takes_its_own_card(tmp_path: Path, stale: dict[str, str]) ->
     said = run(JOB, tmp_path, **stale)
     assert f"rank 0 card 0 of {HPU}:0" in said
     assert f"rank 1 card 1 of {HPU}:0" in said
+    assert "port 12345" not in said, "which the bridge sets for all jobs of a node"
+
+
+def test_ranks_of_slurm_meet_where_slurm_says(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    once = JOB.replace("range(2)", "range(1)")
+    script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n" + once)
+    slurm = {
+        "JOB_ID": "4711",
+        "NTASKS": "2",
+        "NTASKS_PER_NODE": "2",
+        "NNODES": "1",
+        "NODEID": "0",
+        "NODELIST": "localhost",
+        "JOB_NAME": "job",
+    }
+    jobs = []
+    for rank in ("0", "1"):
+        own = {f"SLURM_{name}": value for name, value in (slurm | {"PROCID": rank, "LOCALID": rank}).items()}
+        env = own_environment(**own)
+        jobs.append(
+            subprocess.Popen([sys.executable, script], env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        )
+    for job in jobs:
+        said, _ = job.communicate(timeout=300)
+        assert job.returncode == 0
+        assert f"port {15000 + 4711}" in said
 
 
 LAZY = """
@@ -205,3 +245,15 @@ print(trainer.global_step, devices.best_available().type, trainer.model.layer.we
 
 def test_a_module_that_says_cuda_runs_on_the_gaudi(tmp_path: Path) -> None:
     assert run(MIGRATION, tmp_path).splitlines()[-1] == f"2 {HPU} {HPU}:0"
+
+
+class Packed(MegatronDataModule):
+    """As ``ChatDataModule`` and ``reset_attention_mask`` make it."""
+
+    packs_documents = True  # type: ignore[assignment]
+
+
+def test_packed_data_is_refused_before_training(tmp_path: Path) -> None:
+    data = Packed(str(tmp_path / "absent"), 8)
+    with pytest.raises(ConfigError, match="data='Packed': FusedSDPA takes no bounds of documents"):
+        quiet_trainer(MegatronHPUStrategy(), accelerator="hpu").fit(LlamaModule("llama-tiny", num_layers=1), data)

@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, MegatronStrategy
+from lightning_megatron.config.score_rule import ScoreRule, alibi_slopes
 from lightning_megatron.layers.fp8_linear import Fp8Steps, multiply_in_fp8
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.activation import gelu_tanh, swiglu
-from lightning_megatron.ops.adamw import beyond_fused_adamw
-from lightning_megatron.ops.fp8 import REFERENCE_KERNELS, Fp8Recipe, choose_fp8_kernels
+from lightning_megatron.ops.adamw import adamw_reference, beyond_fused_adamw
+from lightning_megatron.ops.fp8 import LINEAR_FP8, Fp8Recipe, reference_kernels
 from lightning_megatron.ops.implementation import REFERENCE
-from lightning_megatron.ops.registry import OPS, Ops, choices_of, op_table
+from lightning_megatron.ops.registry import OPS, SELECTABLE, Ops, choices_of, op_table
 from lightning_megatron.testing import hpu
 from lightning_megatron.testing.parity import assert_same
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
@@ -163,6 +164,22 @@ def test_what_the_kernel_cannot_do_is_done_by_torch_and_noted(queries: int, keys
     assert other == "torch"
 
 
+def test_slopes_that_the_kernel_does_not_know_are_computed_block_by_block_and_noted_once() -> None:
+    leaves = [random(S, B, N, D, seed=seed) for seed in range(3)]
+    choice, more = Ops("hpu").choose("attention"), {"causal": True, "rule": ScoreRule(slopes=alibi_slopes(N))}
+    found = [x.to("hpu").requires_grad_() for x in leaves]
+    right = [x.clone().requires_grad_() for x in leaves]
+    out, expected = choice.run(*found, **more), OPS["attention"].reference(*right, **more)
+    out.sum().backward()
+    expected.sum().backward()
+    assert_same({"out": out.detach().cpu()}, {"out": expected.detach()}, rtol=1e-5)
+    for mine, theirs in zip(found, right, strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-6)
+    assert called("FusedSDPA") == 0
+    assert choice.fallbacks == {"ALiBi": "block by block"}
+
+
 def test_positions_of_their_own_are_rotated_without_the_helper() -> None:
     x, positions = random(S, B, N, D), torch.randint(0, 50, (S, B))
     angles = RotaryEmbedding(D)(positions, torch.float32)
@@ -205,19 +222,20 @@ def test_adamw_takes_the_steps_of_torchs() -> None:
         torch.manual_seed(0)
         model = nn.Linear(8, 8).to(device)
         groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
-        choice = Ops(device, modes).choose("adamw")
-        optimizer = choice.run(groups, lr=0.05, betas=(0.8, 0.9), eps=1e-30)
+        make_adamw, selection = Ops(device, modes).choose_adamw()
+        optimizer = make_adamw(groups, lr=0.05, betas=(0.8, 0.9), eps=1e-30)
         for seed in range(5):
             model.zero_grad()
             model(random(4, 8, seed=seed).to(device)).square().mean().backward()
             optimizer.step()
         steps[device] = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    assert choice.implementation == "FusedAdamW"
+    assert selection.implementation == "FusedAdamW"
     assert called("FusedAdamW") == 2 * 5  # a call a group
     assert_same(steps["hpu"], steps["cpu"], rtol=2e-5)
 
 
 LLAMA = tiny_llama(num_layers=3)
+ALL_OFF = dict.fromkeys(SELECTABLE, "off")
 
 
 def gradients(model: GPTModel, device: str) -> dict[str, Tensor]:
@@ -227,7 +245,7 @@ def gradients(model: GPTModel, device: str) -> dict[str, Tensor]:
     return {"loss": loss.detach().cpu(), **{name: p.grad.cpu() for name, p in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("modes", [None, dict.fromkeys(OPS, "off"), "attention=require,rms_norm=require,rope=require"])
+@pytest.mark.parametrize("modes", [None, ALL_OFF, "attention=require,rms_norm=require,rope=require"])
 def test_a_model_on_the_device_has_the_gradients_of_one_on_a_cpu(modes: str | dict[str, str] | None) -> None:
     torch.manual_seed(1)
     right = gradients(GPTModel(LLAMA), "cpu")
@@ -244,12 +262,14 @@ def test_a_model_on_the_device_has_the_gradients_of_one_on_a_cpu(modes: str | di
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_fp8_products_of_the_operators_are_those_of_the_reference(kind: type[nn.Module]) -> None:
     found = {}
-    own, selection = choose_fp8_kernels("hpu", "require")
-    for device, kernels in (("cpu", REFERENCE_KERNELS), ("hpu", own)):
+    own, selection = LINEAR_FP8.select("hpu", "require")
+    assert own is not None
+    assert own.arithmetic.mixes_formats == (torch.hpu.get_device_name() == "GAUDI3")
+    for device, kernels in (("cpu", reference_kernels(own.arithmetic)), ("hpu", own)):
         torch.manual_seed(1)
         linear = kind(32, 48, bias=True).to(device)
-        products = multiply_in_fp8(linear, kernels, Fp8Recipe(), selection)
-        steps = Fp8Steps([products], ParallelMesh.single())
+        products = multiply_in_fp8(linear, kernels, Fp8Recipe(stochastic_rounding=False), selection)
+        steps = Fp8Steps([linear], ParallelMesh.single())
         for seed in (1, 2):
             linear.zero_grad()
             x = random(16, 2, 32, seed=seed).to(device).requires_grad_()
@@ -275,7 +295,7 @@ def test_a_model_in_fp8_keeps_its_first_and_last_layer() -> None:
     assert ours["loss"].item() == pytest.approx(right["loss"].item(), rel=0.02)
     model.fp8.after_optimizer_step()
     state = copy.deepcopy(model.state_dict())
-    assert state["layers.1.mlp.fc1.products.scale"].min() > 0
+    assert state["layers.1.mlp.fc1.products.amax_history"][0].min() > 0
     chosen = {name: c["chosen"] for name, found in choices_of(model).items() for c in found if c["op"] == "linear_fp8"}
     assert [chosen[f"layers.{i}.mlp.fc1"] for i in range(3)] == [REFERENCE, "hpu::fp8_gemm_v2", REFERENCE]
 
@@ -354,6 +374,6 @@ def test_a_run_in_fp8_learns_and_keeps_its_scales(tmp_path: Path) -> None:
 
 def test_weight_decay_that_bf16_would_lose_is_left_to_torch() -> None:
     assert "weight decay" in str(beyond_fused_adamw(torch.bfloat16, "hpu"))
-    choice = Ops("hpu").choose("adamw", unless=beyond_fused_adamw(torch.bfloat16, "hpu"))
-    assert choice.implementation == REFERENCE
+    make_adamw, selection = Ops("hpu").choose_adamw(beyond_fused_adamw(torch.bfloat16, "hpu"))
+    assert (make_adamw, selection.implementation) == (adamw_reference, REFERENCE)
     assert beyond_fused_adamw(torch.float32, "hpu") is None

@@ -12,7 +12,7 @@ from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronHPUStrategy, MixtralModule
-from lightning_megatron.ops.registry import OPS
+from lightning_megatron.ops.registry import SELECTABLE
 from lightning_megatron.testing import hpu
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
@@ -59,7 +59,7 @@ def compare(family: str, world_size: int) -> dict[str, Any]:
     """Losses by device and mode, and the operators that were called."""
     right = losses(family, "cpu", world_size, None)
     found: dict[str, Any] = {}
-    for name, modes in (("auto", None), ("off", dict.fromkeys(OPS, "off"))):
+    for name, modes in (("auto", None), ("off", dict.fromkeys(SELECTABLE, "off"))):
         hpu.reset_calls()
         found[name] = losses(family, "hpu", world_size, modes), hpu.calls()
     return found | {"right": right}

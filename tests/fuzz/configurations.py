@@ -100,6 +100,7 @@ STRATEGY: Mapping[str, Sequence[Any]] = {
     "process_group_backend": (None, None, "gloo", "nccl", "bogus"),
     "timeout": (timedelta(minutes=1), timedelta(0)),
     "may_differ": (None, ["code.*"], "code.*"),
+    "max_memory": (None, None, "80GB", "8 kB", 2**40, "much"),
 }
 MODULE: Mapping[str, Sequence[Any]] = {
     "config": ("llama-tiny", "gpt-tiny", "mixtral-tiny", "lama-tiny", {"num_layers": 2}, {"n_layer": 2}),

@@ -320,7 +320,7 @@ def _rank(job: Job, layout: str, rank: int, port: int, folder: Path, told: Any) 
         limit = timedelta(seconds=PATIENCE)
         strategy = MegatronStrategy(**{"timeout": limit, **LAYOUTS[layout], **job.strategy})
         callbacks = [make() for make in job.trainer.get("callbacks", ())]
-        options = {**TRAINER, **job.trainer, "callbacks": callbacks, "default_root_dir": folder / str(rank)}
+        options = {**TRAINER, **job.trainer, "callbacks": callbacks, "default_root_dir": folder}
         silent = {"logger": False, "enable_progress_bar": any(isinstance(c, TQDMProgressBar) for c in callbacks)}
         silent |= {"enable_model_summary": False, "accelerator": "cpu", "devices": RANKS}
         silent["enable_checkpointing"] = any(isinstance(c, ModelCheckpoint) for c in callbacks)

@@ -192,7 +192,8 @@ def run(
         The outcome by kind, trick and reader.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "lightning_megatron.cli.trainer", "lightning_megatron.cli.continuation",
+    context.set_forkserver_preload([*PRELOAD, "lightning_megatron.cli.trainer",
+                                    "lightning_megatron.cli.inference.continuation",
                                     "hostile_cases", "hostile_sources"])  # fmt: skip
     sound, mark = scratch / "sound", scratch / "mark"
     sound.mkdir()
@@ -236,7 +237,7 @@ def _make_sound(home: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "checkpoint"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "checkpoint" / "formats"))
     os.umask(0o027)
     build(home)
     shutil.copytree(home / "data", home / "cached")

@@ -121,7 +121,7 @@ def fit_data(home: Path, **options: Any) -> None:
 
 def _preprocess(home: Path, *words: object, text: Path | None = None) -> None:
     given = text or next(iter((home / "text").glob("corpus.jsonl*")))
-    command("preprocess", "--input", given, "--output-prefix", home / "out", *words)
+    command("preprocess", "--strict", "--input", given, "--output-prefix", home / "out", *words)
 
 
 def _tokenizer_words(home: Path) -> tuple[object, ...]:

@@ -73,7 +73,7 @@ def _pickled(source: Path, target: Path) -> None:
 
 
 def _megatron(home: Path) -> None:
-    from megatron_writer import write_legacy, write_torch_dist  # of tests/unit/checkpoint
+    from megatron_writer import write_legacy, write_torch_dist  # of tests/unit/checkpoint/formats
 
     model = module()
     model.configure_model()

@@ -84,9 +84,9 @@ class SingleFile:
             if not isinstance(value, Fragment):
                 state[key] = self.values[key]
                 continue
-            for part in value.parts:
-                bounds = zip(part.box.offsets, part.box.sizes, strict=True)
-                part.data.copy_(self.values[key][tuple(slice(o, o + n) for o, n in bounds)])
+            for chunk in value.chunks:
+                bounds = zip(chunk.box.offsets, chunk.box.sizes, strict=True)
+                chunk.data.copy_(self.values[key][tuple(slice(o, o + n) for o, n in bounds)])
 
 
 def record_faults(path: Path, rank: int, ranks: int) -> list[Fault]:

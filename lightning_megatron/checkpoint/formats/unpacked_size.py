@@ -48,7 +48,7 @@ def refuse_packed_items(directory: Path, places: Iterable[Place]) -> None:
     for name, found in by_file.items():
         with (directory / name).open("rb") as stream:
             for place in sorted(found, key=lambda place: place.offset):
-                _refuse_packed(_FilePart(stream, place), place.length, str(directory / name))
+                _refuse_packed(FilePart(stream, place), place.length, str(directory / name))
 
 
 def refuse_oversized(directory: Path, metadata: Metadata) -> None:
@@ -92,24 +92,33 @@ def _refuse_packed(stream: Any, length: int, name: str) -> None:
         raise CheckpointError(f"{name}: an archive of {length} bytes that unpacks to {unpacked}: torch.save packs none")
 
 
-class _FilePart(io.RawIOBase):
-    """A part of a file, read like a file."""
+class FilePart(io.RawIOBase):
+    """A part of a file, read like a file.
+
+    Args:
+        stream: the file.
+        place: the part.
+    """
 
     def __init__(self, stream: IO[bytes], place: Place) -> None:
         self._stream, self._place, self._at = stream, place, 0
 
     def seekable(self) -> bool:
+        """Always."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a byte of the part."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._place.length}[whence]
         self._at = max(0, start + offset)
         return self._at
 
     def tell(self) -> int:
+        """The current byte of the part."""
         return self._at
 
     def read(self, size: int = -1) -> bytes:
+        """Read bytes, at most to the end of the part."""
         left = max(0, self._place.length - self._at)
         self._stream.seek(self._place.offset + self._at)
         content = self._stream.read(left if size < 0 else min(size, left))

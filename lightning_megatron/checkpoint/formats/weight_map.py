@@ -32,6 +32,7 @@ class Rule:
         join: function of the foreign tensors, in the order of ``foreign``, that gives ours.
         split: inverse of ``join``.
         repeats: further names under which the files may hold the same (tied) tensor.
+        otherwise: name of the tensor that files mean where they lack a foreign one; ``None`` if they must have it.
     """
 
     native: str
@@ -39,6 +40,7 @@ class Rule:
     join: Callable[..., Tensor]
     split: Callable[[Tensor], Sequence[Tensor]]
     repeats: tuple[str, ...] = ()
+    otherwise: str | None = None
 
 
 def same(native: str, foreign: str, *repeats: str) -> Rule:
@@ -47,13 +49,54 @@ def same(native: str, foreign: str, *repeats: str) -> Rule:
 
 
 def transposed(native: str, foreign: str) -> Rule:
-    """A matrix that the other program stores as ``[in, out]``."""
-    return Rule(native, (foreign,), lambda x: x.t().contiguous(), lambda x: (x.t().contiguous(),))
+    """A matrix, or one of each expert, that the other program stores as ``[in, out]``."""
+    return Rule(native, (foreign,), lambda x: x.mT.contiguous(), lambda x: (x.mT.contiguous(),))
 
 
-def stacked(native: str, *foreign: str) -> Rule:
-    """Foreign tensors along a new first dimension of ours (gate and up: ``[2, F, H]``)."""
-    return Rule(native, foreign, lambda *xs: torch.stack(xs), lambda x: tuple(part.contiguous() for part in x.unbind()))
+def stacked(native: str, *foreign: str, lead: tuple[int, ...] = ()) -> Rule:
+    """Foreign tensors along new first dimensions of ours: gate and up, ``[2, F, H]``, or of experts ``[E, 2, F, H]``.
+
+    Args:
+        native: our name.
+        foreign: foreign names.
+        lead: the new dimensions; empty for one.
+    """
+    lead = lead or (len(foreign),)
+
+    def split(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.contiguous() for part in x.flatten(0, len(lead) - 1).unbind())
+
+    return Rule(native, foreign, lambda *parts: torch.stack(parts).unflatten(0, lead), split)
+
+
+def interleaved(native: str, foreign: str) -> Rule:
+    """Gate and up of each expert, whose rows take turns in ``[E, 2 F, ...]``, to ``[E, 2, F, ...]``."""
+    return Rule(
+        native,
+        (foreign,),
+        lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2).contiguous(),
+        lambda x: (x.transpose(1, 2).flatten(1, 2).contiguous(),),
+    )
+
+
+def fused_qkv(native: str, foreign: tuple[str, ...], heads: int, groups: int) -> Rule:
+    """Queries, keys and values of three tensors, or one below the other in one tensor, to rows of query groups."""
+    join, split = partial(fuse_qkv, groups=groups), partial(split_qkv, heads=heads, groups=groups)
+    if len(foreign) == 3:
+        return Rule(native, foreign, join, split)
+    return Rule(native, foreign, lambda x: join(*x.tensor_split(3)), lambda x: (torch.cat(split(x)),))
+
+
+def fused_kv(native: str, foreign: tuple[str, ...], groups: int) -> Rule:
+    """Keys and values of two tensors ``[G D, ...]`` to rows ``[k, v]`` of each group, end to end."""
+
+    def join(k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([x.unflatten(0, (groups, -1)) for x in (k, v)], dim=1).flatten(0, 1)
+
+    def split(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.flatten(0, 1).contiguous() for part in x.unflatten(0, (groups, -1)).chunk(2, dim=1))
+
+    return Rule(native, foreign, join, split)
 
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
@@ -74,6 +117,29 @@ def split_qkv(fused: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, T
     head_dim = fused.shape[0] // (heads + 2 * groups)
     q, k, v = fused.unflatten(0, (groups, -1)).split([queries * head_dim, head_dim, head_dim], dim=1)
     return q.flatten(0, 1).contiguous(), k.flatten(0, 1).contiguous(), v.flatten(0, 1).contiguous()
+
+
+def paired(native: str, foreign: str, *, heads: int, turned: int) -> Rule:
+    """Rows of heads of which the last ``turned`` are in neighbouring pairs there, and here one half behind the other.
+
+    Args:
+        native: our name.
+        foreign: foreign name.
+        heads: number of heads.
+        turned: rows of a head that are turned, in its end.
+    """
+
+    def reorder(x: Tensor, pairs: tuple[int, int]) -> Tensor:
+        rows = x.unflatten(0, (heads, -1))
+        plain, last = rows.split((rows.shape[1] - turned, turned), dim=1)
+        return torch.cat((plain, last.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)), dim=1).flatten(0, 1)
+
+    return Rule(
+        native,
+        (foreign,),
+        lambda x: reorder(x, (turned // 2, 2)),
+        lambda x: (reorder(x, (2, turned // 2)),),
+    )
 
 
 @dataclass(frozen=True)
@@ -97,6 +163,7 @@ class WeightMap:
         rules: one for each of our tensors.
         ignored: pattern of foreign names that hold no parameter (buffers of older versions).
         prefix: beginning of foreign names; files of the model without its head leave it out.
+        heads: beginning of the names of heads, which have no prefix.
         label: words for foreign tensors in messages.
     """
 
@@ -104,6 +171,7 @@ class WeightMap:
     ignored: str
     prefix: str
     label: str = "Hugging Face tensors"
+    heads: str = "lm_head."
 
     @property
     def native_names(self) -> set[str]:
@@ -161,6 +229,9 @@ class WeightMap:
     def _file_names(self, names: Iterable[str]) -> dict[str, str]:
         """Names in the files, by full name, of the tensors that the rules need and of repeats that are there."""
         found = {full: name for name in names if (full := self._full_name(name)) is not None}
+        for rule in self.rules:
+            if rule.otherwise in found:
+                found |= {name: found[rule.otherwise] for name in rule.foreign if name not in found}
         needed = {name for rule in self.rules for name in rule.foreign}
         repeats = {name for rule in self.rules for name in rule.repeats}
         _refuse_other_names(self.label, found.keys() - repeats, needed)
@@ -170,7 +241,7 @@ class WeightMap:
         """The full name of a tensor in a file; ``None`` if it holds no parameter."""
         if re.search(self.ignored, name):
             return None
-        known = name.startswith((self.prefix, "lm_head."))
+        known = name.startswith((self.prefix, self.heads))
         return name if known else self.prefix + name
 
 

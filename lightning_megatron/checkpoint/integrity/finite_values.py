@@ -27,10 +27,10 @@ def refuse_nonfinite(state: State, params: Collection[str]) -> None:
         for key, value in state.items()
         if isinstance(value, Fragment) and (Key.parse(key).is_optimizer or model_name(key) in params)
     }
-    parts = {(key, number): part.data for key, value in held.items() for number, part in enumerate(value.parts)}
-    bad = not_finite(parts.items())
+    chunks = {(key, number): chunk.data for key, value in held.items() for number, chunk in enumerate(value.chunks)}
+    bad = not_finite(chunks.items())
     if bad:
         raise CheckpointError(
             "it would hold values that no run can go on from:\n"
-            + listed([f"{key}: {amount(parts[key, number])}" for key, number in bad])
+            + listed([f"{key}: {amount(chunks[key, number])}" for key, number in bad])
         )

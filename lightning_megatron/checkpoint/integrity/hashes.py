@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.directory.newest import locate
 from lightning_megatron.checkpoint.formats.lightning_file import record_faults
+from lightning_megatron.checkpoint.integrity.block_sums import BLOCK, FileRange, check_sums
 from lightning_megatron.checkpoint.integrity.fault import Fault
-from lightning_megatron.checkpoint.integrity.manifest import BLOCK, Manifest, Stretch, check_sums, hash_of
+from lightning_megatron.checkpoint.integrity.manifest import Manifest, hash_of
 from lightning_megatron.checkpoint.integrity.metadata_file import METADATA
 from lightning_megatron.checkpoint.integrity.verify import hash_faults, size_faults
 from lightning_megatron.checkpoint.meta import META
@@ -59,8 +60,8 @@ def faults_of(path: Path, mesh: ParallelMesh, check: Check = "hashes") -> list[F
             return manifest, _Found(faults, {})
         if check == "sizes":
             return manifest, _Found([], {})
-        own = shares({name: entry.bytes for name, entry in manifest.files.items()}, mesh.world.size)[mesh.rank]
-        sums = {(name, start): check_sums([Stretch(path / name, start, end)]) for name, start, end in own}
+        own = ranges_by_rank({name: entry.bytes for name, entry in manifest.files.items()}, mesh.world.size)[mesh.rank]
+        sums = {(name, start): check_sums([FileRange(path / name, start, end)]) for name, start, end in own}
         return manifest, _Found([], sums)
 
     manifest, own = on_all_ranks(mesh, f"loading {path}", look)
@@ -71,22 +72,22 @@ def faults_of(path: Path, mesh: ParallelMesh, check: Check = "hashes") -> list[F
     return _altered(manifest, [rank.sums for rank in found])
 
 
-def shares(lengths: Mapping[str, int], ranks: int) -> list[list[tuple[str, int, int]]]:
+def ranges_by_rank(lengths: Mapping[str, int], num_ranks: int) -> list[list[tuple[str, int, int]]]:
     """File ranges for each rank: name, first byte and end. Their lengths differ by one block at most.
 
     Args:
         lengths: bytes of each file, by name.
-        ranks: the number of ranks.
+        num_ranks: number of ranks.
     """
     names = sorted(lengths, key=_by_numbers)
     blocks = [-(-lengths[name] // BLOCK) for name in names]
-    total, found, passed = sum(blocks), [list[tuple[str, int, int]]() for _ in range(ranks)], 0
+    total, found, passed = sum(blocks), [list[tuple[str, int, int]]() for _ in range(num_ranks)], 0
     for name, count in zip(names, blocks, strict=True):
-        for rank, stretches in enumerate(found):
-            first = max(total * rank // ranks - passed, 0)
-            end = min(total * (rank + 1) // ranks - passed, count)
+        for rank, ranges in enumerate(found):
+            first = max(total * rank // num_ranks - passed, 0)
+            end = min(total * (rank + 1) // num_ranks - passed, count)
             if first < end:
-                stretches.append((name, first * BLOCK, min(end * BLOCK, lengths[name])))
+                ranges.append((name, first * BLOCK, min(end * BLOCK, lengths[name])))
         passed += count
     return found
 
@@ -107,8 +108,8 @@ def _altered(manifest: Manifest, by_rank: Sequence[_Sums]) -> list[Fault]:
             readers[name].append((start, rank))
     faults = []
     for name, entry in sorted(manifest.files.items()):
-        stretches = sorted(readers[name])
-        if hash_of(b"".join(by_rank[rank][name, start] for start, rank in stretches)) != entry.hash:
-            by = f" (read by rank {', '.join(str(rank) for _, rank in stretches)})" if len(by_rank) > 1 else ""
+        ranges = sorted(readers[name])
+        if hash_of(b"".join(by_rank[rank][name, start] for start, rank in ranges)) != entry.hash:
+            by = f" (read by rank {', '.join(str(rank) for _, rank in ranges)})" if len(by_rank) > 1 else ""
             faults.append(Fault(name, f"altered: its hash is not the one that was written{by}"))
     return faults

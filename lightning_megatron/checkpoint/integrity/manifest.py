@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from lightning_megatron.checkpoint.integrity.block_sums import FileRange, check_sums
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files.small import read_small
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning-megatron"
 VERSION = 3
 _KNOWN = (2, 3)
-
-BLOCK = 1 << 20
-"""Bytes of a file per check sum."""
-
-_PIECE = 1 << 23  # what a thread reads at a time
-_THREADS = 4
 
 
 def is_plain_name(name: str) -> bool:
@@ -131,44 +125,32 @@ def read_manifest(path: Path) -> Manifest:
 def record(file: Path) -> FileRecord:
     """Length and hash of a file as it is on disk now."""
     length = file.stat().st_size
-    return FileRecord(length, hash_of(check_sums([Stretch(file, 0, length)])))
+    return FileRecord(length, hash_of(check_sums([FileRange(file, 0, length)])))
 
 
-class Stretch(NamedTuple):
-    """A part of a file that begins with a block; its end is that of a block or of the file."""
+def records(directory: Path, written: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Records of files that have just been written, by name, if the file system shows them.
 
-    file: Path
-    start: int
-    end: int
-
-
-def check_sums(stretches: Sequence[Stretch]) -> bytes:
-    """The CRC-32s of all blocks of stretches in their order, four bytes each.
+    Args:
+        directory: their directory.
+        written: the records, as they were made while the files were written.
 
     Raises:
-        OSError: for a file that cannot be read.
+        CheckpointError: if one is gone or shorter.
     """
-    pieces = [
-        Stretch(file, at, min(at + _PIECE, end)) for file, start, end in stretches for at in range(start, end, _PIECE)
-    ]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        return b"".join(threads.map(_piece_sums, pieces))
+    lengths = {name: _length(directory / name) for name in sorted(written)}
+    if lost := [name for name, length in lengths.items() if length != written[name].bytes]:
+        raise CheckpointError(f"{', '.join(lost)}: written, but now gone or shorter: the disk or somebody lost it")
+    return dict(written)
+
+
+def _length(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else -1
 
 
 def hash_of(sums: bytes) -> str:
     """The hash of a file, of the check sums of all its blocks."""
     return _digest(sums)
-
-
-def _piece_sums(piece: Stretch) -> bytes:
-    found: list[bytes] = []
-    buffer = memoryview(bytearray(BLOCK))
-    with piece.file.open("rb") as stream:
-        stream.seek(piece.start)
-        for start in range(piece.start, piece.end, BLOCK):
-            count = stream.readinto(buffer[: piece.end - start])
-            found.append(zlib.crc32(buffer[:count]).to_bytes(4, "big"))
-    return b"".join(found)
 
 
 def _digest(content: bytes) -> str:

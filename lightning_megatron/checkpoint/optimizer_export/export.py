@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.directory.atomic_dir import sync_file
 from lightning_megatron.checkpoint.formats import safetensors_file
 from lightning_megatron.checkpoint.formats.safetensors_file import Entry
-from lightning_megatron.checkpoint.fragment import Fragment, Part
+from lightning_megatron.checkpoint.fragment import Chunk, Fragment
 from lightning_megatron.checkpoint.meta import refuse_objects
 from lightning_megatron.checkpoint.optimizer_export.memory_levels import Group, collecting_steps
 from lightning_megatron.checkpoint.state_dict import State
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _Kind = tuple[torch.dtype, tuple[int, ...]]
 _Place = tuple[str, Box]
 _Offer = tuple[str, Box, bool]
-"""Key, box, and True for an expert's: the description of a part that other ranks need."""
+"""Key, box, and True for an expert's: the description of a chunk that other ranks need."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Collectors:
-    """The plan by which ranks collect the parts of a state.
+    """The plan by which ranks collect the chunks of a state.
 
     Attributes:
         mesh: mesh of this rank.
@@ -107,7 +107,7 @@ def export_state(
     path, action = Path(path), f"exporting {path}"
     mesh, steps = through.mesh, through.steps
     packed = on_all_ranks(mesh, action, lambda: _packed(state))
-    own = _parts(state, only_written=True)
+    own = _chunks(state, only_written=True)
     offered = all_gather_object(mesh, [(*place, place[0] in experts) for place in own])
     known = _known(mesh, state, packed)
     is_rank_zero, memory = mesh.rank == 0, HostMemory()
@@ -145,7 +145,7 @@ def import_state(
     mesh, steps = through.mesh, through.steps
     entries = _from_first(mesh, action, lambda: safetensors_file.read_entries(path))
     on_all_ranks(mesh, action, lambda: _refuse_misfit(state, entries))
-    own = _parts(state, only_written=False)
+    own = _chunks(state, only_written=False)
     wanted = all_gather_object(mesh, [(*place, place[0] in experts) for place in own])
     memory = HostMemory()
     for step in steps:
@@ -165,12 +165,12 @@ def _from_first(mesh: ParallelMesh, action: str, make: Callable[[], dict[str, T]
     return all_gather_object(mesh, on_all_ranks(mesh, action, lambda: make() if mesh.rank == 0 else {}))[0]
 
 
-def _parts(state: State, *, only_written: bool) -> dict[_Place, list[Part]]:
-    found: dict[_Place, list[Part]] = {}
+def _chunks(state: State, *, only_written: bool) -> dict[_Place, list[Chunk]]:
+    found: dict[_Place, list[Chunk]] = {}
     for key, value in state.items():
-        for part in value.parts if isinstance(value, Fragment) else ():
-            if part.write or not only_written:
-                found.setdefault((key, part.box), []).append(part)
+        for chunk in value.chunks if isinstance(value, Fragment) else ():
+            if chunk.write or not only_written:
+                found.setdefault((key, chunk.box), []).append(chunk)
     return found
 
 
@@ -185,12 +185,12 @@ def _known(mesh: ParallelMesh, state: State, packed: Mapping[str, Tensor]) -> di
 def _gather(
     group: Group,
     offered: Sequence[Sequence[_Offer]],
-    own: Mapping[_Place, Sequence[Part]],
+    own: Mapping[_Place, Sequence[Chunk]],
     known: Mapping[str, _Kind],
     mesh: ParallelMesh,
     memory: HostMemory,
 ) -> Iterator[tuple[_Place, Tensor]]:
-    """Send this rank's parts of a group to its collector, or be the collector and receive them."""
+    """Send this rank's chunks of a group to its collector, or be the collector and receive them."""
     for member in group.ranks:
         for key, box, of_experts in offered[member]:
             if of_experts != group.of_experts:
@@ -209,12 +209,12 @@ def _gather(
 def _scatter(
     group: Group,
     wanted: Sequence[Sequence[_Offer]],
-    own: Mapping[_Place, Sequence[Part]],
+    own: Mapping[_Place, Sequence[Chunk]],
     held: Mapping[_Place, Tensor],
     entries: Mapping[str, Entry],
     mesh: ParallelMesh,
 ) -> None:
-    """Send the parts of a group from its collector to its members, or receive this rank's."""
+    """Send the chunks of a group from its collector to its members, or receive this rank's."""
     for member in group.ranks:
         for key, box, of_experts in wanted[member]:
             if of_experts != group.of_experts:
@@ -228,8 +228,8 @@ def _scatter(
                 if value.numel():
                     receive(_as_bytes(value), mesh.host, group.collector)
             if mesh.rank == member:
-                for part in own[key, box]:
-                    part.data.copy_(value)
+                for chunk in own[key, box]:
+                    chunk.data.copy_(value)
 
 
 def _as_bytes(x: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def _read(
     wanted: Sequence[Sequence[_Offer]],
     memory: HostMemory,
 ) -> dict[_Place, Tensor]:
-    """Read the parts that the members of groups want, each once."""
+    """Read the chunks that the members of groups want, each once."""
     held: dict[_Place, Tensor] = {}
     for group in groups:
         for key, box, of_experts in (offer for member in group.ranks for offer in wanted[member]):

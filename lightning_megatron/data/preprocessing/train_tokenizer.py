@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE, expand, read_lines, text_of
+from lightning_megatron.data.preprocessing.textfiles import (
+    LONGEST_LINE,
+    BrokenLineError,
+    Source,
+    expand,
+    read_lines,
+    text_of,
+)
 from lightning_megatron.data.tokenizers import require
 from lightning_megatron.errors import ConfigError, DataError, Problem
 from lightning_megatron.files.growing import GrowingFile
@@ -125,7 +132,7 @@ def _text_lines(files: Sequence[Path], keys: Sequence[str], longest: int) -> Ite
         is_json = any(suffix in (".json", ".jsonl") for suffix in path.suffixes)
         for number, line in read_lines(path, longest):
             if is_json:
-                texts = list(text_of(path, number, line, keys).values())
+                texts = list(_values(path, number, line, keys))
             else:
                 texts = [_decoded(path, number, line)]
             for text in texts:
@@ -133,6 +140,13 @@ def _text_lines(files: Sequence[Path], keys: Sequence[str], longest: int) -> Ite
                     # The trainer leaves out lines that are too long; in pieces they count.
                     cuts = range(0, len(piece), _LONGEST_LINE)
                     yield from (piece[i : i + _LONGEST_LINE] for i in cuts if piece.strip())
+
+
+def _values(path: Path, number: int, line: bytes, keys: Sequence[str]) -> Iterable[str]:
+    try:
+        return text_of(line, keys).values()
+    except BrokenLineError as error:
+        raise Source(path).at(number, error.fault, error.do) from None
 
 
 def _decoded(path: Path, number: int, line: bytes) -> str:

@@ -1,19 +1,49 @@
-"""Callbacks that know about parallel ranks; none is needed to train."""
+"""Callbacks that know about parallel ranks; none is needed to train.
 
-from lightning_megatron.lightning.callbacks.expert_telemetry import ExpertTelemetry
-from lightning_megatron.lightning.callbacks.kill_switch import KillSwitch
-from lightning_megatron.lightning.callbacks.spike_guard import SpikeGuard
-from lightning_megatron.lightning.callbacks.straggler_monitor import StragglerMonitor
-from lightning_megatron.lightning.callbacks.throughput import Throughput
-from lightning_megatron.lightning.callbacks.upload_checkpoints import UploadCheckpoints
-from lightning_megatron.lightning.callbacks.verify_checkpoint import VerifyCheckpoint
+The names below are imported at their first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_megatron.lazy_exports import exports_of
+
+if TYPE_CHECKING:
+    from lightning_megatron.lightning.callbacks.device_profiler import DeviceProfiler
+    from lightning_megatron.lightning.callbacks.expert_telemetry import ExpertTelemetry
+    from lightning_megatron.lightning.callbacks.gaudi_telemetry import GaudiTelemetry
+    from lightning_megatron.lightning.callbacks.kill_switch import KillSwitch
+    from lightning_megatron.lightning.callbacks.megatron_log import MegatronLog
+    from lightning_megatron.lightning.callbacks.spike_guard import SpikeGuard
+    from lightning_megatron.lightning.callbacks.straggler_monitor import StragglerMonitor
+    from lightning_megatron.lightning.callbacks.throughput import Throughput
+    from lightning_megatron.lightning.callbacks.upload_checkpoints import UploadCheckpoints
+    from lightning_megatron.lightning.callbacks.verify_checkpoint import VerifyCheckpoint
+
+_MODULES = {
+    "device_profiler": ("DeviceProfiler",),
+    "expert_telemetry": ("ExpertTelemetry",),
+    "gaudi_telemetry": ("GaudiTelemetry",),
+    "kill_switch": ("KillSwitch",),
+    "megatron_log": ("MegatronLog",),
+    "spike_guard": ("SpikeGuard",),
+    "straggler_monitor": ("StragglerMonitor",),
+    "throughput": ("Throughput",),
+    "upload_checkpoints": ("UploadCheckpoints",),
+    "verify_checkpoint": ("VerifyCheckpoint",),
+}
 
 __all__ = [
+    "DeviceProfiler",
     "ExpertTelemetry",
+    "GaudiTelemetry",
     "KillSwitch",
+    "MegatronLog",
     "SpikeGuard",
     "StragglerMonitor",
     "Throughput",
     "UploadCheckpoints",
     "VerifyCheckpoint",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for a public one
+    __getattr__, __dir__ = exports_of(__name__, _MODULES)

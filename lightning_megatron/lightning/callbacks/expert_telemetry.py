@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.router import Router
@@ -96,10 +97,13 @@ class ExpertTelemetry(Callback):
 
 
 def _routers(module: LightningModule) -> Iterator[tuple[int, Router]]:
-    """Routers on this rank, with the numbers of their layers."""
+    """Routers on this rank, with the numbers of their layers; modules for further tokens are counted on behind them."""
+    shape = getattr(module, "model_shape", None)
+    layers = shape.num_layers if isinstance(shape, TransformerConfig) else 0
     for position, (name, router) in enumerate((n, m) for n, m in module.named_modules() if isinstance(m, Router)):
-        number = re.search(r"layers\.(\d+)\.", name)
-        yield int(number.group(1)) if number else position, router
+        found = re.search(r"(layers|mtp)\.(\d+)\.", name)
+        number = position if found is None else int(found.group(2)) + (layers if found.group(1) == "mtp" else 0)
+        yield number, router
 
 
 def gathered_load(module: LightningModule, mesh: ParallelMesh) -> tuple[dict[int, list[int]], dict[str, float]]:

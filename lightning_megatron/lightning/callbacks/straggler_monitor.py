@@ -37,7 +37,8 @@ class StragglerMonitor(Callback):
     A warning names rank, host and device, what is slow, by how much, and what it costs; another line says when it is
     over. A slow rank is named after at most ``every * windows + every`` steps. Loggers get, at their own interval,
     ``straggler/compute_excess`` and ``straggler/data_excess``, the share of a step by which the slowest rank exceeds
-    the median of the others, and ``straggler/waiting``, the share of a step that the median rank waits for others.
+    the median of the others, ``straggler/waiting``, the share of a step that the median rank waits for others, and
+    ``straggler/slowest_rank``, the number of the rank that computed longest.
 
     Args:
         every: steps of a window, after which numbers are gathered.
@@ -47,6 +48,7 @@ class StragglerMonitor(Callback):
 
     Attributes:
         found: every straggler so far, the same on all ranks.
+        slowest: name of the rank that computed longest in the last window, straggler or not, the same on all ranks.
 
     Raises:
         ConfigError: with another strategy than ``MegatronStrategy``.
@@ -56,6 +58,7 @@ class StragglerMonitor(Callback):
     def __init__(self, every: int = 5, windows: int = 3, share: float = 0.2) -> None:
         self._every, self._windows, self._share = every, windows, share
         self.found: list[Straggler] = []
+        self.slowest = ""
         self._clock: StepClock | None = None
         self._profiler: FetchClock | None = None
         self._slow: SlowRanks | None = None
@@ -152,6 +155,7 @@ class StragglerMonitor(Callback):
     def _look(self, trainer: Trainer, numbers: Tensor) -> None:
         assert self._slow is not None
         windows = [Window(*row) for row in numbers.tolist()]
+        self.slowest = self._names[_slowest(windows)]
         found, over = self._slow.look(windows)
         self.found += found
         for straggler in found:
@@ -185,7 +189,12 @@ def _metrics(windows: list[Window], step: float) -> dict[str, float]:
         "straggler/compute_excess": excess([window.compute for window in windows]) / step,
         "straggler/data_excess": excess([window.data for window in windows]) / step,
         "straggler/waiting": median(window.waiting for window in windows) / step,
+        "straggler/slowest_rank": float(_slowest(windows)),
     }
+
+
+def _slowest(windows: list[Window]) -> int:
+    return max(range(len(windows)), key=lambda rank: windows[rank].compute)
 
 
 def _name_of(mesh: ParallelMesh, device: torch.device) -> str:

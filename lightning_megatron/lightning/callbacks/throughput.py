@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.device import peak_flops, synchronize
-from lightning_megatron.lightning.monitoring.model_summary import CountsFlops
+from lightning_megatron.lightning.monitoring.model_summary import CountsBatchFlops, CountsFlops
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 
 
@@ -39,8 +40,9 @@ class Throughput(Callback):
 
     Logged: ``tokens_per_second`` and ``samples_per_second`` of the whole job, ``tflops_per_device`` of the model (what
     recompute repeats is not counted) where the module has a ``config`` with ``flops_per_token``, ``mfu`` (its share of
-    the maker's bf16 peak) where the device's peak is known, ``step_time_ms`` (median of the window) and
-    ``step_time_ms_slowest``. Tokens a second, or samples where there are none, show in the progress bar too.
+    the maker's bf16 peak) where the device's peak is known, ``step_time_ms`` (median of the window),
+    ``step_time_ms_p95`` (95 of 100 steps take no longer) and ``step_time_ms_slowest``. Tokens a second, or samples
+    where there are none, show in the progress bar too. ``StragglerMonitor`` measures which rank is slow.
 
     A step lasts from the end of the one before, so waiting for data counts. Validation and checkpoints do not: a step
     after one of them is timed from the start of its batch. The device is waited for at the end of a window only.
@@ -83,7 +85,7 @@ class Throughput(Callback):
         closes = stepped and trainer.global_step % every == 0
         if closes:
             synchronize(trainer.strategy.root_device)
-        self._step += _work_of(batch, trainer, pl_module)
+        self._step += work_of(batch, trainer, pl_module)
         self._add_time()
         if stepped:
             self._steps_seen = trainer.global_step
@@ -123,6 +125,7 @@ class Throughput(Callback):
         times = [step.seconds for step in self._window]
         metrics = {
             "step_time_ms": 1e3 * median(times),
+            "step_time_ms_p95": 1e3 * percentile(times, 0.95),
             "step_time_ms_slowest": 1e3 * max(times),
             "samples_per_second": work.samples / work.seconds,
         }
@@ -137,15 +140,23 @@ class Throughput(Callback):
         return metrics
 
 
-def _work_of(batch: Any, trainer: Trainer, module: LightningModule) -> Work:
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that a share of all values does not exceed."""
+    return sorted(values)[ceil(share * len(values)) - 1]
+
+
+def work_of(batch: Any, trainer: Trainer, module: LightningModule) -> Work:
     """Size of one batch over all data-parallel ranks, which have batches of the same shape."""
     strategy = trainer.strategy
     replicas = strategy.data_parallel_size if isinstance(strategy, MegatronStrategy) else trainer.world_size
     samples, length = _shape(batch)
     config = getattr(module, "config", None)
-    per_token = config.flops_per_token(length) if length and isinstance(config, CountsFlops) else 0.0
     tokens = samples * length * replicas
-    return Work(samples=samples * replicas, tokens=tokens, flops=tokens * per_token)
+    if isinstance(module, CountsBatchFlops):
+        flops = replicas * module.batch_flops(batch)
+    else:
+        flops = tokens * config.flops_per_token(length) if length and isinstance(config, CountsFlops) else 0.0
+    return Work(samples=samples * replicas, tokens=tokens, flops=flops)
 
 
 def _shape(batch: Any) -> tuple[int, int]:

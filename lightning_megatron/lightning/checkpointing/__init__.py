@@ -1,1 +1,48 @@
-"""The state of a run in checkpoints: loops, callbacks, random generators, versions of the weights."""
+"""The state of a run in checkpoints: loops, callbacks, random generators, versions of the weights.
+
+The names below are imported at their first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_megatron.lazy_exports import exports_of
+
+if TYPE_CHECKING:
+    from lightning_megatron.lightning.checkpointing.hyper_parameters import build_module, read_meta, target_device
+    from lightning_megatron.lightning.checkpointing.optimizer_file import export_optimizers, import_optimizers
+    from lightning_megatron.lightning.checkpointing.trainer_state import (
+        continue_randomness,
+        load_trainer_checkpoint,
+        save_trainer_checkpoint,
+    )
+
+_MODULES = {
+    "hyper_parameters": (
+        "build_module",
+        "read_meta",
+        "target_device",
+    ),
+    "optimizer_file": (
+        "export_optimizers",
+        "import_optimizers",
+    ),
+    "trainer_state": (
+        "continue_randomness",
+        "load_trainer_checkpoint",
+        "save_trainer_checkpoint",
+    ),
+}
+
+__all__ = [
+    "build_module",
+    "continue_randomness",
+    "export_optimizers",
+    "import_optimizers",
+    "load_trainer_checkpoint",
+    "read_meta",
+    "save_trainer_checkpoint",
+    "target_device",
+]
+
+if not TYPE_CHECKING:  # a type checker would take any name for a public one
+    __getattr__, __dir__ = exports_of(__name__, _MODULES)

@@ -60,8 +60,9 @@ def config_of(arguments: Mapping[str, Any]) -> TransformerConfig | None:
     given = arguments.get("config")
     if not isinstance(given, str | Mapping | TransformerConfig):
         return None
-    names = {field.name for field in fields(TransformerConfig)}
-    return configuration(given, **{name: value for name, value in arguments.items() if name in names})
+    config = configuration(given)
+    names = {field.name for field in fields(config)}
+    return config.replace(**{name: value for name, value in arguments.items() if name in names})
 
 
 def build_module(

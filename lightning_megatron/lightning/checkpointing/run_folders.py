@@ -11,8 +11,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint import Candidate, CheckpointError, Progress, candidates, newest_good
+from lightning_megatron import checkpoint
 from lightning_megatron.checkpoint.directory.folder_lock import DEAD_AFTER, FolderLock
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.lightning._private import checkpoint_folder
 from lightning_megatron.lightning.validation.saving import saves_checkpoints
 
@@ -76,10 +77,10 @@ class RunFolders:
         taken = [str(folder) for folder, lock in self._locks.items() if not lock.is_ours()]
         return f"another run has taken {', '.join(taken)}, since this one gave no sign of life" if taken else ""
 
-    def found(self) -> list[Candidate]:
+    def found(self) -> list[checkpoint.Candidate]:
         """Entries with the name of a checkpoint, the newest first."""
         on_exception = [c.ckpt_path for c in self._trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
-        return candidates(self._places(), [Path(os.path.abspath(path)) for path in on_exception])
+        return checkpoint.candidates(self._places(), [Path(os.path.abspath(path)) for path in on_exception])
 
     def last(self) -> Path | None:
         """The newest checkpoint that a run can go on from; ``None`` where there has never been one.
@@ -88,7 +89,7 @@ class RunFolders:
             CheckpointError: where there are some, but none that a run can go on from: it lists what is wrong with each.
         """
         found = self.found()
-        best, _ = newest_good(found)
+        best, _ = checkpoint.newest_good(found)
         if best is not None:
             return best.path
         if lost := [one for one in found if one.state != "interrupted"]:
@@ -98,7 +99,7 @@ class RunFolders:
             one.path.unlink(missing_ok=True)
         return None
 
-    def next_progress(self, before: Progress | None, step: int) -> Progress:
+    def next_progress(self, before: checkpoint.Progress | None, step: int) -> checkpoint.Progress:
         """Progress of the next save.
 
         Args:
@@ -107,11 +108,11 @@ class RunFolders:
         """
         known = [one.progress for one in self.found() if one.progress is not None]
         if before is not None and all(before >= other for other in known):
-            return Progress(before.generation, step)
-        return Progress(max((other.generation for other in known), default=0) + 1, step)
+            return checkpoint.Progress(before.generation, step)
+        return checkpoint.Progress(max((other.generation for other in known), default=0) + 1, step)
 
 
-def nothing_good(found: Sequence[Candidate]) -> str:
+def nothing_good(found: Sequence[checkpoint.Candidate]) -> str:
     """Error text for folders with checkpoints from which no run can go on."""
     where = ", ".join(dict.fromkeys(str(one.path.parent) for one in found))
     listed = "".join(f"\n  - {one.path}: {one.reason}" for one in found)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import (
-    BackgroundWriter,
     Check,
     CheckpointError,
+    Fragment,
     PendingSave,
     Progress,
     SaveGuard,
@@ -40,6 +40,7 @@ from lightning_megatron.lightning.checkpointing.weight_versions import (
     with_repeats,
     without_repeats,
 )
+from lightning_megatron.lightning.pretrained.adapter_base import base_entry, kept_names, refuse_other_base, wanted
 from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
 from lightning_megatron.lightning.pretrained.foreign_weights import is_foreign
 from lightning_megatron.lightning.pretrained.hugging_face import kept_settings
@@ -61,8 +62,8 @@ def save_trainer_checkpoint(
     sharded: bool,
     guard: SaveGuard | None,
     finite: bool,
-    writer: BackgroundWriter | None,
     progress: Progress | None,
+    write: Callable[[PendingSave, ParallelMesh], Callable[[], None]],
 ) -> None:
     """Write Lightning's checkpoint, every rank its part; all ranks call this.
 
@@ -76,32 +77,48 @@ def save_trainer_checkpoint(
         sharded: True if data-parallel ranks hold different shards of optimizer state.
         guard: checks of the checkpoint before it gets its name.
         finite: True to refuse parameters and optimizer state that are NaN or infinite.
-        writer: background writer, which writes a copy while training goes on; ``None`` to write now.
         progress: progress of the run, by which the newest checkpoint of a folder is found; rank 0's counts.
+        write: function that writes the checkpoint, or copies it and writes the copy while training goes on. It returns
+            a function that waits until optimizer state is copied, too.
     """
     rest = dict(checkpoint)
     tensors = rest.pop("state_dict")
     versions = take_versions(rest, module)
     rest |= kept_settings(module)
     rest[NOTE] = {"versions": list(versions), "edited": is_edited(tensors, module)}
-    state = model_state(without_repeats(tensors, module), spec_registry(module), mesh)
+    rest |= base_entry(module)
+    state = model_state(kept_names(module, without_repeats(tensors, module)), spec_registry(module), mesh)
     for key, version in versions.items():
         state |= version_state(key, version, module, mesh)
+    late: set[str] = set()
     if "optimizer_states" in rest:
         rest["optimizer_states"] = []
         for index, optimizer in enumerate(optimizers):
             # Before the first step there is no state yet; an empty one keeps the set of keys the same at all times.
             optimizer.init_state()
-            state |= optimizer_part(index, optimizer, mesh, sharded)
+            part = optimizer_part(index, optimizer, mesh, sharded)
+            late |= _apart(part, module) if optimizer.is_flat else set()
+            state |= part
     if finite:
-        on_all_ranks(mesh, f"saving {path}", lambda: refuse_nonfinite(state, trained_names(module)))
+        early = {key: value for key, value in state.items() if key not in late}
+        on_all_ranks(mesh, f"saving {path}", lambda: refuse_nonfinite(early, trained_names(module)))
     pending = PendingSave.of(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard, progress=progress)
-    if writer is None:
-        pending.write(mesh)
-    else:
-        writer.begin(pending)
+    finish_copy = write(replace(pending, late=frozenset(late), finite=finite), mesh)
     for optimizer in optimizers:
+        optimizer.lend(finish_copy)
         optimizer.drop_initial_state()
+
+
+def _apart(state: State, module: LightningModule) -> set[str]:
+    """Keys of optimizer state in host memory that no tensor of the module shares: only steps and loads write it."""
+    tensors = (*module.parameters(), *module.buffers())
+    shared = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.is_cpu}
+    fragments = ((key, value) for key, value in state.items() if isinstance(value, Fragment))
+    return {
+        key
+        for key, value in fragments
+        if all(c.data.is_cpu and c.data.untyped_storage().data_ptr() not in shared for c in value.chunks)
+    }
 
 
 def load_trainer_checkpoint(
@@ -140,6 +157,7 @@ def load_trainer_checkpoint(
     weights_only = weights_only is None or weights_only
     meta = load(path, {}, mesh, weights_only=weights_only, check=check).meta
     refuse_other_writers(path, meta)
+    refuse_other_base(path, meta, module)
     check_checkpoint(path, meta, getattr(module, "model_shape", None))
     if IMPORTED_FROM in meta:
         return _load_imported(path, module, optimizers, mesh), None
@@ -207,7 +225,8 @@ def _target(
     note = meta.get(NOTE, {})
     # Main values may be the parameters themselves, so that an edited state_dict must not be loaded in their place.
     edited = copies(module) if optimizers and note.get("edited") else None
-    state = model_state(local_tensors(module) if edited is None else edited, spec_registry(module), mesh)
+    tensors = wanted(module, local_tensors(module) if edited is None else edited, meta)
+    state = model_state(tensors, spec_registry(module), mesh)
     versions = {key: copies(module) for key in note.get("versions", ())}
     for key, version in versions.items():
         state |= version_state(key, version, module, mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -28,6 +29,15 @@ class CountsFlops(Protocol):
 
     def flops_per_token(self, seq_length: int) -> float:
         """FLOPs of forward and backward for one token."""
+        ...
+
+
+@runtime_checkable
+class CountsBatchFlops(Protocol):
+    """A module whose batches have more than one length; ``T5Module`` is one."""
+
+    def batch_flops(self, batch: Any) -> float:
+        """FLOPs of forward and backward for a batch."""
         ...
 
 
@@ -165,13 +175,16 @@ class WholeModelSummary(ModelSummary):
         """Print the summary."""
         if not self._depth:
             return
-        found = Summary(pl_module, max_depth=self._depth)
+        with warnings.catch_warnings():  # it does not know the size of a parameter in mixed precisions; we do
+            warnings.filterwarnings("ignore", "Precision .* is not supported by the model summary")
+            found = Summary(pl_module, max_depth=self._depth)
         if not trainer.is_global_zero:
             return
         model, held = self._model, found.total_parameters
         of_example = pl_module.example_input_array is not None
         flops = getattr(found, "total_flops", 0) if of_example else _forward_flops(trainer, pl_module)
         whole = [model.below(name) for name in found.layer_names]
+        megabytes = sum(param.numel() * param.element_size() for param in pl_module.parameters()) / 1e6
         columns = [
             (" ", [str(number) for number in range(len(whole))]),
             ("Name", found.layer_names),
@@ -193,7 +206,7 @@ class WholeModelSummary(ModelSummary):
             columns,
             model.total,
             model.trainable,
-            found.model_size * model.total / max(held, 1),
+            megabytes * model.total / max(held, 1),
             found.total_training_modes,
             **more,
             **self._options,

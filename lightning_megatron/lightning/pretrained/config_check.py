@@ -17,6 +17,7 @@ from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
 from lightning_megatron.checkpoint.keys import Key
 from lightning_megatron.checkpoint.meta import META
 from lightning_megatron.config.parameter_specs import parameter_shapes
+from lightning_megatron.config.training_fields import is_of_training
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.files import PathLike
@@ -24,24 +25,6 @@ from lightning_megatron.lightning.checkpointing.hyper_parameters import config_o
 
 _OF_A_WHOLE_MODEL = "embedding.word.weight"
 _TOO_MANY = 4  # times as many parameters as there are numbers to fill them
-
-# Fields that decide how a model is trained or laid out, and not what it computes from its weights; those of the
-# capacity of experts are among them.
-_OF_TRAINING = {
-    "init_std",
-    "hidden_dropout",
-    "attention_dropout",
-    "label_smoothing",
-    "vocab_multiple",
-    "moe_load_balancing",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_input_jitter_eps",
-    "moe_token_dispatcher",
-    "moe_token_drop_policy",
-    "moe_pad_to_capacity",
-    "moe_dynamic",
-}
 
 
 def differences(model: TransformerConfig, saved: TransformerConfig) -> dict[str, tuple[Any, Any]]:
@@ -126,18 +109,17 @@ def refuse_unfilled(source: str, config: TransformerConfig, shapes: Sequence[tup
 def _deciding_fields(config: TransformerConfig) -> dict[str, Any]:
     """Fields that decide the logits, in one spelling."""
     found = {
-        field.name: getattr(config, field.name)
-        for field in fields(config)
-        if field.name not in _OF_TRAINING and not field.name.startswith("moe_capacity")
+        field.name: getattr(config, field.name) for field in fields(config) if not is_of_training(field.name, config)
     }
     if config.position_embedding != "learned":
         del found["max_position_embeddings"]  # no weight depends on it
     if not config.num_experts:
-        return {name: value for name, value in found.items() if not name.startswith("moe_")}
+        return found
     with_experts = tuple(filter(config.has_experts, range(config.num_layers)))
     if len(with_experts) == config.num_layers:
         del found["ffn_hidden_size"]
-    return found | {"moe_layers": with_experts, "moe_ffn_hidden_size": config.expert_ffn_hidden_size}
+    sizes = {"moe_ffn_hidden_size": config.expert_ffn_hidden_size}
+    return found | sizes | {"moe_layers": with_experts, "moe_expert_bias": config.has_expert_bias}
 
 
 def _saved(meta: Mapping[str, Any]) -> TransformerConfig | None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from lightning_megatron.checkpoint import CheckpointError, save
-from lightning_megatron.checkpoint.formats.hf import family_for
 from lightning_megatron.checkpoint.formats.hf.settings import (
     GENERATION,
     SETTINGS,
@@ -20,12 +19,14 @@ from lightning_megatron.checkpoint.formats.hf.settings import (
     tokenizer_files,
     with_settings,
 )
+from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.formats.hf.write import write_hf
 from lightning_megatron.checkpoint.formats.megatron import open_megatron
 from lightning_megatron.checkpoint.keys import model_key
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
-from lightning_megatron.checkpoint.load import open_checkpoint
+from lightning_megatron.checkpoint.loading import open_checkpoint
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.families import family_for
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of
 from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled_checkpoint
@@ -156,18 +157,18 @@ def checkpoint_to_hf(
     """
     loaded, tensors = open_checkpoint(source)
     config = _config_of(loaded.meta, source)
-    family = family_for(asdict(config))
     settings: Settings = loaded.meta.get(SETTINGS) or ({} if tokenizer is None else read_settings(tokenizer))
-    contents = with_settings(family.config_to_hf(asdict(config)), settings)
+    family, written = family_for(config, settings.get("config", {}).get("model_type"))
+    contents = with_settings(written, settings)
     copied = [] if tokenizer is None else tokenizer_files(tokenizer)
     beside: dict[str, Any] = {file.name: file for file in copied}
     if "generation_config" in settings:
         beside[GENERATION] = settings["generation_config"]
     native = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if key.startswith(_PREFIX)}
-    weight_map = family.weight_map(config)
+    rules = weight_map(family, config)
     # Counters of a module (bins of capacities) have no counterpart in another program.
-    used = {name for name in native.keys() - weight_map.native_names if not native[name].dtype.is_floating_point}
-    splits = weight_map.to_foreign({name: tensor for name, tensor in native.items() if name not in used})
+    used = {name for name in native.keys() - rules.native_names if not native[name].dtype.is_floating_point}
+    splits = rules.to_foreign({name: tensor for name, tensor in native.items() if name not in used})
     write_hf(target, contents, splits, dtype=dtype, max_shard_size=max_shard_size, beside=beside)
     ids = {name: contents[name] for name in TOKEN_IDS if contents.get(name) is not None}
     return Exported(ids, GENERATION in beside, tuple(file.name for file in copied))
@@ -177,5 +178,10 @@ def _config_of(meta: Mapping[str, Any], source: PathLike) -> TransformerConfig:
     config = config_of(meta.get("hyper_parameters") or {})
     if config is None:
         raise CheckpointError(f"{source} is no checkpoint of a GPTModule: it holds no configuration of a transformer")
+    if (meta.get("hyper_parameters") or {}).get("lora"):
+        raise CheckpointError(
+            f"{source} holds adapters: `lightning-megatron convert merge` puts one into its weights, ckpt-to-peft"
+            " writes it for PEFT"
+        )
     refuse_unfilled_checkpoint(source, meta)
     return config

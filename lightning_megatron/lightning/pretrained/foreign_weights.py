@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
+from lightning_megatron.adapters.attach import adapter_of
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
@@ -14,11 +15,12 @@ from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.files import PathLike
+from lightning_megatron.lightning.pretrained.adapter_base import base_is_loaded
 from lightning_megatron.lightning.pretrained.hugging_face import hf_problems, hf_tensors
 from lightning_megatron.lightning.pretrained.megatron import megatron_tensors
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.params import copy_slice, named_specs
+from lightning_megatron.models.stages import StagedModel
+from lightning_megatron.params import copy_slice, named_weights
 
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -34,7 +36,7 @@ def load_foreign_weights(module: nn.Module, path: PathLike, mesh: ParallelMesh) 
     One tensor is in memory at a time beside the model.
 
     Args:
-        module: the module; it holds one :class:`GPTModel`.
+        module: the module; it holds one model of ours.
         path: the directory.
         mesh: this rank's mesh.
 
@@ -42,21 +44,23 @@ def load_foreign_weights(module: nn.Module, path: PathLike, mesh: ParallelMesh) 
         CheckpointError: on every rank, if anything is wrong on any.
     """
 
-    def open_tensors() -> tuple[GPTModel, Mapping[str, LazyTensor]]:
-        models = [part for part in module.modules() if isinstance(part, GPTModel)]
+    def open_tensors() -> tuple[StagedModel, Mapping[str, LazyTensor]]:
+        models = [part for part in module.modules() if isinstance(part, StagedModel)]
         if len(models) != 1:
-            raise CheckpointError(f"{type(module).__name__} holds {len(models)} models of type GPTModel, not one")
+            raise CheckpointError(f"{type(module).__name__} holds {len(models)} of our models, not one")
         open_format = next((opens for is_of_format, opens in _FORMATS if is_of_format(path)), _open_hf)
-        shapes = {name: spec.global_shape for name, _, spec in named_specs(models[0])}
+        shapes = {name: spec.global_shape for name, _, spec in named_weights(models[0]) if adapter_of(name) is None}
         return models[0], open_format(path, models[0].config, shapes)
 
     def fill() -> None:
-        for name, param, spec in named_specs(model):
-            copy_slice(name, param, spec, tensors[name].materialize(), mesh.shard_ranks)
+        for name, weight, spec in named_weights(model):
+            if adapter_of(name) is None:
+                copy_slice(name, weight, spec, tensors[name].materialize(), mesh.shard_ranks)
 
     doing = f"loading {path}"
     model, tensors = on_all_ranks(mesh, doing, open_tensors)
     on_all_ranks(mesh, doing, fill)
+    base_is_loaded(module, path, mesh)
 
 
 def _open_hf(path: PathLike, config: TransformerConfig, shapes: _Shapes) -> Mapping[str, LazyTensor]:

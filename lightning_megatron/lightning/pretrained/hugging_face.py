@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from importlib import import_module
+from typing import Any, TypeVar
 
-from lightning_megatron.checkpoint.formats.hf import Family, family_of
-from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, read_config, read_tensors
-from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS
+from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.checkpoint.formats.hf import family_of_weights
+from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, is_hf_directory, read_config, read_tensors
+from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
+from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
-from lightning_megatron.config.parameter_specs import parameter_shapes
+from lightning_megatron.config.hugging_face.family import Family
+from lightning_megatron.config.parameter_specs import weight_shapes
 from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.errors import Problem
+from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.files import PathLike
-from lightning_megatron.lightning.pretrained.config_check import difference_problems, refuse_unfilled
+from lightning_megatron.lightning.pretrained.config_check import (
+    checkpoint_problems,
+    difference_problems,
+    refuse_unfilled,
+)
+
+ModuleT = TypeVar("ModuleT")
 
 
 def hf_config(path: PathLike) -> TransformerConfig:
@@ -39,6 +49,30 @@ def checked_hf_config(path: PathLike) -> TransformerConfig:
     return config
 
 
+def hf_module_name(path: PathLike) -> str:
+    """Name of this package's module that trains the model of a directory.
+
+    Raises:
+        CheckpointError: if there is no such directory.
+        ConfigError: for a model of an unknown family.
+    """
+    return family_of_weights(read_config(path)).module
+
+
+def hf_module_class(path: PathLike, parent: type[ModuleT]) -> type[ModuleT]:
+    """The class of that name, which must be below another one.
+
+    Raises:
+        CheckpointError: if there is no such directory.
+        ConfigError: for a model of an unknown family, or if the class is not below ``parent``.
+    """
+    name = hf_module_name(path)
+    chosen: type[ModuleT] = getattr(import_module("lightning_megatron"), name)
+    if not issubclass(chosen, parent):
+        raise ConfigError([Problem("model_type", read_config(path)["model_type"], f"no {parent.__name__}", (name,))])
+    return chosen
+
+
 def open_hf(path: PathLike) -> tuple[TransformerConfig, dict[str, LazyTensor]]:
     """The configuration of a directory, and all tensors of its model by our names.
 
@@ -49,7 +83,7 @@ def open_hf(path: PathLike) -> tuple[TransformerConfig, dict[str, LazyTensor]]:
     family, config = _family_and_config(path)
     tensors = read_tensors(path)
     _refuse_unfilled(path, config, tensors)
-    return config, family.weight_map(config).to_native(tensors, parameter_shapes(config))
+    return config, weight_map(family, config).to_native(tensors, weight_shapes(config))
 
 
 def hf_tensors(
@@ -66,13 +100,24 @@ def hf_tensors(
         CheckpointError: naming files and tensors at fault.
         ConfigError: naming tensors that are missing, or that the model has no place for.
     """
-    family = family_of(read_config(path))
-    return family.weight_map(config).to_native(read_tensors(path), shapes)
+    family = family_of_weights(read_config(path))
+    return weight_map(family, config).to_native(read_tensors(path), shapes)
 
 
 def hf_problems(path: PathLike, config: TransformerConfig) -> list[Problem]:
     """Differences by which a model of this configuration would compute something else than the Hugging Face one."""
     return difference_problems(path, config, hf_config(path))
+
+
+def weight_problems(path: PathLike, config: TransformerConfig) -> list[Problem]:
+    """Reasons why the weights of a Hugging Face directory or of a checkpoint do not fit; none for any other path."""
+    found = hf_problems(path, config) if is_hf_directory(path) else []
+    return found + (checkpoint_problems(path, config) if is_checkpoint(path) else [])
+
+
+def hf_settings(path: PathLike) -> dict[str, dict[str, Any]]:
+    """Settings of a directory that are no part of the model."""
+    return read_settings(path)
 
 
 def take_settings(module: object, checkpoint: Mapping[str, Any]) -> None:
@@ -89,8 +134,8 @@ def kept_settings(module: object) -> dict[str, Any]:
 
 def _family_and_config(path: PathLike) -> tuple[Family, TransformerConfig]:
     given = read_config(path)
-    family = family_of(given)
-    return family, TransformerConfig(**family.config_from_hf(given))
+    family = family_of_weights(given)
+    return family, family.config_of(given)
 
 
 def _refuse_unfilled(path: PathLike, config: TransformerConfig, tensors: Mapping[str, LazyTensor]) -> None:

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.keys import model_name
-from lightning_megatron.checkpoint.load import open_checkpoint
+from lightning_megatron.checkpoint.loading import open_checkpoint
 from lightning_megatron.checkpoint.meta import refuse_other_writers
 from lightning_megatron.lightning.base_module import MegatronModule
 from lightning_megatron.lightning.checkpointing.hyper_parameters import build_module, module_arguments, target_device

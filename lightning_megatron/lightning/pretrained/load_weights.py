@@ -7,17 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron.checkpoint import Check, Loaded, load, local_tensors, model_state, refuse_nonfinite
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
+from lightning_megatron.lightning.pretrained.adapter_base import base_is_loaded, is_base, refuse_other_base, wanted
 from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
 from lightning_megatron.lightning.pretrained.foreign_weights import is_foreign, load_foreign_weights
 from lightning_megatron.lightning.pretrained.hugging_face import take_settings
 from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import spec_registry
+from lightning_megatron.params import named_weights, spec_registry
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,24 @@ class PendingWeights:
         strict: True if names that only one side has are errors.
         checkpoint: Lightning's dictionary without weights, for the module's ``on_load_checkpoint``; ``None`` if only
             weights are loaded.
+        base: weights on which the adapters in ``path`` were trained, which are loaded before; ``None`` for none.
     """
 
     path: Path
     strict: bool = True
     checkpoint: dict[str, Any] | None = field(default=None, repr=False)
+    base: Path | None = None
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], strict: bool, checkpoint: dict[str, Any] | None = None) -> PendingWeights:
-        """The weights at a path, which is made absolute now."""
-        return cls(Path(path).absolute(), strict, checkpoint)
+    def of(
+        cls,
+        path: str | os.PathLike[str],
+        strict: bool,
+        checkpoint: dict[str, Any] | None = None,
+        base: str | os.PathLike[str] | None = None,
+    ) -> PendingWeights:
+        """The weights at a path; paths are made absolute now."""
+        return cls(Path(path).absolute(), strict, checkpoint, None if base is None else Path(base).absolute())
 
     def fill(self, module: LightningModule, mesh: ParallelMesh, check: Check = "hashes") -> None:
         """Fill a module whose model is built; all ranks call this.
@@ -51,7 +61,10 @@ class PendingWeights:
         Raises:
             CheckpointError: on every rank, if anything is wrong on any.
         """
-        load_weights(module, self.path, mesh, strict=self.strict, check=check)
+        with torch.device("cpu"):  # where files are read; Lightning builds models with their device as the default
+            if self.base is not None:
+                load_weights(module, self.base, mesh, check=check)
+            load_weights(module, self.path, mesh, strict=self.strict, check=check)
         if self.checkpoint is None:
             return
         given = module.state_dict()
@@ -95,12 +108,16 @@ def load_weights(
         return None
     specs, tensors = spec_registry(module), local_tensors(module)
     meta = load(path, {}, mesh, check=check).meta
+    refuse_other_base(path, meta, module)
     check_checkpoint(path, meta, getattr(module, "model_shape", None))
-    if IMPORTED_FROM in meta:  # it has parameters, and no buffers
-        tensors = {name: tensor for name, tensor in tensors.items() if name in specs}
-    state = model_state(tensors, specs, mesh)
+    if IMPORTED_FROM in meta:  # other programs have no counters and the like
+        weights = {name for name, _, _ in named_weights(module)}
+        tensors = {name: tensor for name, tensor in tensors.items() if name in weights}
+    state = model_state(wanted(module, tensors, meta), specs, mesh)
     loaded = load(path, state, mesh, strict=strict, check="sizes")
     on_all_ranks(mesh, f"loading {path}", lambda: refuse_nonfinite(state, trained_names(module)))
+    if is_base(module, meta):
+        base_is_loaded(module, path, mesh)
     take_settings(module, loaded.meta)
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")

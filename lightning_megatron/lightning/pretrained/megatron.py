@@ -8,8 +8,8 @@ from lightning_megatron.checkpoint.formats.megatron import (
     MegatronCheckpoint,
     config_from_arguments,
     size_problems,
-    weight_map,
 )
+from lightning_megatron.checkpoint.formats.megatron.weight_map import weight_map
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
@@ -26,6 +26,9 @@ def megatron_config(checkpoint: MegatronCheckpoint, path: PathLike) -> Transform
     if checkpoint.arguments is None:
         reason = f"{path} was read without Megatron's command line: name a preset or a file, or add --allow-pickle"
         raise ConfigError([Problem("config", None, reason)])
+    if checkpoint.is_old and "bias_gelu_fusion" not in checkpoint.arguments:
+        reason = f"the command line in {path} is older than that argument, and does not say which GELU the model has"
+        raise ConfigError([Problem("config", None, f"{reason}: name a preset or a file")])
     return TransformerConfig(**config_from_arguments(checkpoint.arguments))
 
 
@@ -46,4 +49,13 @@ def megatron_tensors(
     """
     raise_if_any(size_problems(checkpoint.tensors, config))
     # Sizes come first: a file that describes a billion layers is refused before their names are made.
-    return weight_map(config).to_native(checkpoint.tensors, parameter_shapes(config) if shapes is None else shapes)
+    _refuse_groups(checkpoint, config)
+    rules = weight_map(config, checkpoint.qkv_order)
+    return rules.to_native(checkpoint.tensors, parameter_shapes(config) if shapes is None else shapes)
+
+
+def _refuse_groups(checkpoint: MegatronCheckpoint, config: TransformerConfig) -> None:
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if checkpoint.qkv_order != "head" and groups != heads:
+        reason = "in a checkpoint as old as this one each head has keys and values of its own"
+        raise ConfigError([Problem("num_query_groups", groups, reason, (heads,))])

@@ -39,7 +39,7 @@ class _Entry:
         """The value of the whole batch; for a metric object, the value that it shows for this step, or ``None``."""
         if any(value is None for value in self.values):
             return None
-        values = [v.detach() if isinstance(v, Tensor) else torch.tensor(float(v)) for v in self.values]
+        values = [v if isinstance(v, Tensor) else torch.tensor(float(v)) for v in self.values]
         stacked = torch.stack([v.to(device, torch.float32).reshape(()) for v in values])
         if self.metric is not None:
             name = step_reduction(self.metric)
@@ -108,6 +108,8 @@ class LogCapture:
         size = options.pop("batch_size", None)
         metric = value if isinstance(value, Metric) else None
         entry = self._entries.setdefault(name, _Entry(options, metric))
+        if isinstance(value, Tensor):
+            value = value.detach()  # the graph would keep the stage's input, and the gradient of it, for the whole step
         entry.values.append(value if metric is None else last_value(metric))
         entry.weights.append(self._weight)
         entry.batch_size += size or 0
@@ -166,6 +168,10 @@ class _Header:
         return self.num_totals + len(self.lines)
 
 
+_UNTOLD = _Header([], 1)
+"""A loss and no logs: what every stage takes for the header until it is told another."""
+
+
 class LogSync:
     """Sends what the last stage collected to the other stages of a pipeline.
 
@@ -201,7 +207,7 @@ class LogSync:
         if is_source:
             own = _Header(capture.lines(), len(totals))
             numbers = [0.0 if value is None else value for value in [*totals, *capture.values(self._device)]]
-        packed = self._pack(numbers, changed=own != self._headers.get(step)) if is_source else self._empty()
+        packed = self._pack(numbers, changed=own != self._headers.get(step, _UNTOLD)) if is_source else self._empty()
         self._axis.call(Kind.BROADCAST, packed).run(
             dist.broadcast, packed, self._axis.ranks[-1], group=self._axis.group
         )
@@ -209,7 +215,7 @@ class LogSync:
         if bool(packed[0]):
             sent = own, [float(number) for number in numbers[self._CAPACITY :]]
             self._headers[step], excess = self._broadcast_header(sent)
-        header = self._headers[step]
+        header = self._headers.get(step, _UNTOLD)
         received = [*packed[1 : 1 + min(header.num_numbers, self._CAPACITY)].clone(), *excess]
         capture.replay(header.lines, received[header.num_totals :])
         return received[: header.num_totals]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 from weakref import ref
@@ -15,10 +15,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron import device as devices
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import Problem, raise_if_any
-from lightning_megatron.lightning._private import MockOptimizer
-from lightning_megatron.lightning.step.per_token_loss import TokenCounter
+from lightning_megatron.lightning._private import MockOptimizer, has_hooks
+from lightning_megatron.lightning.step.per_token_loss import LogsTokenMean, TokenCounter
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.broadcast import broadcast_params
 from lightning_megatron.optim.buffers.slot import Slot
@@ -29,6 +30,7 @@ from lightning_megatron.optim.replicas import ReplicaCheck
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs
 from lightning_megatron.pipeline.tied_embeddings import SharedParameters, held_by_stages, sum_tied_gradients, tied_names
+from lightning_megatron.weight_grad_store import GradPlace
 
 
 @runtime_checkable
@@ -46,6 +48,23 @@ class ForgetStep(Protocol):
 
     def forget_step(self) -> None:
         """Discard what was recorded in the forwards of the step."""
+        ...
+
+
+@runtime_checkable
+class KeepsWithinStep(Protocol):
+    """A module that keeps values made from parameters between the micro-batches and batches of a step."""
+
+    def begin_batch(self, first: bool) -> None:
+        """Prepare for the forwards of a batch.
+
+        Args:
+            first: True if parameters may be others than in the batch before.
+        """
+        ...
+
+    def release(self) -> None:
+        """Drop the values."""
         ...
 
 
@@ -119,9 +138,11 @@ class OptimizerSet:
         self.finite_checks = {s: FiniteCheck(s, params, mesh) for s in self.sharded} if check_finite else {}
         self._after_step = [m for m in module.modules() if isinstance(m, AfterOptimizerStep)]
         self._after_skipped_step: list[ForgetStep] = [m for m in module.modules() if isinstance(m, ForgetStep)]
-        self._tokens = TokenCounter(mesh.dp)
+        self._keepers: list[KeepsWithinStep] = [m for m in module.modules() if isinstance(m, KeepsWithinStep)]
+        self._tokens = TokenCounter(mesh.dp, module.log_mean_over_tokens if isinstance(module, LogsTokenMean) else None)
         self._is_automatic = module.automatic_optimization
         self._clears_itself = is_overridden("optimizer_zero_grad", module)
+        self._differentiates_itself = is_overridden("backward", module)
         self._probe: _Probe | None = None
 
     def _held_by_several(self, specs: Sequence[tuple[str, nn.Parameter, ParamSpec]]) -> SharedParameters:
@@ -142,13 +163,16 @@ class OptimizerSet:
             first: True if Lightning will clear gradients.
             backward_is_ours: True if ``training_step`` runs backwards.
         """
-        for sharded in self.sharded:
-            sharded.finish_uncalled_gather()
         if not self._is_automatic:
             return
         self._probe = None
+        # Writes through `param.data` leave no trace: where callbacks may have made some, nothing is kept.
+        may_differ = first or any(sharded.compare_values for sharded in self.sharded)
+        for keeper in self._keepers:
+            keeper.begin_batch(may_differ)
         for sharded in self.sharded:
             sharded.add_new_params()
+        self._open_places()
         if not first:
             if backward_is_ours:
                 self._continue_accumulation()
@@ -160,6 +184,21 @@ class OptimizerSet:
                 if self._clears_itself and not all(slot.is_empty for slot in sharded.slots):
                     self._probe = _Probe(sharded.slots[0])
                 sharded.zero_grads()
+
+    def _open_places(self) -> None:
+        """Let layers add gradients to the buffers themselves, on a CPU.
+
+        An accelerator's kernels for embeddings and for products into another dtype are others.
+        """
+        if self._mesh.rng.device.type != devices.CPU.type:
+            return
+        places = {key: place for sharded in self.sharded for key, place in sharded.places().items()}
+
+        def find(param: Tensor) -> GradPlace | None:
+            place = places.get(id(param))
+            return None if place is None or has_hooks(param) else place()
+
+        self._mesh.weight_grads.set_places(find)
 
     def end_batch(self, output: Any, batches: int, backward_was_ours: bool) -> Any:
         """Finish the ``training_step`` of a batch: hide new gradients from Lightning, which now clears old ones.
@@ -262,6 +301,10 @@ class OptimizerSet:
                 stack.enter_context(sharded.last_backward(last))
             yield
 
+    def lightnings_backward(self) -> AbstractContextManager[None]:
+        """Bracket the backward that Lightning runs; an overridden one may call ``torch.autograd.grad``."""
+        return self._mesh.weight_grads.accumulating(self._is_automatic and not self._differentiates_itself)
+
     def sum_tied(self) -> None:
         """Sum the gradients of parameters that several pipeline stages hold; after the last backward of a step."""
         if self._mesh.pp.size == 1:
@@ -308,6 +351,9 @@ class OptimizerSet:
 
     def close(self) -> None:
         """Give parameters storage of their own; optimizer state is dropped."""
+        self._mesh.weight_grads.set_places(None)
+        for keeper in self._keepers:
+            keeper.release()
         for sharded in self.sharded:
             sharded.close()
 

@@ -7,8 +7,8 @@ gradient is scaled once, before clipping.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,6 +20,24 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.stage import BackwardScale
 
 NUM_TOKENS = "num_tokens"
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """A module that says before its model runs, on every stage of a pipeline, what its losses are sums over."""
+
+    def num_tokens(self, batch: Any) -> Tensor | None:
+        """Number of tokens over which the loss of a batch is a sum; ``None`` for a mean."""
+        ...
+
+
+@runtime_checkable
+class LogsTokenMean(Protocol):
+    """A module that logs the mean over tokens itself: its steps see micro-batches of one replica."""
+
+    def log_mean_over_tokens(self, loss: Tensor) -> None:
+        """Log the mean of a batch over the tokens of all replicas."""
+        ...
 
 
 def num_tokens_in(output: Any) -> Any:
@@ -44,22 +62,29 @@ def check_all_alike(one: Any, other: Any) -> None:
         )
 
 
-def check_stages_can_count(module: object, num_stages: int) -> None:
-    """Refuse experts in stages before the last: their losses would be weighted before the number of tokens is known.
+def check_stages_can_count(module: object, num_stages: int, batch: Any) -> None:
+    """Refuse experts in stages before the last whose losses are weighted before the number of tokens is known.
 
     Args:
         module: module; its ``training_step`` returned a number of tokens.
         num_stages: stages of the pipeline.
+        batch: micro-batch of that step.
 
     Raises:
         MisconfigurationException: for a model with experts in more than one stage.
     """
     shape: ModelShape | None = getattr(module, "model_shape", None)
-    if num_stages > 1 and shape is not None and shape.num_experts:
+    if num_stages > 1 and shape is not None and shape.num_experts and tokens_before(module, batch) is None:
         raise MisconfigurationException(
             f"'{NUM_TOKENS}' does not go with experts in a pipeline: the losses that balance them would be divided by"
-            " the number of tokens; return a mean, or use pp=1"
+            " the number of tokens; let the module's num_tokens(batch) say it beforehand, as GPTModule's does with"
+            " loss_reduction='token', return a mean, or use pp=1"
         )
+
+
+def tokens_before(module: object, batch: Any) -> Tensor | None:
+    """Number of tokens over which the loss of a batch will be a sum, if the module can say it before its model runs."""
+    return module.num_tokens(batch) if isinstance(module, CountsTokens) else None
 
 
 def scale_with_tokens(scale: BackwardScale, tokens: Any) -> None:
@@ -79,10 +104,11 @@ class TokenCounter:
     Args:
         axis: ranks that read different samples. Ranks of a pipeline, and those that share a sequence, all know the
             number of tokens of their replica, which counts once.
+        log: function that logs the mean of each batch; ``None`` for none.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
+    def __init__(self, axis: Axis, log: Callable[[Tensor], None] | None = None) -> None:
+        self._axis, self._log = axis, log
         self.restart()
 
     def restart(self) -> None:
@@ -116,9 +142,11 @@ class TokenCounter:
         own = torch.stack([loss.detach().float().reshape(()), as_count(tokens, loss.device)])
         loss_sum, total = all_reduce(own, self._axis).unbind()
         self._total = total if self._total is None else self._total + total
+        value = loss_sum * _inverse(total)
+        if self._log is not None:
+            self._log(value)
         # The value of the mean and the graph of the sum.
-        mean = loss_sum * _inverse(total) + (loss - loss.detach())
-        return {**output, "loss": mean, NUM_TOKENS: total}
+        return {**output, "loss": value + (loss - loss.detach()), NUM_TOKENS: total}
 
     def gradient_factor(self, batches: int) -> Tensor | None:
         """Factor that turns the accumulated gradient (of the summed loss) into that of the mean loss.

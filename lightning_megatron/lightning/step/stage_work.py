@@ -18,6 +18,7 @@ from lightning_megatron.lightning.step.per_token_loss import (
     check_stages_can_count,
     num_tokens_in,
     scale_with_tokens,
+    tokens_before,
 )
 from lightning_megatron.stage import BackwardScale, StageBoundary, StageReached
 
@@ -54,7 +55,7 @@ class _Work:
         """The activation for the next stage; on the last one, the result of :meth:`on_last_stage`."""
         batch, weight = self._micro_batches[microbatch]
         is_last = stage == self._boundary.num_stages - 1
-        scale = self.loss_scale(weight)
+        scale = self.loss_scale(weight) if is_last else self.early_scale(batch, weight)
         with (
             self._boundary.at(stage, hidden, scale) as backward_scale,
             self.logs.micro_batch(weight, keep=is_last),
@@ -69,15 +70,19 @@ class _Work:
                 f"{self._step.__name__} returned on pipeline stage {stage} without calling the model: with pp > 1 every"
                 " stage must reach the model's call"
             )
-        return self.on_last_stage(output, weight, backward_scale)
+        return self.on_last_stage(output, batch, weight, backward_scale)
 
-    def on_last_stage(self, output: Any, weight: float, scale: BackwardScale) -> Tensor | None:
+    def on_last_stage(self, output: Any, batch: Any, weight: float, scale: BackwardScale) -> Tensor | None:
         """The tensor to differentiate, from a step's output on a micro-batch."""
         raise NotImplementedError
 
     def loss_scale(self, weight: float) -> float:
         """Factor of the loss of a micro-batch before backward."""
         return weight
+
+    def early_scale(self, batch: Any, weight: float) -> float | Tensor:
+        """Factor of the losses that a stage before the last adds for a micro-batch."""
+        return self.loss_scale(weight)
 
     def hidden_shape(self, microbatch: int) -> tuple[int, ...]:
         """Shape of the activation between stages, which the module says for each micro-batch."""
@@ -110,7 +115,7 @@ class TrainingWork(_Work):
         self._tokens: list[Tensor | None] = []
         self._extras: list[Mapping[str, Any]] = []
 
-    def on_last_stage(self, output: Any, weight: float, scale: BackwardScale) -> Tensor | None:
+    def on_last_stage(self, output: Any, batch: Any, weight: float, scale: BackwardScale) -> Tensor | None:
         """The scaled loss of one micro-batch; ``None`` if the user returned none."""
         if output is None:
             return None
@@ -121,7 +126,7 @@ class TrainingWork(_Work):
             self._extras.append({key: value for key, value in output.items() if key not in ("loss", NUM_TOKENS)})
         tokens = num_tokens_in(output)
         if tokens is not None:
-            check_stages_can_count(self._module, self._boundary.num_stages)
+            check_stages_can_count(self._module, self._boundary.num_stages, batch)
         share = weight if tokens is None else 1.0  # sums are added up as they are
         self._tokens.append(None if tokens is None else as_count(tokens, loss.device))
         check_all_alike(self._tokens[0], self._tokens[-1])
@@ -134,6 +139,11 @@ class TrainingWork(_Work):
     def loss_scale(self, weight: float) -> float:
         """The share of the micro-batch, times the scale of the batch."""
         return weight * self._scale
+
+    def early_scale(self, batch: Any, weight: float) -> float | Tensor:
+        """As on the last stage, where it follows from the number of tokens if the loss is a sum over them."""
+        tokens = tokens_before(self._module, batch)
+        return self.loss_scale(weight) if tokens is None else self.loss_scale(1.0) * tokens
 
     @property
     def totals(self) -> list[Tensor]:
@@ -173,7 +183,7 @@ class EvaluationWork(_Work):
         super().__init__(module, step, micro_batches, rest, boundary)
         self._outputs: list[Any] = []
 
-    def on_last_stage(self, output: Any, weight: float, scale: BackwardScale) -> None:
+    def on_last_stage(self, output: Any, batch: Any, weight: float, scale: BackwardScale) -> None:
         """Keep the output."""
         self._outputs.append(output)
 

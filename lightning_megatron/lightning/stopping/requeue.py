@@ -5,23 +5,46 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 
+from lightning_megatron.lightning.environments.mpi import MpirunEnvironment
+
 _log = logging.getLogger(__name__)
+_BELOW_SLURM = (TorchElasticEnvironment, MpirunEnvironment, MPIEnvironment)
+_INTERACTIVE = ("bash", "interactive")
+"""Names by which Lightning knows a job that somebody sits at."""
 
 
 def requeue_signal(trainer: Trainer) -> int | None:
     """The signal after which the job is to be queued again; ``None`` for none."""
     strategy = trainer.strategy
-    environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
-    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
-        return None
-    return None if environment.requeue_signal is None else int(environment.requeue_signal)
+    return requeue_signal_of(strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None)
+
+
+def requeue_signal_of(environment: ClusterEnvironment | None, variables: Mapping[str, str] = os.environ) -> int | None:
+    """The signal after which a job with such an environment is to be queued again; ``None`` for none.
+
+    Lightning requeues only what ``srun`` has started. A job whose tasks are ``torchrun`` or ``mpirun`` is Slurm's, too.
+
+    Args:
+        environment: cluster environment of the Trainer.
+        variables: environment variables of the process.
+    """
+    if isinstance(environment, SLURMEnvironment):
+        wanted = environment.requeue_signal if environment.auto_requeue else None
+        return None if wanted is None else int(wanted)
+    in_slurm = bool(variables.get("SLURM_JOB_ID")) and variables.get("SLURM_JOB_NAME") not in _INTERACTIVE
+    return int(signal.SIGUSR1) if in_slurm and isinstance(environment, _BELOW_SLURM) else None
 
 
 def lead_requeued_job(folder: str | os.PathLike[str], checkpoint: str) -> None:

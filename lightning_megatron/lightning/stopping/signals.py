@@ -36,7 +36,8 @@ class StopSignals:
     """Handlers that do nothing but note a signal, since they may run in the middle of a collective.
 
     SIGTERM is always handled, and a handler of the user's own runs after this one. Other signals are left alone if they
-    have a handler that is neither Python's default nor Lightning's.
+    have a handler that is neither Python's default nor Lightning's, or were ignored when the process began; those of
+    :meth:`add` are taken in that case, too.
 
     Args:
         names: names of the signals.
@@ -49,6 +50,7 @@ class StopSignals:
     def __init__(self, names: Sequence[str]) -> None:
         known = [getattr(signal, name, None) for name in names]  # not every system has SIGUSR1
         self._numbers: list[int] = [int(number) for number in known if number is not None]
+        self._added: set[int] = set()
         self._before: dict[int, Handler] = {}
         self._first: float | None = None
         self._kill_children: Callable[[int], None] = _nothing_launched
@@ -62,7 +64,11 @@ class StopSignals:
         return bool(self._before)
 
     def add(self, number: int) -> None:
-        """Add a signal, from the next :meth:`listen` on."""
+        """Add a signal, from the next :meth:`listen` on, also if this process was started with it ignored.
+
+        So a script has ``torchrun`` survive the signal for a requeue, and processes inherit that.
+        """
+        self._added.add(number)
         if number not in self._numbers:
             self._numbers.append(number)
 
@@ -83,7 +89,8 @@ class StopSignals:
         self._kill_children = kill_children or _nothing_launched
         for number in self._numbers:
             before = signal.getsignal(number)
-            if number != signal.SIGTERM and not _is_nobodys(before):
+            is_free = _is_nobodys(before) or (number in self._added and before == signal.SIG_IGN)
+            if number != signal.SIGTERM and not is_free:
                 rank_zero_info(f"{signal.Signals(number).name} is left to its present handler")
                 continue
             self._before[number] = before

@@ -6,20 +6,16 @@ import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint import Check, CheckpointError, SaveGuard
-from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory
-from lightning_megatron.errors import raise_if_any
-from lightning_megatron.lightning.checkpointing.optimizer_file import export_optimizers, import_optimizers
+from lightning_megatron.errors import CheckpointError, raise_if_any
+from lightning_megatron.lightning import checkpointing, pretrained
 from lightning_megatron.lightning.checkpointing.progress import follow_batch_size
-from lightning_megatron.lightning.checkpointing.trainer_state import load_trainer_checkpoint, save_trainer_checkpoint
-from lightning_megatron.lightning.pretrained.hugging_face import take_settings
 from lightning_megatron.lightning.step.optimizers import Holder, OptimizerSet
 from lightning_megatron.lightning.strategy.folders import SaveFolders
 from lightning_megatron.lightning.strategy.mesh import MeshStrategy
@@ -29,6 +25,10 @@ from lightning_megatron.lightning.strategy.writers import AsyncWriter, DirectWri
 from lightning_megatron.lightning.validation.saving import address_problems
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from lightning_megatron.checkpoint import Check, SaveGuard
+    from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class CheckpointStrategy(MeshStrategy):
     def __init__(self, job: JobSettings, parts: LightningParts) -> None:
         super().__init__(job, parts)
         self.save_guard: SaveGuard | None = None
-        self._folders = SaveFolders(self, job.timeout)
+        self._folders = SaveFolders(self)
         self._writer = DirectWriter()
         self._randomness = ResumedRandomness()
         self._optimizer_set: OptimizerSet | None = None
@@ -136,7 +136,8 @@ class CheckpointStrategy(MeshStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a sharded checkpoint; called by all ranks.
 
-        With ``async_save``, while a fit is running, this returns as soon as the state is copied to the host.
+        With ``async_save``, while a fit is running, this returns as soon as the model is copied to the host. Optimizer
+        state is copied behind the next forward and backward: the optimizer's step waits for it.
 
         Raises:
             CheckpointError: if this save has failed, or the one before, which was written in the background.
@@ -155,7 +156,7 @@ class CheckpointStrategy(MeshStrategy):
         is_fitting, has_optimizers = self._is_fitting, "optimizer_states" in checkpoint
         if not is_fitting:
             self.finish_save()
-        save_trainer_checkpoint(
+        checkpointing.save_trainer_checkpoint(
             path,
             checkpoint,
             self.lightning_module,
@@ -165,7 +166,7 @@ class CheckpointStrategy(MeshStrategy):
             guard=self.save_guard,
             finite=self._job.check_for_nan,
             progress=self._folders.next_progress(checkpoint["global_step"]) if has_optimizers else None,
-            writer=self._writer.thread if is_fitting else None,
+            write=(self._writer if is_fitting else DirectWriter()).write,
         )
         self._note_path(filepath, checkpoint)
 
@@ -201,7 +202,7 @@ class CheckpointStrategy(MeshStrategy):
         path, check = str(checkpoint_path), self.load_check
         if self._folders.goes_on_from_last:
             path, check = self._folders.newest_good(check), "sizes"  # its content has been checked
-        checkpoint, randomness = load_trainer_checkpoint(
+        checkpoint, randomness = checkpointing.load_trainer_checkpoint(
             self.broadcast(path),
             self.lightning_module,
             self.sharded_optimizers,
@@ -212,7 +213,7 @@ class CheckpointStrategy(MeshStrategy):
             finite=self._job.check_for_nan,
         )
         self._folders.went_on(path, checkpoint.get("global_step", 0))
-        take_settings(self.lightning_module, checkpoint)
+        pretrained.take_settings(self.lightning_module, checkpoint)
         self._randomness.load(randomness, self.mesh)
         self._loaded_model = dict(checkpoint["state_dict"])
         follow_batch_size(checkpoint, getattr(self.lightning_module.trainer, "datamodule", None))
@@ -247,7 +248,7 @@ class CheckpointStrategy(MeshStrategy):
         self.finish_save()
         self.finish_param_gather()
         settings = [optimizer.group_settings() for optimizer in self.sharded_optimizers]
-        checkpoint, _ = load_trainer_checkpoint(
+        checkpoint, _ = checkpointing.load_trainer_checkpoint(
             path,
             module,
             self.sharded_optimizers,
@@ -302,18 +303,24 @@ class CheckpointStrategy(MeshStrategy):
         """
         through = self._collectors(memory_level, ranks_per_node)
         self._settle_params()
-        return export_optimizers(path, self.sharded_optimizers, through, sharded=self._job.optimizer.shard)
+        return checkpointing.export_optimizers(
+            path, self.sharded_optimizers, through, sharded=self._job.optimizer.shard
+        )
 
     def load_optimizer_state(
         self, path: str | Path, memory_level: str = "serial_per_dp_groups", ranks_per_node: int | None = None
     ) -> HostMemory:
         """Fill the optimizers, and the parameters from their main values, from such a file; arguments as there."""
         through = self._collectors(memory_level, ranks_per_node)
-        return import_optimizers(path, self.sharded_optimizers, through, sharded=self._job.optimizer.shard)
+        return checkpointing.import_optimizers(
+            path, self.sharded_optimizers, through, sharded=self._job.optimizer.shard
+        )
 
     def _collectors(self, level: str, ranks_per_node: int | None) -> Collectors:
         if not self.sharded_optimizers:
             raise RuntimeError("there are optimizers only while fit runs: call this in a hook such as on_train_start")
+        from lightning_megatron.checkpoint.optimizer_export.export import Collectors
+
         return Collectors(self.mesh, level, ranks_per_node or max(1, self.world_size // self.num_nodes))
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -337,7 +344,7 @@ class CheckpointStrategy(MeshStrategy):
             return
         self._folders.hold(trainer)
         if self._job.saving.run_async:
-            self._writer = AsyncWriter(self.mesh, self._job.timeout, self._writer.removals)
+            self._writer = AsyncWriter(self.mesh, self.collective_timeout, self._writer.removals)
 
     def finish_save(self) -> None:
         """Wait until the checkpoint that is being written in the background, if any, is durable; called by all ranks.
@@ -347,6 +354,13 @@ class CheckpointStrategy(MeshStrategy):
         """
         with self._unless_interrupted():
             self._writer.wait()
+
+    def finish_copy(self) -> None:
+        """Wait until no save reads optimizer state any more. Code that writes into it between steps calls this first.
+
+        Steps of optimizers, loads and all else in this package do so themselves.
+        """
+        self._writer.finish_copy()
 
     def _close_writer(self) -> None:
         writer, self._writer = self._writer, DirectWriter(self._writer.removals)

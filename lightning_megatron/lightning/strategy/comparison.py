@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.lightning.comparison.compare import RankComparison
 from lightning_megatron.lightning.comparison.facts import Statement, loader_statement, optimizer_statement
+from lightning_megatron.lightning.comparison.places import PlaceProbe, places_of
 from lightning_megatron.lightning.strategy.mesh import MeshStrategy
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.recorder.call import Call
@@ -38,11 +39,19 @@ class StartComparison:
         """True if the ranks of this run have been compared."""
         return self._comparison is not None
 
-    def begin(self, store: Store, statement: Statement) -> None:
-        """Compare what is given before ranks talk: the layout, too, and so over the store alone."""
+    def begin(self, store: Store, statement: Statement, trainer: Trainer | None, objects: Sequence[object]) -> None:
+        """Compare what is given before ranks talk: the layout, too, and so over the store alone; then the folders.
+
+        Args:
+            store: store where all ranks meet.
+            statement: facts of this rank.
+            trainer: the Trainer.
+            objects: objects that it was handed.
+        """
         ranks = self._strategy.global_rank, self._strategy.world_size
         self._knows_restoring, self._comparison = False, RankComparison(store, *ranks, self._may_differ)
         self._compare(statement)
+        PlaceProbe(store, *ranks, self._may_differ).compare(places_of(trainer, objects))
 
     def restart(self) -> None:
         """Let the next run compare again."""

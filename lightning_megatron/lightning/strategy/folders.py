@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_megatron.checkpoint import Candidate, Check, CheckpointError, Progress, faults_of, newest_good
-from lightning_megatron.checkpoint.directory.newest import is_checkpoint
-from lightning_megatron.checkpoint.integrity.manifest import read_manifest
+from lightning_megatron import checkpoint
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.lightning.checkpointing.run_folders import RunFolders, asks_for_last, nothing_good, patience
 from lightning_megatron.lightning.strategy.mesh import MeshStrategy
 
@@ -24,17 +22,16 @@ class SaveFolders:
 
     Args:
         strategy: strategy of this rank.
-        timeout: limit for another run to leave the folders.
 
     Attributes:
         goes_on_from_last: True from the start of a fit with ``ckpt_path="last"`` until its checkpoint is chosen.
     """
 
-    def __init__(self, strategy: MeshStrategy, timeout: timedelta) -> None:
-        self._strategy, self._timeout = strategy, timeout
+    def __init__(self, strategy: MeshStrategy) -> None:
+        self._strategy = strategy
         self._held: RunFolders | None = None
         self._found_none = False
-        self._went_on_from: Progress | None = None
+        self._went_on_from: checkpoint.Progress | None = None
         self._generation: int | None = None
         self.goes_on_from_last = False
 
@@ -62,7 +59,7 @@ class SaveFolders:
             self._held = RunFolders(trainer)
             if not self._held.found() and not self._held.are_held():
                 return None  # no folder is made: loggers and callbacks look if it is there
-            self._held.hold(patience(self._timeout, True))
+            self._held.hold(patience(self._strategy.collective_timeout, True))
             found = self._held.last()
             return None if found is None else str(found)
 
@@ -80,7 +77,7 @@ class SaveFolders:
 
         def hold() -> None:
             self._held = self._held or RunFolders(trainer)
-            self._held.hold(patience(self._timeout, False))
+            self._held.hold(patience(self._strategy.collective_timeout, False))
             if self._found_none and (found := self._held.last()) is not None:
                 text = "has been saved since this run looked for the last checkpoint, by another one: start it again"
                 raise CheckpointError(f"{found} {text}")
@@ -97,7 +94,7 @@ class SaveFolders:
         """Reason why the folders are no longer held, as rank 0 knows it; empty if they are."""
         return self._held.lost() if self._held else ""
 
-    def newest_good(self, check: Check) -> str:
+    def newest_good(self, check: checkpoint.Check) -> str:
         """The newest good checkpoint, with a warning if it is not the newest; called by all ranks.
 
         Args:
@@ -109,20 +106,20 @@ class SaveFolders:
         self.goes_on_from_last = False
         found = self._on_rank_0(lambda: [] if self._held is None else self._held.found())
         while True:
-            best, passed = newest_good(found)
+            best, passed = checkpoint.newest_good(found)
             if best is None:
                 raise CheckpointError(nothing_good(found))
             if not (reason := self._damage(best, check)):
                 break
-            found[found.index(best)] = Candidate(best.path, best.progress, "damaged", reason)
+            found[found.index(best)] = checkpoint.Candidate(best.path, best.progress, "damaged", reason)
         if passed:
             reasons = "".join(f"\n  - {one.path}: {one.reason}" for one in passed)
             rank_zero_warn(f"resuming from the newest good checkpoint, {best.path}; passed over:{reasons}")
         return str(best.path)
 
-    def _damage(self, candidate: Candidate, check: Check) -> str:
+    def _damage(self, candidate: checkpoint.Candidate, check: checkpoint.Check) -> str:
         try:
-            faults = faults_of(candidate.path, self._strategy.mesh, check)
+            faults = checkpoint.faults_of(candidate.path, self._strategy.mesh, check)
         except CheckpointError as error:  # a file can no longer be read
             return str(error)
         return str(faults[0]) if faults else ""
@@ -130,14 +127,14 @@ class SaveFolders:
     def went_on(self, path: str, step: int) -> None:
         """Note the checkpoint that this run goes on from; rank 0 alone needs it."""
         if self._strategy.is_global_zero and self._held is not None:
-            progress = read_manifest(Path(path)).progress if is_checkpoint(path) else None
-            self._went_on_from, self._generation = progress or Progress(0, step), None
+            progress = checkpoint.read_manifest(Path(path)).progress if checkpoint.is_checkpoint(path) else None
+            self._went_on_from, self._generation = progress or checkpoint.Progress(0, step), None
 
-    def next_progress(self, step: int) -> Progress | None:
+    def next_progress(self, step: int) -> checkpoint.Progress | None:
         """Order of a save among those of its folder; on rank 0 alone."""
         if self._generation is None and self._held is not None:
             self._generation = self._held.next_progress(self._went_on_from, step).generation
-        return None if self._generation is None else Progress(self._generation, step)
+        return None if self._generation is None else checkpoint.Progress(self._generation, step)
 
     def _on_rank_0(self, step: Callable[[], T]) -> T:
         outcome: tuple[T | None, CheckpointError | None] = None, None

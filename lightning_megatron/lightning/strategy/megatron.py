@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -14,9 +15,12 @@ from torch.optim import Optimizer
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import checked
 from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.recompute_plan import RecomputeMethod, RecomputePlan, recompute_problems
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning.accelerator import register_with_lightning_habana
+from lightning_megatron.lightning.environments.agreement import rank_problems
 from lightning_megatron.lightning.launcher import LaunchCalls, launcher_of
+from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
 from lightning_megatron.lightning.step.grad_reduction import GradReduceDtype
 from lightning_megatron.lightning.strategy.run import RunStrategy
 from lightning_megatron.lightning.strategy.settings import (
@@ -28,12 +32,20 @@ from lightning_megatron.lightning.strategy.settings import (
 )
 from lightning_megatron.lightning.validation.accelerators import accelerator_problems
 from lightning_megatron.lightning.validation.features import compile_problems, plugin_problems
-from lightning_megatron.lightning.validation.job import ELSEWHERE, RULES, Job, backend_problems, job_problems
+from lightning_megatron.lightning.validation.job import (
+    ELSEWHERE,
+    RULES,
+    Job,
+    backend_problems,
+    document_problems,
+    job_problems,
+)
+from lightning_megatron.lightning.validation.memory import MemoryLimit, limit_of
+from lightning_megatron.lightning.validation.nodes import node_problems
 from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.pipeline.schedule import schedule_problems
-from lightning_megatron.recompute import RecomputeMethod, RecomputePlan, recompute_problems
 from lightning_megatron.stage import StageLayers
 
 
@@ -60,7 +72,8 @@ class MegatronStrategy(RunStrategy):
         last_stage_layers: layers of the last stage; ``None`` for an even share.
         count_embedding: let the embedding take the place of one layer when layers are shared out.
         count_loss: let the output layer and the loss take the place of one layer.
-        pipeline_layout: every stage spelled out in Megatron's letters, e.g. ``"Et*3|t*4|t*4L"``.
+        pipeline_layout: every stage spelled out in Megatron's letters, e.g. ``"Et*3|t*4|t*4L"``; or ``"balanced"``:
+            shares that are even in work, of which the output layer of a large vocabulary has as much as several layers.
         broadcast_predictions: give ``predict_step``'s output to all pipeline stages, not only to the last.
         distributed_optimizer: shard main parameters and optimizer state over data-parallel ranks (ZeRO stage 1).
         elementwise_optimizers: optimizers whose update of an element looks at that element alone, beside those that
@@ -94,10 +107,16 @@ class MegatronStrategy(RunStrategy):
         record_actions: keep each rank's last actions in ``default_root_dir/.actions`` for ``lightning-megatron why``,
             until all ranks end without an error.
         process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
-        timeout: limit after which a collective that another rank does not join fails.
+        timeout: limit after which a collective that another rank does not join fails; ``None`` for 10 minutes, on
+            Gaudi for 60, since ranks wait there for the one that compiles longest.
+        max_memory: bytes, or text such as ``"80GB"``, that the tensors of a rank may take: a layout of which more is
+            predicted is refused before any process starts, with the nearest that fits. ``None`` for the memory of the
+            device; on a CPU nothing is refused then.
         may_differ: settings that ranks may be given differently, by the names in the error, e.g.
             ``["code.*"]``; ``["*"]`` for anything.
-        accelerator, parallel_devices, cluster_environment: arguments of Lightning's strategies.
+        accelerator: argument of Lightning's strategies, given by the Trainer.
+        parallel_devices: likewise.
+        cluster_environment: likewise.
         checkpoint_io: refused; checkpoints are sharded directories, written by all ranks.
         precision_plugin: a ``MegatronPrecision``, or leave it to ``Trainer(precision=...)``.
 
@@ -155,7 +174,8 @@ class MegatronStrategy(RunStrategy):
         save_on_signal: bool = True,
         record_actions: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: timedelta | None = None,
+        max_memory: int | str | None = None,
         may_differ: list[str] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -196,9 +216,11 @@ class MegatronStrategy(RunStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             may_differ=tuple(may_differ or ()),
+            max_memory=max_memory,
         )
         super().__init__(job, LightningParts(accelerator, parallel_devices, cluster_environment, precision_plugin))
         self.settings = arguments
+        self._memory = MemoryPrediction()
         self.recompute, self.op_modes = job.recompute, job.ops
 
     # Starting
@@ -207,17 +229,19 @@ class MegatronStrategy(RunStrategy):
         assert self.cluster_environment is not None
         register_with_lightning_habana(self.accelerator, type(self))
         raise_if_any(self._environment_problems())
-        calls = LaunchCalls(self.check, self.note_error, self._begin_fit, self._compare_ranks)
+        calls = LaunchCalls(self.check, self.note_error, self._begin_fit, self._compare_ranks, self._port)
         job = self.cluster_environment, self.num_processes, self.num_nodes
         self._launcher = launcher_of(*job, self.root_device, calls)
 
     def _environment_problems(self) -> list[Problem]:
         assert self.parallel_devices is not None
-        found = self._job.layout.problems(world_size=self.num_nodes * self.num_processes)
+        found = rank_problems(self.cluster_environment, self.num_nodes, self.num_processes)
+        found += self._job.layout.problems(world_size=self.num_nodes * self.num_processes)
         device = self.parallel_devices[0]
         found += plugin_problems(self.checkpoint_io, self._layer_sync, self._job.layout, device)
         found += self.ops.problems() + backend_problems(self._job.process_group_backend, device)
         found += accelerator_problems(device)
+        found += node_problems(self._job.layout, self.num_nodes, self.num_processes, device)
         return found + self.precision_plugin.problems(devices.kind_of(device), self._job.layout)
 
     def check(self, *objects: object, trainer: Trainer | None = None) -> None:
@@ -234,8 +258,37 @@ class MegatronStrategy(RunStrategy):
         layout = self._job.layout if found else self._job.layout.resolve(self.num_nodes * self.num_processes)
         if self._job.compile:
             found += compile_problems(objects, self.root_device, self.compile_backend)
+        found += document_problems(objects, self.root_device)
         dtype = self.precision_plugin.mode.params
-        raise_if_any(found + job_problems(Job(self._job, layout, self.ops, dtype, objects, trainer)))
+        job = Job(self._job, layout, self.ops, dtype, objects, trainer, self._memory_limit())
+        raise_if_any(found + job_problems(job))
+        self._memory.set(job.planned, job.memory_limit)
+
+    def _memory_limit(self) -> MemoryLimit:
+        """Memory that tensors of a rank may take, as far as this process can know it."""
+        device = self.root_device
+        size = devices.memory_of_device(device, is_taken=self._device_is_taken)
+        is_known = size is not None or device.type == devices.CPU.type
+        return limit_of(self._job, size, devices.device_name(device) if is_known else "")
+
+    # Predicted memory
+
+    def setup(self, trainer: Trainer) -> None:
+        """Place the model and the optimizers, and tell the memory that is predicted."""
+        super().setup(trainer)
+        self._memory.announce(type(self).__name__)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin a batch; after the first steps, tell the memory that was measured."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.lightning_module is not None:
+            steps = self.lightning_module.trainer.global_step
+            self._memory.measure(type(self).__name__, steps, self.root_device, self.mesh.pp.rank)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Write the error down; one for want of memory gets the prediction, and the cheapest ways out."""
+        self._memory.explain(exception)
+        super().on_exception(exception)
 
     @property
     def compile_backend(self) -> str | None:
@@ -243,11 +296,17 @@ class MegatronStrategy(RunStrategy):
         own = devices.compile_backend(self.root_device) if self._job.compile else None
         return self._job.compile if isinstance(self._job.compile, str) else own
 
-    def stages(self, num_layers: int) -> list[StageLayers] | None:
-        """Layers of this rank's stages, of a model of ``num_layers`` layers; ``None`` without a pipeline."""
+    def stages(self, num_layers: int, loss_cost: float = 1.0) -> list[StageLayers] | None:
+        """Layers of this rank's stages; ``None`` without a pipeline.
+
+        Args:
+            num_layers: layers of the whole model.
+            loss_cost: work of output layer and loss, in layers, for ``pipeline_layout="balanced"``; a module of yours
+                says its own, e.g. ``TransformerConfig.loss_cost``. By default as much as one layer.
+        """
         if self.boundary is None:
             return None
-        stages = self._job.split.stages(num_layers, self.layout.pp, self.layout.vpp)
+        stages = self._job.split.stages(num_layers, self.layout.pp, self.layout.vpp, loss_cost)
         return [stage for stage in stages if stage.rank == self.mesh.pp.rank]
 
 

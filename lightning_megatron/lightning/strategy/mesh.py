@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 import os
 from abc import abstractmethod
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities import rank_zero_only as pl_rank_zero_only
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_megatron import device as devices
-from lightning_megatron.comm.loopback import loopback_store
+from lightning_megatron.comm.loopback import LoopbackPort
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.lightning._private import default_store, injects_samplers
@@ -31,7 +34,9 @@ from lightning_megatron.lightning.dataloaders import (
     shuffle_by_epoch,
     start_workers_safely,
 )
+from lightning_megatron.lightning.environments.mpi import environment_of_ranks
 from lightning_megatron.lightning.precision import MegatronPrecision
+from lightning_megatron.lightning.strategy.process_end import ProcessEnd
 from lightning_megatron.lightning.strategy.settings import JobSettings, LightningParts
 from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import Axis, ParallelMesh
@@ -64,6 +69,9 @@ class MeshStrategy(ParallelStrategy):
         self._job = job
         self._mesh: ParallelMesh | None = None
         self._store: Store | None = None
+        self._port = LoopbackPort()
+        self._end = ProcessEnd()
+        self._device_is_taken = False
         self._seed = 0
 
     @property
@@ -74,6 +82,15 @@ class MeshStrategy(ParallelStrategy):
     @_accelerator.setter
     def _accelerator(self, accelerator: Accelerator | None) -> None:
         self._given_accelerator = accelerator
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """Environment of the ranks: ``mpirun``'s, where Lightning has missed it."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, cluster_environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = environment_of_ranks(cluster_environment)
 
     @property
     def ops(self) -> Ops:
@@ -124,6 +141,11 @@ class MeshStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    def collective_timeout(self) -> timedelta:
+        """Limit for a collective: the argument ``timeout``, or the default of the device."""
+        return self._job.timeout or devices.collective_traits(self.root_device).timeout
+
+    @property
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
@@ -145,12 +167,14 @@ class MeshStrategy(ParallelStrategy):
     # Starting
 
     def _take_device(self) -> None:
-        """Take this process's card, and raise the limit of open files for its connections."""
+        """Take this process's card, keep freed memory, and raise the limit of open files for its connections."""
         files = raise_open_files(self.world_size)
         if files.fault:
             rank_zero_warn(f"{files.subject}: {files.value}; {files.fault}")
         ranks = {"world_size": self.world_size, "rank": self.global_rank, "local_rank": self.local_rank}
         devices.take_card(self.root_device, **ranks)
+        self._device_is_taken = True
+        devices.keep_freed_memory(self.root_device)
         super().setup_environment()
         self.set_world_ranks()
 
@@ -178,9 +202,9 @@ class MeshStrategy(ParallelStrategy):
             os.environ.setdefault("MASTER_PORT", str(self.cluster_environment.main_port))
             ranks = self.global_rank, self.world_size
             if self.num_nodes == 1 and not dist.is_torchelastic_launched():
-                self._store = loopback_store(self.cluster_environment.main_port, *ranks, self._job.timeout)
+                self._store = self._port.store(self.cluster_environment.main_port, *ranks, self.collective_timeout)
             else:
-                self._store, _, _ = next(rendezvous("env://", *ranks, timeout=self._job.timeout))
+                self._store, _, _ = next(rendezvous("env://", *ranks, timeout=self.collective_timeout))
         return self._store
 
     def _create_mesh(self) -> ParallelMesh:
@@ -190,11 +214,33 @@ class MeshStrategy(ParallelStrategy):
                 store=self._store,
                 rank=self.global_rank,
                 world_size=self.world_size,
-                timeout=self._job.timeout,
+                timeout=self.collective_timeout,
             )
         if not dist.is_initialized():
             return ParallelMesh.single(self.root_device, self.recorder)
-        return ParallelMesh.create(self._job.layout, self.root_device, self._job.timeout, self.recorder)
+        self._register_end()
+        return ParallelMesh.create(self._job.layout, self.root_device, self.collective_timeout, self.recorder)
+
+    def _register_end(self) -> None:
+        if dist.is_initialized() and devices.collective_traits(self.root_device).exit_waits:
+            self._end.register()
+
+    def _connect_groups(self) -> None:
+        """Let the ranks of each group connect now where a backend leaves it to the first collective."""
+        mesh = self.mesh
+        self._end.own([axis.group for axis in mesh.device_axes if axis.group is not None], mesh.host_group)
+        if (
+            not mesh.is_distributed
+            or mesh.connect_seconds
+            or not devices.collective_traits(self.root_device).connects_at_first_use
+        ):
+            return
+        cards = all_gather_object(mesh, devices.card_variables())
+        rank_zero_info(f"cards of the ranks: {devices.describe_cards(cards)}")
+        mesh.connect()
+        for axis in mesh.device_axes:
+            seconds = mesh.connect_seconds[axis.name]
+            rank_zero_info(f"{axis.name} ({axis.size} ranks): the first collective took {seconds:.1f} s")
 
     def _agree_on_seed(self) -> None:
         """Ranks that build shards of one model must draw the same numbers, also if the user has not seeded anything."""

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -57,12 +56,11 @@ class ActionRecord:
 
     Args:
         strategy: strategy of this rank.
-        timeout: limit for a collective.
         to_file: True if the record is written to a file.
     """
 
-    def __init__(self, strategy: MeshStrategy, timeout: timedelta, to_file: bool) -> None:
-        self._strategy, self._timeout, self._to_file = strategy, timeout, to_file
+    def __init__(self, strategy: MeshStrategy, to_file: bool) -> None:
+        self._strategy, self._to_file = strategy, to_file
         self._watch: PeerWatch | None = None
         self._marks: HookMarks | None = None
         self._makes_group = False
@@ -152,7 +150,10 @@ class ActionRecord:
             self._watch = None
         strategy = self._strategy
         if self._recorder.folder is not None and strategy.world_size > 1:
-            seconds, own = self._timeout.total_seconds(), (self._makes_group, self._end_children, self._dead_children)
+            seconds, own = (
+                strategy.collective_timeout.total_seconds(),
+                (self._makes_group, self._end_children, self._dead_children),
+            )
             rank, first = strategy.global_rank, strategy.node_rank * strategy.num_processes
             local = range(first, first + strategy.num_processes)
             self._watch = PeerWatch(self._recorder, rank, local, strategy.world_size, seconds, *own)

@@ -19,10 +19,12 @@ from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.lightning.accelerator import enable_gpu_migration
 from lightning_megatron.lightning.checkpointing.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.comparison.facts import start_statement
+from lightning_megatron.lightning.monitoring.known_warnings import KnownWarnings
 from lightning_megatron.lightning.monitoring.model_summary import introduce
-from lightning_megatron.lightning.placement import Placement, placement_of, settle
+from lightning_megatron.lightning.placement import Placement, placement_of, store_placement
 from lightning_megatron.lightning.step.engine import StepEngine
 from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
+from lightning_megatron.lightning.step.graphs import BlockGraphs
 from lightning_megatron.lightning.step.op_report import write_op_report
 from lightning_megatron.lightning.step.optimizers import OptimizerSet
 from lightning_megatron.lightning.step.watchers import watches_parameters
@@ -33,6 +35,7 @@ from lightning_megatron.lightning.strategy.settings import JobSettings, Lightnin
 from lightning_megatron.lightning.strategy.stopping import RunSwitches
 from lightning_megatron.lightning.strategy.streams import StreamChecks
 from lightning_megatron.lightning.validation.idle import warn_of_idle
+from lightning_megatron.lightning.validation.slow import warn_of_slow
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import StageBoundary
@@ -54,15 +57,15 @@ class RunStrategy(CheckpointStrategy):
         super().__init__(job, parts)
         self.micro_batch_size = job.micro_batch_size
         self.boundary = StageBoundary(job.layout.pp * job.layout.vpp) if job.layout.pp > 1 else None
-        self._record = ActionRecord(self, job.timeout, job.record_actions)
+        self._record = ActionRecord(self, job.record_actions)
         self._comparison = StartComparison(self, job.may_differ)
         self._switches = RunSwitches(job.saving.on_signal)
         self._streams = StreamChecks()
         self._engine: StepEngine | None = None
         self._before: Placement | None = None
-        self._accumulating = False
-        self._backward_is_done = False
-        self._op_report_is_due = False
+        self._accumulating = self._backward_is_done = self._op_report_is_due = False
+        self._graphs = BlockGraphs()
+        self._known_warnings = KnownWarnings()
 
     @property
     def engine(self) -> StepEngine:
@@ -101,7 +104,7 @@ class RunStrategy(CheckpointStrategy):
         store, ranks = self._meet(), (self.global_rank, self.world_size)
         if store is not None:
             given = self._job.arguments or {}, self._job.layout, *ranks, self.lightning_module, objects
-            self._comparison.begin(store, start_statement(*given))
+            self._comparison.begin(store, start_statement(*given), trainer, objects)
 
     def _begin_fit(self, trainer: Trainer, ckpt_path: Any) -> Any:
         """Look for the last checkpoint where one is asked for, before Lightning does; called by all ranks.
@@ -132,19 +135,21 @@ class RunStrategy(CheckpointStrategy):
             self._take_device()
             self._before = placement_of(self.lightning_module)
             self._take_place(self._before)
+            self._connect_groups()
             self._agree_on_seed()
 
     def _take_place(self, before: Placement | None) -> None:
         """Make new groups; or keep those of the Trainer before, if its model was built for this layout."""
-        if before is not None and before.suits(self._job.layout.resolve(self.world_size), self.root_device):
+        if before is not None and before.can_reuse_mesh(self._job.layout.resolve(self.world_size), self.root_device):
             self._mesh, self.boundary = before.mesh, before.boundary
+            self._register_end()
         else:
             self._mesh = self._create_mesh()
 
     def setup_environment(self) -> None:
         """Start the process groups; from here on :attr:`mesh` exists."""
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
-        self._saved = {}
+        self._saved, self._end.has_failed = {}, False
         self._streams.restart()
         super().setup_environment()
         if not self._comparison.has_begun:  # no launcher has done so
@@ -154,11 +159,11 @@ class RunStrategy(CheckpointStrategy):
             enable_gpu_migration(self.root_device)
         self.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
         self._start_ranks()
+        self._known_warnings.open(one_replica=self.data_parallel_size == 1)
         self._record.begin(trainer)
-        size, dtype = self.micro_batch_size, self.precision_plugin.mode.params
-        schedule = self._job.pipeline_schedule
-        self._engine = StepEngine(self.mesh, self.boundary, schedule, size, self.root_device, dtype)
-        self._streams.attach(trainer, self.mesh, self._job.timeout)
+        how = self.boundary, self._job.pipeline_schedule, self.micro_batch_size, self.root_device
+        self._engine = StepEngine(self.mesh, *how, self.precision_plugin.mode.params)
+        self._streams.attach(trainer, self.mesh, self.collective_timeout)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Compare loaders, give ranks that read the same samples one order of them, and protect workers."""
@@ -175,16 +180,18 @@ class RunStrategy(CheckpointStrategy):
         """Place the model, and for training put it and the optimizers on flat buffers."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
-        settle(self.lightning_module, Placement(self.mesh, self.boundary), self._before)
+        store_placement(self.lightning_module, Placement(self.mesh, self.boundary), self._before)
         self.accelerator.setup(trainer)
         self._release_optimizers()
         self._open_saving(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
+        self._graphs = BlockGraphs(bool(self._job.compile), self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self.model)
             warn_of_idle(self.lightning_module, self.mesh.layout, self._job.recompute)
+            warn_of_slow(self.lightning_module, devices.kind_of(self.root_device), bool(self._job.compile))
             self.setup_optimizers(trainer)
             self._op_report_is_due = True
         self.setup_precision_plugin()
@@ -288,7 +295,7 @@ class RunStrategy(CheckpointStrategy):
         batches = module.trainer.accumulate_grad_batches
         micro_batches = self.engine.split(batch) if module.automatic_optimization else None
         optimizers.begin_batch(module.trainer.fit_loop.batch_idx % batches == 0, micro_batches is not None)
-        with self.precision_plugin.train_step_context(), self.watching_batches():
+        with self.precision_plugin.train_step_context(), self.watching_batches(), self._graphs.batch("training", batch):
             scale = self.precision_plugin.scale_of_loss() / (batches if module.automatic_optimization else 1)
             if micro_batches is None:
                 output = self.engine.plain_step(partial(module.training_step, *args, **kwargs), scale)
@@ -315,7 +322,7 @@ class RunStrategy(CheckpointStrategy):
         self._optimizer_set.begin_backward()
         # Under manual optimization the last backward of a step is not known: all gradients are sent at the step.
         last = self.lightning_module.automatic_optimization and not self._accumulating
-        with self._optimizer_set.last_backward(last):
+        with self._optimizer_set.last_backward(last), self._optimizer_set.lightnings_backward():
             closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         devices.mark_step(self.root_device)
         return closure_loss
@@ -386,7 +393,7 @@ class RunStrategy(CheckpointStrategy):
         self.finish_param_gather()
         batch, *rest = [*args, *kwargs.values()]
         micro_batches = self.engine.split(batch)
-        with self.precision_plugin.forward_context():
+        with self.precision_plugin.forward_context(), self._graphs.batch(name, batch, *rest):
             if micro_batches is None:
                 output = getattr(module, name)(*args, **kwargs)
                 devices.mark_step(self.root_device)
@@ -405,9 +412,7 @@ class RunStrategy(CheckpointStrategy):
         """Raise the faults of batches, on all ranks."""
         self._streams.end_evaluation(self.lightning_module, self.mesh)
 
-    def on_predict_end(self) -> None:
-        """Raise the faults of batches, on all ranks."""
-        self._streams.end_evaluation(self.lightning_module, self.mesh)
+    on_predict_end = on_test_end
 
     # The end
 
@@ -418,6 +423,7 @@ class RunStrategy(CheckpointStrategy):
             error: error; a lost connection that names no rank gets a note that does.
         """
         self._record.note_error(error)
+        self._end.note_error(error)
 
     def on_exception(self, exception: BaseException) -> None:
         """Write the error down before anything else, then log the place of this rank."""
@@ -426,6 +432,7 @@ class RunStrategy(CheckpointStrategy):
 
     def _end_run(self) -> None:
         with self._record.ending():
+            self._known_warnings.close()
             self._switches.close()
             self._streams.detach(self.lightning_module)
             self._comparison.restart()

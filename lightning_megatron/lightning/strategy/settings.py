@@ -13,11 +13,11 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 
 from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.lightning.step.grad_reduction import GradReduceDtype
 from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.recompute import RecomputePlan
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 CPCommType = Literal["p2p", "all_gather", "a2a"]
@@ -77,8 +77,9 @@ class JobSettings:
         check_for_nan: True if NaN and infinity end the run.
         record_actions: True if each rank keeps a record of its actions.
         process_group_backend: backend of collectives.
-        timeout: limit for a collective.
+        timeout: limit for a collective; ``None`` for the device's default.
         may_differ: names of facts that ranks may be given differently.
+        max_memory: memory for the tensors of a rank, as given.
     """
 
     layout: ParallelLayout
@@ -98,5 +99,6 @@ class JobSettings:
     check_for_nan: bool = True
     record_actions: bool = True
     process_group_backend: str | None = None
-    timeout: timedelta = timedelta(minutes=10)
+    timeout: timedelta | None = None
     may_differ: tuple[str, ...] = ()
+    max_memory: int | str | None = None

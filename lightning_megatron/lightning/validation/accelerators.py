@@ -11,6 +11,21 @@ from lightning_megatron.lightning.accelerator import NAME
 
 
 def accelerator_problems(used: torch.device) -> list[Problem]:
+    """Faults of the device that Lightning has chosen.
+
+    Args:
+        used: the device.
+    """
+    if devices.shares_weights(used):
+        reason = (
+            "in lazy mode Gaudi's software then replaces parameters, and the forward would not see them change: set it"
+            " to 0 (lightning_megatron does so if it is imported before habana_frameworks)"
+        )
+        return [Problem("PT_HPU_WEIGHT_SHARING", devices.weight_sharing(), reason, (0,))]
+    return _idle_problems(used)
+
+
+def _idle_problems(used: torch.device) -> list[Problem]:
     """The fault of a Gaudi that is left idle: Lightning creates strategies given by name after it has chosen a device.
 
     Args:

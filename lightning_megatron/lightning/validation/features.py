@@ -100,7 +100,7 @@ def plugin_problems(
 
 
 def compile_problems(objects: Iterable[object], device: torch.device, backend: str | None) -> list[Problem]:
-    """Modules without a list of parts to compile, unknown backends, and devices that compile by themselves.
+    """Modules without a list of parts to compile, unknown backends or tools, and devices that compile by themselves.
 
     Args:
         objects: objects handed to the Trainer.
@@ -115,6 +115,8 @@ def compile_problems(objects: Iterable[object], device: torch.device, backend: s
     known = [*torch.compiler.list_backends(exclude_tags=()), devices.compile_backend(device)]
     if backend is not None and backend not in known:
         found.append(Problem("compile", backend, "no backend of torch.compile", nearest_names(backend, known)))
+    elif backend is not None and (missing := devices.compiler_lacks(device, backend)) is not None:
+        found.append(Problem("compile", backend, f"on {device.type} it needs {missing}", (False,)))
     return found
 
 

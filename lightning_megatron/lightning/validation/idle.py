@@ -6,8 +6,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.params import named_specs
-from lightning_megatron.recompute import RecomputePlan
 
 
 def warn_of_idle(module: LightningModule, layout: ParallelLayout, plan: RecomputePlan) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property, partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -13,8 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import Check, Rules, above, at_least
-from lightning_megatron.checkpoint.directory.newest import is_checkpoint
-from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
+from lightning_megatron.config.byte_size import memory_problems
 from lightning_megatron.config.layout import (
     BATCH_RULES,
     BatchShape,
@@ -24,10 +24,11 @@ from lightning_megatron.config.layout import (
     ParallelLayout,
 )
 from lightning_megatron.config.moe import MoEConfig
+from lightning_megatron.config.recompute_plan import granularity_problems
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.documents import device_problem
 from lightning_megatron.errors import Problem, problems_of
-from lightning_megatron.lightning.pretrained.config_check import checkpoint_problems
-from lightning_megatron.lightning.pretrained.hugging_face import hf_problems
+from lightning_megatron.lightning import pretrained
 from lightning_megatron.lightning.strategy.settings import JobSettings
 from lightning_megatron.lightning.validation.features import (
     callback_problems,
@@ -35,12 +36,14 @@ from lightning_megatron.lightning.validation.features import (
     module_problems,
     trainer_problems,
 )
+from lightning_megatron.lightning.validation.memory import UNKNOWN, MemoryLimit, memory_problem, planned_job
+from lightning_megatron.lightning.validation.samples import sample_problems
 from lightning_megatron.lightning.validation.saving import saving_problems
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.ops.registry import Ops, parse_op_modes
 from lightning_megatron.optim.update_scope import elementwise_problems
-from lightning_megatron.pipeline.partition import parse_layout
-from lightning_megatron.recompute import granularity_problems
+from lightning_megatron.pipeline.partition import BALANCED, parse_layout
+from lightning_megatron.planning.job import PlannedJob
 
 RULES: Rules = {
     "recompute": Check(granularity_problems),
@@ -48,12 +51,13 @@ RULES: Rules = {
     "fp8": Check(lambda recipe: [] if recipe is None else recipe.problems()),
     "checkpoint_io": Check(lambda plugin: [] if plugin is None else [checkpoint_io_problem("checkpoint_io", plugin)]),
     "elementwise_optimizers": Check(lambda given: elementwise_problems(given or ())),
-    "pipeline_layout": Check(lambda text: [] if text is None else problems_of(parse_layout, text)),
+    "pipeline_layout": Check(lambda text: [] if text in (None, BALANCED) else problems_of(parse_layout, text)),
     **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "vpp", "recompute_num_layers"), at_least(1)),
     **BATCH_RULES,
     "bucket_size": at_least(1),
     **dict.fromkeys(("first_stage_layers", "last_stage_layers"), at_least(0)),
     "timeout": above(timedelta(0), timedelta(minutes=10)),
+    "max_memory": Check(partial(memory_problems, "max_memory")),
 }
 """Rules for single arguments of the strategy, beside their types."""
 
@@ -66,6 +70,7 @@ ELSEWHERE = {
     **dict.fromkeys(("virtual_pipeline_model_parallel_size", "virtual_pipeline_parallel_size"), "vpp"),
     **dict.fromkeys(("dp", "dp_size", "data_parallel_size"), "it is what tp, pp and cp leave of devices x num_nodes"),
     "global_batch_size": "it is batch_size (of the data) x dp x accumulate_grad_batches (of the Trainer)",
+    "rampup_batch_size": "it is an argument of MegatronDataModule",
     **dict.fromkeys(("use_distributed_optimizer", "use_dist_optimizer"), "distributed_optimizer"),
     **dict.fromkeys(("recompute_granularity", "activation_checkpointing"), "recompute"),
     **dict.fromkeys(("cp_communication_type", "context_parallel_comm_type"), "cp_comm_type"),
@@ -81,6 +86,28 @@ class ChecksData(Protocol):
     def data_problems(self) -> list[Problem]:
         """Every fault of the files that its arguments name."""
         ...
+
+
+@runtime_checkable
+class PacksDocuments(Protocol):
+    """A data module that knows whether its samples hold several documents."""
+
+    @property
+    def packs_documents(self) -> bool:
+        """True if batches say where documents begin."""
+        ...
+
+
+def document_problems(objects: Iterable[object], device: torch.device) -> list[Problem]:
+    """Data whose documents a device cannot keep apart.
+
+    Args:
+        objects: objects handed to the Trainer.
+        device: device of this process.
+    """
+    packed = [item for item in objects if isinstance(item, PacksDocuments) and item.packs_documents]
+    problem = device_problem("segment_ids", device)
+    return [] if problem is None else [replace(problem, argument="data", value=type(item).__name__) for item in packed]
 
 
 def backend_problems(backend: str | None, device: torch.device) -> list[Problem]:
@@ -104,6 +131,7 @@ class Job:
         dtype: dtype of parameters.
         objects: objects handed to the Trainer: module, loaders, data module, path of a checkpoint.
         trainer: the Trainer, if there is one.
+        memory_limit: memory of a device.
     """
 
     settings: JobSettings
@@ -112,6 +140,7 @@ class Job:
     dtype: torch.dtype
     objects: Sequence[object]
     trainer: Trainer | None = None
+    memory_limit: MemoryLimit = UNKNOWN
 
     @property
     def modules(self) -> list[LightningModule]:
@@ -130,7 +159,15 @@ class Job:
         if batch is None:
             sizes = (getattr(item, "batch_size", None) for item in self.objects)
             batch = BatchShape(next((size for size in sizes if isinstance(size, int)), None))
+        whole, dp = batch.global_batch_size, self.layout.dp  # open where the sizes do not multiply to the world's
+        if batch.batch_size is None and whole is not None and dp is not None and whole % dp == 0:
+            batch = replace(batch, batch_size=whole // dp)
         return replace(batch, micro_batch_size=self.settings.micro_batch_size)
+
+    @cached_property
+    def planned(self) -> PlannedJob | None:
+        """The job in numbers, if memory can be predicted for it."""
+        return planned_job(self.settings, self.layout, self.ops, self.batch, (*self.objects, self.trainer))
 
 
 def job_problems(job: Job) -> list[Problem]:
@@ -140,6 +177,7 @@ def job_problems(job: Job) -> list[Problem]:
         saving_faults,
         module_faults,
         data_faults,
+        sample_faults,
         layout_faults,
         precision_faults,
         expert_faults,
@@ -147,7 +185,8 @@ def job_problems(job: Job) -> list[Problem]:
         op_faults,
         recompute_faults,
     )
-    return [problem for subject in subjects for problem in subject(job)]
+    found = [problem for subject in subjects for problem in subject(job)]
+    return found or memory_faults(job)
 
 
 def trainer_faults(job: Job) -> list[Problem]:
@@ -173,6 +212,11 @@ def data_faults(job: Job) -> list[Problem]:
     return [problem for data in job.objects if isinstance(data, ChecksData) for problem in data.data_problems()]
 
 
+def sample_faults(job: Job) -> list[Problem]:
+    """Global batches and lengths of training, where samples are counted."""
+    return sample_problems(job.objects, job.layout, job.settings.micro_batch_size, job.trainer)
+
+
 def layout_faults(job: Job) -> list[Problem]:
     """Sizes of the model and the batch that the layout cannot split."""
     model, split = job.model, job.settings.split
@@ -181,7 +225,7 @@ def layout_faults(job: Job) -> list[Problem]:
     found = [p for p in job.layout.problems(model=model, batch=job.batch) if p.argument not in by_split]
     if model is not None and not split.is_even:
         found += split.problems(model.num_layers, job.layout.pp, job.layout.vpp)
-    return found
+    return found + (model.layout_problems(job.layout) if isinstance(model, TransformerConfig) else [])
 
 
 def precision_faults(job: Job) -> list[Problem]:
@@ -214,15 +258,19 @@ def weight_faults(job: Job) -> list[Problem]:
     if not isinstance(model, TransformerConfig):
         return []
     paths = [item for item in job.objects if isinstance(item, str | os.PathLike)]
-    found = [problem for path in paths if is_hf_directory(path) for problem in hf_problems(path, model)]
-    return found + [problem for path in paths if is_checkpoint(path) for problem in checkpoint_problems(path, model)]
+    return [problem for path in paths for problem in pretrained.weight_problems(path, model)]
 
 
 def op_faults(job: Job) -> list[Problem]:
     """Implementations of ops that the model cannot use."""
-    return [] if job.model is None else job.ops.model_problems(job.layout, job.model)
+    return [] if job.model is None else job.ops.model_problems(job.layout, job.model, job.dtype)
 
 
 def recompute_faults(job: Job) -> list[Problem]:
     """Settings of recomputation that the model cannot use."""
     return job.settings.recompute.problems(job.layout, job.model)
+
+
+def memory_faults(job: Job) -> list[Problem]:
+    """A layout that cannot fit; only of a job without other faults."""
+    return [] if job.planned is None else memory_problem(job.planned, job.memory_limit)

@@ -12,8 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.parsing import is_picklable
 
-from lightning_megatron.checkpoint.meta import objects_in
-from lightning_megatron.checkpoint.plain import plain
 from lightning_megatron.errors import Problem
 from lightning_megatron.lightning._private import asks_for_upload
 
@@ -105,7 +103,12 @@ def callback_state_problems(trainer: Trainer) -> list[Problem]:
 
 
 def _faults(value: Mapping[str, Any] | None) -> Iterable[tuple[str, str]]:
-    for text in objects_in(plain(dict(value))) if value else ():  # a state may be None, which is not saved
+    if not value:  # a state may be None, which is not saved
+        return
+    from lightning_megatron.checkpoint.meta import objects_in
+    from lightning_megatron.checkpoint.plain import plain
+
+    for text in objects_in(plain(dict(value))):
         where, _, kind = text.partition(": ")
         yield where, kind
 

@@ -8,14 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.comm.collectives import Pending, start_all_gather_in_place, start_reduce_scatter_into
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.buffers.slot import BufferKey, Slot
 from lightning_megatron.recorder.file_format import Kind
-
-# torch 2.13 renamed both functions and warns about the old names, which are the only ones in older torch.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Bucket:
@@ -90,9 +86,7 @@ class Bucket:
         sent = self.grads.to(dtype)  # no copy if it has that dtype already
         if self.sharded:
             own = sent.view(self.axis.size, -1)[self.axis.rank]
-            call = self.axis.call(Kind.REDUCE_SCATTER, sent)
-            work = call.issue(_reduce_scatter, own, sent, group=self.axis.group, async_op=True)
-            self._reducing = Pending(own, work, call)
+            self._reducing = start_reduce_scatter_into(own, sent, self.axis)
         else:
             call = self.axis.call(Kind.ALL_REDUCE, sent)
             work = call.issue(dist.all_reduce, sent, group=self.axis.group, async_op=True)
@@ -124,9 +118,7 @@ class Bucket:
         """Begin to gather the shares of all ranks into ``params``."""
         self.finish_gather()
         if self.sharded:
-            call = self.axis.call(Kind.ALL_GATHER, self.params)
-            work = call.issue(_all_gather, self.params, self.own_params, group=self.axis.group, async_op=True)
-            self._gathering = Pending(self.params, work, call)
+            self._gathering = start_all_gather_in_place(self.params, self.axis)
 
     def finish_gather(self) -> None:
         """Wait until ``params`` is complete; free if no gather is running."""

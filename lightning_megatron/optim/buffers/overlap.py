@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -20,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.buffers.bucket import Bucket
+from lightning_megatron.optim.buffers.slot import Slot
 from lightning_megatron.recorder.file_format import Kind
+from lightning_megatron.weight_grad_store import GradPlace
 
 
 class GradReducer:
@@ -112,6 +113,18 @@ class GradReducer:
             self._missing[id(bucket)].discard(slot.owned.name)
             self._start_ready(self._missing)
 
+    def place(self, bucket: Bucket, slot: Slot) -> GradPlace | None:
+        """The place of a gradient that a backward may add itself, without the hook that would note its arrival.
+
+        Args:
+            bucket: bucket of the parameter.
+            slot: slot of the parameter.
+        """
+        is_sent_now = self._in_last_backward and self._overlap and any(b.axis.size > 1 for b in self._buckets)
+        if is_sent_now or self.complete or bucket.reduce_started:
+            return None
+        return slot.place()
+
     def _start_ready(self, missing: dict[int, set[str]]) -> None:
         while self._next < len(self._queue) and not missing[id(self._queue[self._next])]:
             for slot in self._queue[self._next].slots:
@@ -197,9 +210,11 @@ class GradReducer:
 class ParamGather:
     """Gathers the shares of all ranks after an optimizer step.
 
-    With overlap the collectives run on while the next forward begins: a hook in front of each module waits for the
-    buckets of the parameters that the module itself owns. Parameters that may be read without calling their module
-    (those of the root module, an embedding that only the output layer reads) are waited for when a step begins.
+    With overlap the collectives run on while the next forward begins, and a hook in front of each module waits for the
+    parameters that its forward reads: its own, and those of children that are not called. Parents read the latter
+    directly (``F.linear(x, self.child.weight)``, or a method of the child other than its forward). Which modules are
+    called is seen in the first training step, when nothing has been gathered yet. What no called module reads is waited
+    for at once: parameters of the root module, whose ``training_step`` reads them at any time, and copies of tied ones.
 
     Args:
         overlap: True to return before the gathers have finished.
@@ -208,23 +223,30 @@ class ParamGather:
     def __init__(self, *, overlap: bool) -> None:
         self._buckets: list[Bucket] = []
         self._overlap = overlap
-        self._handles: list[RemovableHandle] = []
-        self._uncalled: list[Bucket] = []
+        self._model: nn.Module | None = None
+        self._gates: dict[nn.Module, _Gate] = {}
+        self._at_once: list[Bucket] | None = None  # not known before the first training step
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the hooks, which belong to this process; a copy is for inspection only."""
+        return {**self.__dict__, "_gates": {}}
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets, in the order in which forward needs them; before :meth:`install`."""
         self._buckets += buckets
 
     def start(self) -> None:
-        """Begin all gathers; they have finished on return unless overlap is on and :meth:`install` has been called."""
+        """Begin all gathers; they have finished on return unless overlap is on and a training step was seen."""
         for bucket in self._buckets:
             bucket.start_gather()
-        if not (self._overlap and self._handles):
+        if self._at_once is None and any(gate.called for gate in self._gates.values()):
+            self._at_once = self._assign()
+        if self._at_once is None:
             self.finish()
-
-    def finish_uncalled(self) -> None:
-        """Wait for the buckets that no module hook waits for."""
-        for bucket in self._uncalled:
+            return
+        for gate in self._gates.values():
+            gate.waits = bool(gate.buckets)
+        for bucket in self._at_once:
             bucket.finish_gather()
 
     def finish(self) -> None:
@@ -233,28 +255,85 @@ class ParamGather:
             bucket.finish_gather()
 
     def install(self, model: nn.Module) -> None:
-        """Hook the modules of ``model`` that own parameters of the buckets; call it again after adding buckets."""
-        self._remove()
-        bucket_of = {id(slot.owned.param): bucket for bucket in self._buckets for slot in bucket.slots}
-        own = {id(bucket_of[id(p)]) for p in model.parameters(recurse=False) if id(p) in bucket_of}
-        self._uncalled = [b for b in self._buckets if b.sharded and (b.key.tied_copy or id(b) in own)]
-        for module in model.modules():
-            owned = [
-                bucket_of[id(p)] for p in module.parameters(recurse=_reads_child_params(module)) if id(p) in bucket_of
-            ]
-            buckets = [b for b in self._buckets if b.sharded and b in owned]
-            if buckets:
-                self._handles.append(module.register_forward_pre_hook(partial(_wait_for, buckets)))
+        """Hook the modules of ``model``, whose parameters the buckets hold; call it again after adding buckets."""
+        self.close()
+        self._model, self._at_once = model, None
+        if self._overlap and any(bucket.sharded for bucket in self._buckets):
+            # The root is not asked: what reads its parameters is its training_step.
+            self._gates = {module: _Gate(module) for module in model.modules() if module is not model}
+
+    def _assign(self) -> list[Bucket]:
+        """Tell each gate what to wait for, and return the buckets that none waits for."""
+        assert self._model is not None
+        bucket_of = {id(s.owned.param): bucket for bucket in self._buckets if bucket.sharded for s in bucket.slots}
+        found: dict[nn.Module, set[Bucket]] = {}
+
+        def walk(module: nn.Module, reader: nn.Module) -> None:
+            """Give the module's parameters to itself if it is called by itself, else to the module that reads them."""
+            gate, above = self._gates.get(module), self._gates.get(reader)
+            in_one_graph = gate is not None and gate.traced and above is not None and above.traced
+            reader = module if gate is not None and gate.called and not in_one_graph else reader
+            own = (bucket_of.get(id(param)) for param in module.parameters(recurse=False))
+            found.setdefault(reader, set()).update(bucket for bucket in own if bucket is not None)
+            for child in module.children():
+                walk(child, reader)
+
+        walk(self._model, self._model)
+        for module, gate in [*self._gates.items()]:
+            gate.buckets = [bucket for bucket in self._buckets if bucket in found.get(module, ())]
+            if not gate.buckets and not gate.traced:  # code that was compiled with the hook would be compiled again
+                gate.remove()
+                del self._gates[module]
+        at_once = found[self._model]
+        return [bucket for bucket in self._buckets if bucket in at_once or (bucket.sharded and bucket.key.tied_copy)]
 
     def close(self) -> None:
         """Wait, and remove the hooks."""
         self.finish()
-        self._remove()
+        for gate in self._gates.values():
+            gate.remove()
+        self._gates.clear()
 
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+
+class _Gate:
+    """Forward pre-hook of a module that waits for gathered parameters.
+
+    Compiled code asks for one truth value of it, and leaves the wait out of its graph. So that waits do not cut graphs
+    into pieces, the outermost module of a compiled part waits for all of its parameters.
+
+    Args:
+        module: the module.
+
+    Attributes:
+        called: True if the module was called with gradients.
+        traced: True if it was called in code that ``torch.compile`` makes.
+        buckets: buckets to wait for.
+        waits: True if some of them may not be complete.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.called = self.traced = self.waits = False
+        self.buckets: list[Bucket] = []
+        # In front of hooks that make parameters of parameters, as weight normalization does.
+        self._handle = module.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self.called = True
+        if torch.compiler.is_compiling():
+            self.traced = True
+        if self.waits:
+            self._wait()
+
+    @torch.compiler.disable
+    def _wait(self) -> None:
+        self.waits = False
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def remove(self) -> None:
+        """Take the hook from the module."""
+        self._handle.remove()
 
 
 def _start_sum(grads: Tensor, axis: Axis) -> Pending:
@@ -271,14 +350,3 @@ def _grad_hook(arrived: WeakMethod[Callable[[int, int], None]], bucket: int, slo
             method(bucket, slot)
 
     return hook
-
-
-def _reads_child_params(module: nn.Module) -> bool:
-    """True if a module may read parameters of its children without calling them, as torch's attention does."""
-    calls = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, calls)
-
-
-def _wait_for(buckets: Sequence[Bucket], module: nn.Module, inputs: Any) -> None:
-    for bucket in buckets:
-        bucket.finish_gather()

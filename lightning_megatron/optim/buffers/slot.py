@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.params import ParamSpec
+from lightning_megatron.weight_grad_store import GradPlace
 
 
 class BufferKey(NamedTuple):
@@ -119,6 +120,18 @@ class Slot:
                 else:
                     self.grad.add_(grad)
                     param.grad = None
+
+    def place(self) -> GradPlace | None:
+        """The buffer, for a backward that adds to it itself; ``None`` where ``param.grad`` is or may be another tensor.
+
+        As after :meth:`collect`, ``param.grad`` is the buffer.
+        """
+        grad = self.owned.param.grad
+        if not self.aliased or (grad is not None and grad is not self.grad):
+            return None
+        self.arrived = True
+        self.owned.param.grad = self.grad
+        return GradPlace(self.grad, is_new=grad is None)
 
     @property
     def is_replaced(self) -> bool:

@@ -44,6 +44,9 @@ WAYS = {
     "drops, allgather": replace(CONFIG, moe_capacity_factor=0.75, moe_token_dispatcher="allgather"),
     "pre-softmax, one choice": replace(CONFIG, moe_router_topk=1, moe_router_pre_softmax=True),
     "shared": replace(CONFIG, moe_shared_expert_ffn_hidden_size=8),
+    "biases": replace(CONFIG, moe_linear_bias=True),
+    "biases, dynamic": replace(CONFIG, moe_linear_bias=True, moe_dynamic=True),
+    "biases, drops, padded": replace(CONFIG, moe_linear_bias=True, moe_capacity_factor=0.75, moe_pad_to_capacity=True),
 }
 
 
@@ -54,9 +57,15 @@ def layer_of(config: TransformerConfig, mesh: ParallelMesh, activation: str = "s
 def dense(params: dict[str, Tensor], x: Tensor, routing: Any, activation: str) -> Tensor:
     """Every expert on every token ``[T, H]``, then the weights of the choices that were not dropped."""
     outputs = []
-    for fc1, fc2 in zip(params["experts.fc1"], params["experts.fc2"], strict=True):
-        inner = F.silu(x @ fc1[0].t()) * (x @ fc1[1].t()) if activation == "swiglu" else F.gelu(x @ fc1.t())
-        outputs.append(inner @ fc2.t())
+    none = x.new_zeros(E, 1, 1)  # broadcast in place of biases
+    biases = params.get("experts.fc1_bias", none), params.get("experts.fc2_bias", none[..., 0])
+    for fc1, fc2, b1, b2 in zip(params["experts.fc1"], params["experts.fc2"], *biases, strict=True):
+        if activation == "swiglu":
+            gate, up = (x @ matrix.t() + bias for matrix, bias in zip(fc1, b1.expand(2, -1), strict=True))
+            inner = F.silu(gate) * up
+        else:
+            inner = F.gelu(x @ fc1.t())
+        outputs.append(inner @ fc2.t() + b2)
     table = x.new_zeros(len(x), E + 1)
     table.scatter_add_(1, routing.experts, routing.weights)
     out = torch.einsum("te,eth->th", table[:, :E], torch.stack(outputs))
@@ -73,6 +82,9 @@ def check(mesh: ParallelMesh, config: TransformerConfig, seed: int, skewed: bool
         with torch.no_grad():
             single.router.weight[0], single.router.weight[2] = 3.0, -3.0
     params = dict(single.named_parameters())
+    for name, param in params.items():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(param, std=0.5)
     every = torch.randn(mesh.dp.size, S, B, H) + (1.0 if skewed else 0.0)
     upstream = torch.randn(mesh.dp.size, S, B, H)
 
@@ -90,7 +102,7 @@ def check(mesh: ParallelMesh, config: TransformerConfig, seed: int, skewed: bool
         routings = [single.router(shard) for shard in shards]
         flat = [shard.flatten(0, 1) for shard in shards]
         parts += [dense(params, tokens, r, activation) for tokens, r in zip(flat, routings, strict=True)]
-        logits = F.linear(torch.cat(flat), single.router.weight)
+        logits = F.linear(torch.cat(flat), single.router.weight, single.router.bias)
         chosen = (logits if not config.moe_router_pre_softmax else logits.softmax(-1)).topk(config.moe_router_topk)
         counts = count_tokens(chosen.indices, E).float()
         balance = E * (counts * logits.softmax(-1).sum(0)).sum() / (config.moe_router_topk * len(logits) ** 2)

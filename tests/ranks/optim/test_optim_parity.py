@@ -200,8 +200,8 @@ def launches(case: Case) -> tuple[list[int], list[int]]:
     mesh = ParallelMesh.create(ParallelLayout(), torch.device("cpu"))
     model, _, zero = make(case, mesh)
     counts = []
-    sent = mock.Mock(wraps=bucket_module._reduce_scatter)
-    with mock.patch.object(bucket_module, "_reduce_scatter", sent):
+    sent = mock.Mock(wraps=bucket_module.start_reduce_scatter_into)
+    with mock.patch.object(bucket_module, "start_reduce_scatter_into", sent):
         x, y = batches()[0]
         for _ in range(3):
             loss_of(model, x, y).backward()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_megatron.checkpoint.fragment import Fragment, cover_fault, cut
+from lightning_megatron.checkpoint.fragment import Fragment, boxes_of_range, cover_fault
 from lightning_megatron.params import Box, ParamSpec, ShardRanks
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
@@ -48,11 +48,11 @@ def ranges(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
 def test_a_range_without_padding_is_cut_into_few_boxes_that_hold_its_elements_in_order(shape, data):
     numbers = torch.arange(prod(shape)).reshape(shape)
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, prod(shape))] * 2)))
-    cuts = cut(ParamSpec(shape), shape, ShardRanks(), start, end)
-    assert len(cuts) <= max(1, 2 * len(shape) - 1)
-    assert [i for c in cuts for i in numbers[slices(c.box)].flatten().tolist()] == list(range(start, end))
+    boxes = boxes_of_range(ParamSpec(shape), shape, ShardRanks(), start, end)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert [i for c in boxes for i in numbers[slices(c.box)].flatten().tolist()] == list(range(start, end))
     flat = numbers.flatten()[start:end]
-    for c in cuts:
+    for c in boxes:
         assert torch.equal(c.view(flat), numbers[slices(c.box)])
         assert c.view(flat).data_ptr() == flat[c.start :].data_ptr(), "a view of the range, not a copy"
 
@@ -65,7 +65,7 @@ def test_all_cuts_of_all_slices_cover_the_whole_tensor_exactly_once(case, data):
     boxes = []
     for tp_rank in range(tp):
         for start, end in data.draw(ranges(prod(shape))):
-            boxes += [c.box for c in cut(spec, shape, ShardRanks(tp=tp_rank), start, end)]
+            boxes += [c.box for c in boxes_of_range(spec, shape, ShardRanks(tp=tp_rank), start, end)]
     counts = torch.zeros(spec.global_shape, dtype=torch.int)
     for box in boxes:
         counts[slices(box)] += 1
@@ -86,39 +86,39 @@ def test_a_tensor_comes_back_bit_equal_through_any_other_cut_and_padding_is_left
         flat = local_of(whole, spec, tp, tp_rank).flatten()
         for start, end in data.draw(ranges(prod(shape))):
             piece = flat[start:end]
-            for part in Fragment.of_flat(piece, spec, shape, ShardRanks(tp=tp_rank), start, write=True).parts:
-                store[slices(part.box)] = part.data
+            for chunk in Fragment.of_flat(piece, spec, shape, ShardRanks(tp=tp_rank), start, write=True).chunks:
+                store[slices(chunk.box)] = chunk.data
     assert torch.equal(store, whole)
     shape = local_shape(spec.global_shape, spec.tp_dim, new_tp)
     for tp_rank in range(new_tp):
         flat = torch.zeros(prod(shape))
         for start, end in data.draw(ranges(prod(shape))):
-            for part in Fragment.of_flat(
+            for chunk in Fragment.of_flat(
                 flat[start:end], spec, shape, ShardRanks(tp=tp_rank), start, write=False
-            ).parts:
-                part.data.copy_(store[slices(part.box)])
+            ).chunks:
+                chunk.data.copy_(store[slices(chunk.box)])
         assert torch.equal(flat.view(shape), local_of(whole, spec, new_tp, tp_rank))
 
 
 def test_padding_of_a_vocabulary_is_in_no_box():
     spec = ParamSpec((13, 2), tp_dim=0)  # tp=4: 4 rows each, 3 of the last rank's are padding
-    assert [c.box for c in cut(spec, (4, 2), ShardRanks(tp=3), 0, 8)] == [Box((12, 0), (1, 2))]
-    assert cut(spec, (4, 2), ShardRanks(tp=3), 2, 8) == []
+    assert [c.box for c in boxes_of_range(spec, (4, 2), ShardRanks(tp=3), 0, 8)] == [Box((12, 0), (1, 2))]
+    assert boxes_of_range(spec, (4, 2), ShardRanks(tp=3), 2, 8) == []
     padded = torch.arange(8.0).reshape(4, 2)
-    (part,) = Fragment.of_local(padded, spec, ShardRanks(tp=3), write=True).parts
-    assert part.data.tolist() == [[0.0, 1.0]]
+    (chunk,) = Fragment.of_local(padded, spec, ShardRanks(tp=3), write=True).chunks
+    assert chunk.data.tolist() == [[0.0, 1.0]]
 
 
 def test_padding_between_rows_is_cut_from_views_too():
     spec = ParamSpec((2, 5), tp_dim=1)  # tp=2: columns 0-2 and 3-4, the last local column of rank 1 is padding
     flat = torch.arange(6.0)
-    (part,) = Fragment.of_flat(flat, spec, (2, 3), ShardRanks(tp=1), 0, write=True).parts
-    assert part.box == Box((0, 3), (2, 2))
-    assert part.data.tolist() == [[0.0, 1.0], [3.0, 4.0]]
+    (chunk,) = Fragment.of_flat(flat, spec, (2, 3), ShardRanks(tp=1), 0, write=True).chunks
+    assert chunk.box == Box((0, 3), (2, 2))
+    assert chunk.data.tolist() == [[0.0, 1.0], [3.0, 4.0]]
 
 
 def test_a_tensor_without_elements_keeps_its_name_and_shape():
-    assert len(Fragment.of_local(torch.empty(0, 3), ParamSpec((0, 3)), ShardRanks(), write=True).parts) == 1
+    assert len(Fragment.of_local(torch.empty(0, 3), ParamSpec((0, 3)), ShardRanks(), write=True).chunks) == 1
 
 
 @pytest.mark.parametrize(

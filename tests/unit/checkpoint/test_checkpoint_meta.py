@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_megatron.checkpoint import meta as meta_file
 from lightning_megatron.checkpoint.meta import (
     META,
     objects_in,
@@ -91,3 +92,29 @@ def test_a_checkpoint_that_no_trainer_saved_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=f"{META} holds no pytorch-lightning_version: it was not saved by a T"):
         refuse_other_writers(tmp_path, {})
     refuse_other_writers(tmp_path, {"pytorch-lightning_version": "2.6.6"})
+
+
+LOOP: list[object] = []
+LOOP.append(LOOP)
+SURE = [
+    {"a": [1, 2.5, "x", None, True, (-(1 << 63), (1 << 63) - 1)], 3: {"\ud800": float("nan")}},
+    [torch.zeros(2, 3), torch.zeros(3, dtype=torch.bfloat16), torch.arange(6).view(2, 3).t(), torch.tensor(1.0)],
+    [torch.zeros(2, requires_grad=True), torch.zeros(2, dtype=torch.float8_e4m3fn), torch.zeros(0)],
+]
+NOT_SURE = [1 << 63, 1 << 3000, b"x", {1, 2}, OrderedDict(a=1), Path("x"), [{"a": (Path("x"),)}], LOOP, int, lambda: 0]
+
+
+def test_what_is_taken_for_plain_without_a_trial_passes_the_trial():
+    for value in SURE:
+        assert meta_file.is_surely_plain(value)
+        assert meta_file._survives(value)
+
+
+def test_all_else_is_tried():
+    marked = torch.zeros(2)
+    marked.note = Path("x")
+    odd = [marked, torch.zeros(2).to_sparse(), torch.zeros(2, device="meta"), torch.nn.Parameter(torch.zeros(1))]
+    for value in (*NOT_SURE, *odd):
+        assert not meta_file.is_surely_plain(value)
+    assert meta_file.is_plain(OrderedDict(a=1))
+    assert not meta_file.is_plain([{"a": (Path("x"),)}])

@@ -13,7 +13,7 @@ from lightning_megatron.checkpoint import load, model_state, save
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, record
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
 from lightning_megatron.checkpoint.integrity.verify import verify
-from lightning_megatron.checkpoint.load import CheckpointError
+from lightning_megatron.checkpoint.loading import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 
 MESH = ParallelMesh.single()

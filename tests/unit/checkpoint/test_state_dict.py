@@ -37,7 +37,7 @@ def meshes(**sizes):
 
 
 def writers_of(key, states):
-    return [i for i, state in enumerate(states) if any(part.write for part in state[key].parts)]
+    return [i for i, state in enumerate(states) if any(chunk.write for chunk in state[key].chunks)]
 
 
 def test_each_replica_group_has_one_writer_and_the_work_is_spread():
@@ -47,7 +47,7 @@ def test_each_replica_group_has_one_writer_and_the_work_is_spread():
     for i in range(8):
         assert len(writers_of(f"model.w{i}", states)) == 2, "one for each slice"
         assert len(writers_of(f"model.n{i}", states)) == 1
-    written = [sum(part.write for value in state.values() for part in value.parts) for state in states]
+    written = [sum(chunk.write for value in state.values() for chunk in value.chunks) for state in states]
     assert written == [3] * 8, "two slices and one whole tensor each"
 
 
@@ -55,14 +55,14 @@ def test_a_copy_on_another_stage_reads_from_the_first_and_writes_nothing():
     spec = ParamSpec((4, 2), tied_with="embedding.weight")
     (mesh,) = meshes(dp=1)
     state = model_state({"head.weight": torch.zeros(4, 2)}, {"head.weight": spec}, mesh)
-    (part,) = state["model.embedding.weight"].parts
-    assert not part.write
+    (chunk,) = state["model.embedding.weight"].chunks
+    assert not chunk.write
 
 
 def test_fragments_are_views_of_live_memory():
     weight = nn.Parameter(torch.zeros(3, 2))
     fragment = model_state({"w": weight}, {}, ParallelMesh.single())["model.w"]
-    fragment.parts[0].data.fill_(4)
+    fragment.chunks[0].data.fill_(4)
     assert isinstance(fragment, Fragment)
     assert weight.eq(4).all()
 

@@ -33,9 +33,12 @@ def victims(dataset: GPTDataset) -> list[Path]:
 def read(prefix: str, victim: str, answer: Connection, workers: int) -> None:
     """In a process of its own, which a signal may end: read, cut a file off, read on."""
     dataset = GPTDataset(IndexedDataset(prefix), seq_length=100)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+    # Forked workers notice that this process has ended; those of a fork server of its own would not.
+    more = {"num_workers": workers, "persistent_workers": True, "multiprocessing_context": "fork"} if workers else {}
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, **more)
     samples = iter(loader)
     next(samples)
+    time.sleep(0.2 * workers)  # until they have read ahead: one that reads at this very moment dies of SIGBUS
     os.truncate(victim, 0)
     time.sleep(0.05)
     try:
@@ -87,6 +90,15 @@ def test_nonsense_in_the_files_of_a_run_names_them(dataset: GPTDataset) -> None:
             other[5]
     with pytest.raises(IndexError, match="there is no number 99999"):
         dataset[99999]
+
+
+def test_every_read_after_a_fault_is_a_fault(dataset: GPTDataset) -> None:
+    dataset[3]
+    os.truncate(victims(dataset)[0], 0)
+    time.sleep(0.05)
+    for _ in range(3):  # as a worker does, which has the next samples in its queue
+        with pytest.raises(DataError, match="cut off while it was in use"):
+            dataset[3]
 
 
 def test_a_blend_looks_at_its_order(dataset: GPTDataset, tmp_path: Path) -> None:

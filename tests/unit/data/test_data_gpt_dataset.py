@@ -1,6 +1,8 @@
+import contextlib
 import json
 import os
 import pickle
+import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ import torch
 
 from lightning_megatron.data import DataError, GPTDataset, IndexedDataset, IndexedDatasetWriter
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.files.growing import GrowingFile
 
 WriteCorpus = Callable[..., Path]
 
@@ -60,12 +63,13 @@ def test_masks_by_hand(tmp_path: Path) -> None:
     assert item["labels"].tolist() == [2, 9, 3, 9, 9, 4, 5, 6]
     assert item["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
     assert item["loss_mask"].tolist() == [1, 1, 0, 1, 0, 0, 1, 1]
-    mask = item["attention_mask"]
-    assert (mask.dtype, tuple(mask.shape)) == (torch.bool, (1, 8, 8))
-    document = [0, 0, 0, 1, 1, 2, 3, 3]
-    for row in range(8):
-        for column in range(8):
-            assert bool(mask[0, row, column]) == (column > row or document[row] != document[column])
+    assert item["segment_ids"].tolist() == [1, 1, 1, 2, 2, 3, 4, 4]
+
+
+def test_padding_is_in_no_document(write_corpus: WriteCorpus) -> None:
+    how = {"seq_length": 4, "drop_last_partial": False, "eod_id": 1, "reset_attention_mask": True}
+    data = GPTDataset(IndexedDataset(write_corpus([6])), **how)  # type: ignore[arg-type]
+    assert sorted(data[i]["segment_ids"].tolist() for i in range(2)) == [[1, 1, 0, 0], [1, 1, 2, 2]]
 
 
 def test_padding(write_corpus: WriteCorpus) -> None:
@@ -232,3 +236,30 @@ def test_many_may_build_at_once(write_corpus: WriteCorpus, tmp_path: Path) -> No
     for data in built[1:]:
         for name in ("documents", "samples", "shuffle"):
             assert np.array_equal(getattr(data.index, name), getattr(built[0].index, name))
+
+
+def test_nodes_that_start_together_leave_each_other_the_files_they_have_mapped(
+    write_corpus: WriteCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NFS a mapped file that another machine replaces is lost, and its reader dies of SIGBUS."""
+    prefix, together = write_corpus([30] * 200), threading.Barrier(4)
+
+    def late(self: GrowingFile) -> None:
+        sync(self)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(5)  # nobody has given a file its name before all have written theirs
+
+    sync = GrowingFile.sync
+    monkeypatch.setattr(GrowingFile, "sync", late)
+
+    def node(_: int) -> dict[str, int]:
+        GPTDataset(IndexedDataset(prefix), seq_length=7, num_samples=900, cache_dir=tmp_path / "cache")
+        return {path.name: path.stat().st_ino for path in (tmp_path / "cache").glob("*.npy")}
+
+    with ThreadPoolExecutor(4) as pool:
+        seen = list(pool.map(node, range(4)))
+    assert all(each == seen[0] for each in seen)
+    monkeypatch.setattr(GrowingFile, "sync", sync)
+    next((tmp_path / "cache").glob("*description.txt")).unlink()  # as if the first had not come to the end
+    assert node(0) == seen[0]
+    assert not list((tmp_path / "cache").glob("*.tmp-*"))

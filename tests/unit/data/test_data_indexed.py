@@ -81,6 +81,9 @@ FAULTS: list[tuple[bytes, bytes, str]] = [
     (replaced(86, struct.pack("<q", 2)), TOKENS, r"corpus\.idx: 3 sequences, but the last document ends at sequence 2"),
     (replaced(70, struct.pack("<q", 1)), TOKENS, r"corpus\.idx: the document bounds do not rise from 0"),
     (replaced(78, struct.pack("<q", 4)), TOKENS, r"corpus\.idx: the document bounds do not rise from 0"),
+    (replaced(46, struct.pack("<3q", 2, 0, 0)), TOKENS, r"sequence 0 starts at byte 2, and those before it end at 0"),
+    (replaced(34, struct.pack("<i", 2)), TOKENS, r"sequence 1 starts at byte 6, and those before it end at 4"),
+    (INDEX, TOKENS + b"\x00\x00", r"corpus\.bin: 10 bytes, but its index says 8 \(4 tokens\)"),
     (INDEX, TOKENS[:-1], r"corpus\.bin: 7 bytes, but its index says 8 \(4 tokens\)"),
 ]
 
@@ -198,10 +201,3 @@ def test_merging_equals_writing_all(
         assert (directory / f"merged.{ending}").read_bytes() == (directory / f"all.{ending}").read_bytes()
     dataset = IndexedDataset(directory / "all")
     assert [s.tolist() for s in dataset[:]] == [s for d in first + second for s in d]
-
-
-def test_merging_a_pair_whose_sequences_are_not_in_order(pair: Callable[..., Path], tmp_path: Path) -> None:
-    backwards = replaced(46, struct.pack("<3q", 2, 0, 0))
-    with IndexedDatasetWriter(tmp_path / "merged", np.uint16) as writer:
-        writer.add_index(pair(backwards))
-    assert [s.tolist() for s in IndexedDataset(tmp_path / "merged")[:]] == [[2, 3, 500], [], [1]]

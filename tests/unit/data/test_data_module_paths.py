@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from lightning_megatron import MegatronDataModule
+from lightning_megatron import LlamaModule, MegatronDataModule
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing.trainer import quiet_trainer
@@ -40,6 +42,18 @@ def test_each_share_reads_the_files_that_were_named_for_it(tmp_path: Path) -> No
     assert {token // 1000 for token in tokens_of(data.test_dataloader())} == {2}
 
 
+def test_a_share_of_nothing_is_not_evaluated(tmp_path: Path) -> None:
+    """Megatron-LM's way to measure speed, ``--split 100,0,0``: training alone, unless samples are asked for."""
+    path, options = write(tmp_path / "a", 0), {"split": "100,0,0", "train_samples": 8, "cache_dir": tmp_path}
+    data = MegatronDataModule(path, 8, 4, **options)
+    data.trainer = quiet_trainer(max_steps=2)
+    data.setup("fit")
+    assert len(data.train_dataloader()) > 0
+    assert data.val_dataloader() == []
+    (problem,) = MegatronDataModule(path, 8, 4, **options, val_samples=4).data_problems()
+    assert str(problem) == "val_samples=4: split='100,0,0' has no share for them; nearest valid: 0, None"
+
+
 def test_gpt2s_tokenizer_is_named_by_its_two_files(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     bpe = tokenizers.ByteLevelBPETokenizer()
@@ -54,3 +68,59 @@ def test_gpt2s_tokenizer_is_named_by_its_two_files(tmp_path: Path) -> None:
     assert data.batch_shape.vocab_size == data.tokenizer.vocab_size == bpe.get_vocab_size()
     with pytest.raises((ConfigError, ValueError), match=r"merges\.txt|merge_file"):
         MegatronDataModule(str(tmp_path / "a"), 8, tokenizer_type="GPT2BPETokenizer", vocab_file=files["vocab_file"])
+
+
+def test_a_tokenizer_beside_the_data_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "lazy", "dog"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    path, kind = write(tmp_path / "a", 0), "BertWordPieceLowerCase"
+    data = MegatronDataModule([0.5, path, 0.5, path], 8, tokenizer_type=kind)
+    assert data.tokenizer is not None
+    assert data.tokenizer.encode("A lazy dog") == [5, 6, 7]
+    (other := tmp_path / "other").mkdir()
+    (other / "vocab.txt").write_text("\n".join([*words, "cat"]))
+    named = MegatronDataModule(path, 8, tokenizer_type=kind, tokenizer_model=other)
+    assert named.batch_shape.vocab_size == 9
+    with pytest.raises(ConfigError, match=r"named or as tokenizer\.model beside the data"):
+        MegatronDataModule(path, 8, tokenizer_type="GPTSentencePieceTokenizer")
+
+
+def test_documents_of_samples_see_nothing_of_each_other_if_wanted(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]))
+    options: dict[str, Any] = {"tokenizer_type": "BertWordPieceLowerCase", "train_samples": 8, "cache_dir": tmp_path}
+    data = MegatronDataModule(str(tmp_path / "a"), 12, 2, "100,0,0", **options, reset_attention_mask=True)
+    assert data.tokenizer is not None
+    eod = data.tokenizer.eod
+    with IndexedDatasetWriter(str(tmp_path / "a"), np.dtype(np.uint16)) as writer:
+        for length in (3, 5, 2, 7, 4) * 9:
+            writer.add_item(np.array([5] * length + [eod], np.uint16))
+            writer.end_document()
+    data.trainer = quiet_trainer(max_steps=2)
+    data.setup("fit")
+    for batch in data.train_dataloader():
+        ended = batch["tokens"] == eod
+        torch.testing.assert_close(batch["segment_ids"], 1 + ended.cumsum(1) - ended.long())
+        assert batch["segment_ids"].max() > 1
+        assert LlamaModule("llama-tiny", num_layers=1).loss(batch).isfinite()
+    plain = MegatronDataModule(str(tmp_path / "a"), 12, 2, "100,0,0", **options)
+    assert "reset_attention_mask" not in plain._sample_options  # checkpoints from before the argument go on
+    with pytest.raises(ConfigError, match="reset_attention_mask=True: needs to know the end-of-document token"):
+        MegatronDataModule(str(tmp_path / "a"), 12, reset_attention_mask=True)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_predictions_that_are_left_out_are_counted(batch_size: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", 0)
+    data = MegatronDataModule(path, 8, batch_size, test_data_path=path, test_samples=21)
+    data.trainer = quiet_trainer(max_steps=1)
+    data.setup("predict")
+    samples = len(data.test_dataloader().dataset)
+    left = samples % batch_size
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert len(data.predict_dataloader()) == samples // batch_size
+    told = [str(warning.message) for warning in said if "not predicted" in str(warning.message)]
+    expected = f"{left} of the {samples} samples of the test share do not fill a batch of {batch_size} x dp 1"
+    assert told == ([f"{expected}, and are not predicted: take a batch_size that divides them"] if left else [])

@@ -3,6 +3,7 @@ import gzip
 import json
 import lzma
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.preprocess import preprocess_command
-from lightning_megatron.cli.tokenizer import train_tokenizer_command
+from lightning_megatron.cli.data.preprocess import preprocess_command
+from lightning_megatron.cli.data.tokenizer import train_tokenizer_command
 from lightning_megatron.data import DataError, IndexedDataset
 from lightning_megatron.data.preprocessing.preprocess import TokenizerSpec, preprocess
 from lightning_megatron.data.preprocessing.sentences import split_sentences
@@ -78,10 +79,22 @@ def test_workers_do_not_change_a_byte(write_lines: WriteLines, tmp_path: Path) -
             assert (tmp_path / f"1_{name}").read_bytes() == (tmp_path / f"2_{name}").read_bytes()
 
 
+def test_workers_run_whatever_the_length_of_tmpdir(
+    write_lines: WriteLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer_than_a_socket_may_be = tmp_path / ("x" * 110)
+    longer_than_a_socket_may_be.mkdir()
+    monkeypatch.setenv("TMPDIR", str(longer_than_a_socket_may_be))
+    command = ["preprocess", "--input", str(write_lines(RECORDS)), "--output-prefix", str(tmp_path / "out")]
+    command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--workers", "2"]
+    subprocess.run([sys.executable, "-m", "lightning_megatron.cli.main", *command], check=True)
+    assert contents(tmp_path / "out_text_document")
+
+
 def test_an_error_in_a_worker_names_the_line(write_lines: WriteLines, tmp_path: Path) -> None:
     source = write_lines([*RECORDS[:9], {"text": "seven"}])
     with pytest.raises(DataError, match=r"corpus\.jsonl, line 10: NullTokenizer reads token ids"):
-        preprocess([source], tmp_path / "out", IDS, workers=2, log=quiet)
+        preprocess([source], tmp_path / "out", IDS, workers=2, strict=True, log=quiet)
     assert not list(tmp_path.glob("out*"))
 
 
@@ -115,6 +128,8 @@ def test_the_log(write_lines: WriteLines, tmp_path: Path, capsys: pytest.Capture
     source = write_lines(RECORDS)
     preprocess([source], tmp_path / "out", IDS, log_interval=40)
     lines = capsys.readouterr().err.splitlines()
+    estimate = lines.pop(0)
+    assert re.fullmatch(r"Estimate: about 90 documents, \d+ tokens, 0\.0 MB; [\d.,]+ GB are free", estimate)
     assert lines[0] == f"Opening {source}"
     assert re.fullmatch(r"Time to startup: \d+\.\d\d", lines[1])
     pattern = r"Processed (\d+) documents \((\d+\.\d\d) docs/s, (\d+\.\d\d\d\d) MB/s\)\."
@@ -139,7 +154,7 @@ def test_patterns_are_read_in_order(write_lines: WriteLines, tmp_path: Path) -> 
 def test_blank_lines_are_left_out_and_counted(write_lines: WriteLines, tmp_path: Path) -> None:
     source = write_lines([b"\n", {"text": "1"}, b"  \n", {"text": "x"}])
     with pytest.raises(DataError, match="line 4"):
-        preprocess([source], tmp_path / "out", IDS, log=quiet)
+        preprocess([source], tmp_path / "out", IDS, strict=True, log=quiet)
 
 
 FAULTS: list[tuple[list[Any], str]] = [
@@ -162,7 +177,7 @@ FAULTS: list[tuple[list[Any], str]] = [
 @pytest.mark.parametrize(("records", "text"), FAULTS)
 def test_faulty_lines(write_lines: WriteLines, tmp_path: Path, records: list[Any], text: str) -> None:
     with pytest.raises(DataError, match=text):
-        preprocess([write_lines(records)], tmp_path / "out", IDS, log=quiet)
+        preprocess([write_lines(records)], tmp_path / "out", IDS, strict=True, log=quiet)
     assert not list(tmp_path.glob("out*")), "nothing is left behind"
 
 
@@ -247,7 +262,7 @@ def test_user_errors_are_one_line_and_exit_2(
     }
     assert preprocess_command([word for pair in options.items() for word in pair]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Opening")]
-    errors = [line for line in errors if not line.startswith("Time")]
+    errors = [line for line in errors if not line.startswith(("Time", "Estimate"))]
     assert len(errors) == 1
     assert errors[0].startswith("error: ")
     assert text in errors[0]

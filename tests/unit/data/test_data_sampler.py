@@ -169,3 +169,29 @@ def test_iterators_can_be_copied() -> None:
     iterator = iter(loader())
     next(iterator)
     assert len(pickle.loads(pickle.dumps(iterator))) == 11
+
+
+def test_epochs_after_one_that_a_limit_of_steps_cut_off_have_their_own_orders():
+    """Lightning counts such an epoch as done, so that its numbers run ahead of what has been read."""
+
+    def sampler() -> MegatronSampler:
+        return MegatronSampler(12, batch_size=4, shuffle=True, seed=3)
+
+    def orders(given: MegatronSampler, epochs: list[int]) -> list[list[int | None]]:
+        found = []
+        for epoch in epochs:
+            given.set_epoch(epoch)
+            for batch in given:
+                found.append(batch)
+                given.advance()
+        return found
+
+    whole = orders(sampler(), [0, 1, 2, 3])
+    first, resumed, again = sampler(), sampler(), sampler()
+    batches = iter(first)
+    assert [next(batches), next(batches)] == whole[:2]
+    first.advance(2)
+    resumed.load_state_dict({**first.state_dict(), "unfinished": 1})
+    assert orders(resumed, [1, 2]) == whole[2:6]
+    again.load_state_dict(resumed.state_dict())
+    assert orders(again, [3, 4]) == whole[6:]

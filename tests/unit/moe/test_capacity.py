@@ -9,18 +9,14 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_megatron.config.capacity import expert_capacity, first_edges, lowest_capacity
 from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.moe.capacity import drop_overflow, expert_capacity, permute_by_expert
-from lightning_megatron.moe.capacity_bins import (
-    CapacityBins,
-    expected_waste,
-    first_edges,
-    lowest_capacity,
-    optimized_edges,
-)
+from lightning_megatron.moe.capacity import drop_overflow, permute_by_expert
+from lightning_megatron.moe.capacity_bins import CapacityBins, expected_waste, optimized_edges
 
 
 @pytest.mark.parametrize(("tokens", "topk", "experts", "factor", "right"), [(10, 2, 4, 1.0, 5), (10, 2, 3, 1.25, 9)])
@@ -91,6 +87,36 @@ def test_a_capacity_is_the_smallest_bin_that_holds_the_fullest_expert():
     bins.choose(torch.tensor([300, 0, 0, 0]), 512)
     bins.after_optimizer_step()
     assert bins.usage.sum() == 4, "validation does not count"
+
+
+class Waits(TorchDispatchMode):
+    """Counts reads of single numbers, for each of which the host waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
+def test_a_choice_waits_for_the_device_once():
+    bins, _ = trained_bins([[300]], moe_capacity_bins_interval=0)
+    with Waits() as waits:
+        bins.choose(torch.tensor([300, 0, 0, 0]), 512)
+    assert waits.number == 0, "beside the one list of numbers that is read at the end"
+
+
+def test_sums_stay_within_the_32_bits_in_which_a_gaudi_keeps_integers():
+    bins, _ = trained_bins([[300]], moe_capacity_bins_interval=0)
+    bins.rows.copy_(torch.tensor([2**30, 2**30 + 2**29]))
+    bins.usage.copy_(torch.tensor([2**20, 2**24, 0, 1, 2, 4]))
+    bins.after_optimizer_step()
+    assert bins.rows.tolist() == [2**29, 2**29 + 2**28]
+    assert bins.usage.tolist() == [2**19, 2**23, 0, 0, 1, 2]
+    bins.after_optimizer_step()
+    assert bins.rows.tolist() == [2**29, 2**29 + 2**28], "and small ones as they are"
 
 
 def test_bins_are_cut_anew_where_they_are_used_and_waste_less():

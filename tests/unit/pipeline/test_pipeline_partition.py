@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.presets import preset
 from lightning_megatron.pipeline.partition import parse_layout, partition
 from lightning_megatron.stage import StageLayers
 
@@ -48,6 +49,19 @@ def test_embedding_and_loss_count_as_layers() -> None:
     assert sizes(10, 4, count_embedding=True, count_loss=True) == [2, 3, 3, 2]
     assert sizes(7, 2, 2, count_loss=True) == [2, 2, 2, 1]
     assert sizes(7, 4, count_embedding=True) == [1, 2, 2, 2]
+
+
+def test_balanced_counts_the_output_layer_by_its_work() -> None:
+    """No other share of the layers has less work in the stage that has most of it."""
+    assert preset("llama-tiny").loss_cost == pytest.approx(50 / 9)
+    assert sizes(8, 2, layout="balanced", loss_cost=5.57) == [7, 1]
+    assert sizes(8, 2, layout="balanced", loss_cost=0.0) == [4, 4]
+    assert sizes(8, 2, layout="balanced", loss_cost=9.0) == [8, 0]
+    assert sizes(32, 4, layout="balanced", loss_cost=2.4) == [8, 9, 9, 6]
+    assert sizes(7, 2, 2, layout="balanced", loss_cost=1.0) == [2, 2, 2, 1]
+    assert sizes(3, 1, layout="balanced") == [3]
+    with pytest.raises(ConfigError, match="num_layers=2: fewer layers than the 3 stages before the last"):
+        sizes(2, 4, layout="balanced")
 
 
 def test_layout_string() -> None:

@@ -17,7 +17,7 @@ from lightning_megatron.recorder.call import Call, PeerLostError
 from lightning_megatron.recorder.diagnosis import describe_actions
 from lightning_megatron.recorder.file_format import DEPTH, LAST, Kind, State
 from lightning_megatron.recorder.process import ProcessState, describe_exit
-from lightning_megatron.recorder.reading import FailureProbe, RankView, read_rank, read_run
+from lightning_megatron.recorder.reading import FailureProbe, RankView, read_rank, read_run, runs_below
 from lightning_megatron.recorder.recorder import Recorder, note_process_state
 from lightning_megatron.recorder.runs import remove_finished, remove_old, run_folder
 
@@ -210,6 +210,20 @@ def test_a_run_that_all_ranks_finish_leaves_nothing_and_old_ones_are_swept(tmp_p
     assert len(left) == 4
     assert "run-running" in left
     running.close(remove=True)
+
+
+def test_runs_that_go_or_come_meanwhile_are_left_alone(tmp_path: Path) -> None:
+    going, coming, old = (run_folder(tmp_path, name, {}) for name in ("going", "coming", "old"))
+    for folder in (going, coming, old):
+        folder.mkdir(parents=True)
+    (going / "00000.actions").symlink_to(tmp_path / "removed by another process after the folder was listed")
+    (coming / "00000.actions").touch()  # and its first bytes follow
+    (old / "00000.actions").write_bytes(b"another format")
+    os.utime(old / "00000.actions", (0, 0))
+    assert runs_below(tmp_path) == [coming, old]
+    remove_old(tmp_path)
+    assert runs_below(tmp_path) == [coming]
+    assert runs_below(tmp_path / "gone") == []
 
 
 def test_a_record_is_of_one_process_and_goes_on_in_memory_without_a_file(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
+    "spiece.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -12,7 +12,6 @@ from lightning_megatron.checkpoint.formats.megatron.directory import (
     open_megatron,
 )
 from lightning_megatron.checkpoint.formats.megatron.sizes import size_problems
-from lightning_megatron.checkpoint.formats.megatron.weight_map import weight_map
 
 __all__ = [
     "MegatronCheckpoint",
@@ -20,5 +19,4 @@ __all__ = [
     "is_megatron_directory",
     "open_megatron",
     "size_problems",
-    "weight_map",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.checkpoint.formats.config_reader import ConfigReader
+from lightning_megatron.config.reader import ConfigReader
 
 _POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
@@ -45,7 +45,6 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "no_rope_freq": (None, 0),
     "qk_l2_norm": (False,),
-    "qk_layernorm": (False,),
     "quick_geglu": (False,),
     "retro_add_retriever": (False,),
     "rotary_interleaved": (False,),
@@ -74,7 +73,6 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     smoothing = "ours is torch's, for which Megatron's s is s V / (V - 1), V the slice of the vocabulary on one rank"
     reader.expect("label_smoothing", 0.0, (0.0,), smoothing)
     bias = reader.get("add_bias_linear", True)
-    reader.expect("add_qkv_bias", False, (False, bias), "biases go into all linear layers or none")
     heads = reader.required("num_attention_heads")
     grouped = reader.get("group_query_attention", False)
     norm = reader.expect("normalization", "LayerNorm", tuple(_NORMS), "unknown norm")
@@ -96,6 +94,8 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": float(reader.get("rotary_base", 10000)),
         "rope_scaling": _rope_scaling(reader),
         "add_bias_linear": bias,
+        "add_qkv_bias": reader.get("add_qkv_bias", False) and not bias,
+        "qk_norm": reader.get("qk_layernorm", False),
         "tie_embeddings": not reader.get("untie_embeddings_and_output_weights", False),
         "init_std": reader.get("init_method_std", 0.02),
         "hidden_dropout": reader.get("hidden_dropout", 0.1),

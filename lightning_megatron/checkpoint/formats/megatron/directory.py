@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.checkpoint.formats.megatron.before_core import QKVOrder
 from lightning_megatron.checkpoint.formats.megatron.legacy import read_legacy
 from lightning_megatron.checkpoint.formats.megatron.torch_dist import COMMON, read_torch_dist
 from lightning_megatron.checkpoint.formats.megatron.unpickle import command_line, load_file
@@ -29,10 +30,14 @@ class MegatronCheckpoint:
     Attributes:
         tensors: tensors of the model by the names of ``names.py``, read when they are materialized.
         arguments: Megatron's command line; ``None`` if it is not there, or was not read.
+        is_old: True if it is from before megatron-core.
+        qkv_order: order of the rows of queries, keys and values.
     """
 
     tensors: dict[str, LazyTensor]
     arguments: dict[str, Any] | None
+    is_old: bool = False
+    qkv_order: QKVOrder = "head"
 
 
 def is_megatron_directory(path: str | os.PathLike[str]) -> bool:
@@ -80,8 +85,8 @@ def open_megatron(path: str | os.PathLike[str], *, allow_pickle: bool = False) -
         _refuse_other_backend(directory / _METADATA)
         return MegatronCheckpoint(read_torch_dist(directory), _common_arguments(directory, allow_pickle))
     if any(directory.glob(_RANKS)):
-        tensors, arguments = read_legacy(directory, allow_pickle=allow_pickle)
-        return MegatronCheckpoint(tensors, arguments)
+        found = read_legacy(directory, allow_pickle=allow_pickle)
+        return MegatronCheckpoint(found.tensors, found.arguments, found.is_old, found.qkv_order)
     raise CheckpointError(f"{directory} is no checkpoint of Megatron: it has neither {_METADATA} nor {_RANKS}")
 
 

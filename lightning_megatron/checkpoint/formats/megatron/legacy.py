@@ -18,6 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint.formats.megatron.before_core import (
+    QKVOrder,
+    core_names,
+    is_before_core,
+    qkv_order,
+)
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS, is_of_model, plain_name
 from lightning_megatron.checkpoint.formats.megatron.unpickle import command_line, load_file
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd
@@ -48,28 +54,56 @@ class _Shard:
         return self.reshape(self.tensor)
 
 
-def read_legacy(directory: Path, *, allow_pickle: bool) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
-    """The tensors of the model, merged when they are materialized, and Megatron's command line.
+@dataclass(frozen=True)
+class Legacy:
+    """A checkpoint of this format.
+
+    Attributes:
+        tensors: whole tensors of the model, merged when they are materialized.
+        arguments: Megatron's command line; ``None`` if the files have none.
+        is_old: True if it is from before megatron-core.
+        qkv_order: order of the rows of queries, keys and values.
+    """
+
+    tensors: dict[str, LazyTensor]
+    arguments: dict[str, Any] | None
+    is_old: bool
+    qkv_order: QKVOrder
+
+
+def read_legacy(directory: Path, *, allow_pickle: bool) -> Legacy:
+    """Open a checkpoint of this format.
 
     Raises:
         CheckpointError: if files are missing or cannot be read, or were saved in a layout that they do not describe.
     """
     files = {folder: load_file(folder / _FILE, allow_pickle=allow_pickle) for folder in _folders(directory)}
     first = next(iter(files))
-    arguments = command_line(files[first], first / _FILE) or {}
+    arguments = command_line(files[first], first / _FILE)
+    _refuse_other_experts(directory, arguments or {})
+    models = {folder: _chunks(directory, content) for folder, content in files.items()}
+    is_old = any(is_before_core(model) for chunks in models.values() for model in chunks)
+    order: QKVOrder = "head"
+    if is_old:
+        order = qkv_order(files[first], first / _FILE)
+        models = {folder: [core_names(model) for model in chunks] for folder, chunks in models.items()}
+    for folder, chunks in models.items():
+        for model in chunks:
+            refuse_odd(folder / _FILE, {name: value for name, value in model.items() if torch.is_tensor(value)})
+    ranks = {_place(folder, arguments or {}): chunks for folder, chunks in models.items()}
+    _refuse_missing(directory, ranks)
+    shards = _shards(ranks)
+    tensors = {name: _merged(name, parts, _is_gated(name, shards), order) for name, parts in shards.items()}
+    return Legacy(tensors, arguments, is_old, order)
+
+
+def _refuse_other_experts(directory: Path, arguments: Mapping[str, Any]) -> None:
     etp, tp = (arguments.get(name) for name in ("expert_tensor_parallel_size", "tensor_model_parallel_size"))
     if etp not in (None, tp) and arguments.get("num_experts"):
         raise CheckpointError(
             f"{directory}: experts are cut in {etp} and other layers in {tp}, which its files do not tell apart: let"
             " Megatron save it as torch_dist"
         )
-    for folder, content in files.items():
-        for model in _chunks(directory, content):
-            refuse_odd(folder / _FILE, {name: value for name, value in model.items() if torch.is_tensor(value)})
-    ranks = {_place(folder, arguments): content for folder, content in files.items()}
-    _refuse_missing(directory, ranks)
-    shards = _shards(directory, ranks)
-    return {name: _merged(name, parts, _is_gated(name, shards)) for name, parts in shards.items()}, arguments or None
 
 
 def _folders(directory: Path) -> list[Path]:
@@ -96,15 +130,18 @@ def _refuse_missing(directory: Path, ranks: Mapping[Place, Any]) -> None:
         raise CheckpointError(f"{directory}: files of {len(missing)} ranks are missing: {listed}")
 
 
-def _shards(directory: Path, ranks: Mapping[Place, Mapping[str, Any]]) -> dict[str, list[_Shard]]:
-    """Shards of each whole tensor by its name, in the order of tensor-parallel ranks."""
-    chunks = {place: _chunks(directory, content) for place, content in ranks.items()}
-    stages = sorted({place[1] for place in ranks})
+def _shards(chunks: Mapping[Place, Sequence[Mapping[str, Any]]]) -> dict[str, list[_Shard]]:
+    """Shards of each whole tensor by its name, in the order of tensor-parallel ranks.
+
+    Args:
+        chunks: the models of each rank's file.
+    """
+    stages = sorted({place[1] for place in chunks})
     count = len(chunks[0, 0, 0])
     order = [(v, p) for v in range(count) for p in stages]
     lengths = [_num_layers(chunks[0, p, 0][v]) for v, p in order]
     first_layer = dict(zip(order, accumulate([0, *lengths]), strict=False))
-    ep = max(place[2] for place in ranks) + 1
+    ep = max(place[2] for place in chunks) + 1
     found: dict[str, dict[int, _Shard]] = {}
     for (t, p, e), models in sorted(chunks.items()):
         for v, model in enumerate(models):
@@ -121,10 +158,8 @@ def _chunks(directory: Path, content: Mapping[str, Any]) -> list[Mapping[str, An
         else sorted((name for name in content if re.fullmatch(r"model\d+", name)), key=lambda name: int(name[5:]))
     )
     models: list[Mapping[str, Any]] = [content[name] for name in names if isinstance(content[name], dict)]
-    if not models or any("language_model" in model for model in models):
-        raise CheckpointError(
-            f"{directory}: it holds no model of megatron-core (decoder.layers.0...), but {sorted(content)}"
-        )
+    if not models:
+        raise CheckpointError(f"{directory}: it holds no model, but {sorted(content)}")
     return models
 
 
@@ -184,21 +219,21 @@ def _is_gated(name: str, shards: Mapping[str, Sequence[_Shard]]) -> bool:
     return shards[name][0].on_meta().shape[0] == 2 * second[0].on_meta().shape[1]
 
 
-def _merged(name: str, shards: Sequence[_Shard], gated: bool) -> LazyTensor:
-    joined = _join(name, gated, [shard.on_meta() for shard in shards])
+def _merged(name: str, shards: Sequence[_Shard], gated: bool, order: QKVOrder) -> LazyTensor:
+    kinds = 3 if order == "kind" and ".linear_qkv." in name else 2 if gated else 1
+    joined = _join(name, kinds, [shard.on_meta() for shard in shards])
     return LazyTensor(
-        tuple(joined.shape), joined.dtype, lambda: _join(name, gated, [shard.value() for shard in shards])
+        tuple(joined.shape), joined.dtype, lambda: _join(name, kinds, [shard.value() for shard in shards])
     )
 
 
-def _join(name: str, gated: bool, shards: Sequence[Tensor]) -> Tensor:
+def _join(name: str, kinds: int, shards: Sequence[Tensor]) -> Tensor:
+    """A whole tensor of its shards, each of which holds ``kinds`` blocks of rows end to end."""
     if len(shards) == 1:
         return shards[0]
     if _CUT_BY_COLUMNS.search(name):
         return torch.cat(list(shards), dim=1)
     if not _CUT_BY_ROWS.search(name):
         return shards[0]
-    if gated:
-        halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([half[i] for i in range(2) for half in halves])
-    return torch.cat(list(shards))
+    blocks = [shard.tensor_split(kinds) for shard in shards]
+    return torch.cat([each[i] for i in range(kinds) for each in blocks])

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from lightning_megatron.checkpoint.dcp import read_fragments
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS, is_of_model, plain_name
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_oversized
-from lightning_megatron.checkpoint.fragment import Fragment, Part
+from lightning_megatron.checkpoint.fragment import Chunk, Fragment
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
 from lightning_megatron.params import Box
@@ -86,6 +86,6 @@ def _read_slice(
 ) -> Tensor:
     whole = torch.empty(shape[len(place) :], dtype=dtype)
     box = Box((*place, *[0] * whole.ndim), (*[1] * len(place), *whole.shape))
-    part = Part(box, whole.view(box.sizes), write=False)
-    read_fragments(directory, metadata, {key: Fragment(shape, dtype, (part,))})
+    chunk = Chunk(box, whole.view(box.sizes), write=False)
+    read_fragments(directory, metadata, {key: Fragment(shape, dtype, (chunk,))})
     return whole

@@ -11,35 +11,52 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint.formats.megatron.before_core import QKVOrder
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS
 from lightning_megatron.checkpoint.formats.weight_map import Rule, WeightMap, same
-from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.config.parameter_specs import parameter_shapes
+from lightning_megatron.config.transformer import GATED, TransformerConfig
+from lightning_megatron.errors import Problem, raise_if_any
 
 
-def weight_map(config: TransformerConfig) -> WeightMap:
-    """The rules between a decoder of megatron-core and our model of this configuration."""
+def weight_map(config: TransformerConfig, order: QKVOrder = "head") -> WeightMap:
+    """The rules between a decoder of megatron-core and our model of this configuration.
+
+    Args:
+        config: configuration of the model.
+        order: order of the rows of queries, keys and values.
+
+    Raises:
+        ConfigError: naming parameters that megatron-core does not have.
+    """
     rows = partial(_first_rows, config.vocab_size)
     tied = ("output_layer.weight",) if config.tie_embeddings else ()
     rules = [_into("embedding.word.weight", "embedding.word_embeddings.weight", rows, tied)]
     if config.position_embedding == "learned":
         rules.append(same("embedding.position", "embedding.position_embeddings.weight"))
     for number in range(config.num_layers):
-        rules += _block_rules(number, config)
+        rules += _block_rules(number, config, order)
     rules += _norm_rules("head.norm", "decoder.final_layernorm", config)
     if not config.tie_embeddings:
         rules.append(_into("head.weight", "output_layer.weight", rows))
-    return WeightMap(tuple(rules), ignored=r"rotary_pos_emb\.inv_freq$", prefix="", label="Megatron tensors")
+    found = WeightMap(tuple(rules), ignored=r"rotary_pos_emb\.inv_freq$", prefix="", label="Megatron tensors")
+    without = parameter_shapes(config).keys() - found.native_names
+    raise_if_any([Problem("parameter", name, "megatron-core has no such tensor") for name in sorted(without)])
+    return found
 
 
-def _block_rules(number: int, config: TransformerConfig) -> list[Rule]:
+def _block_rules(number: int, config: TransformerConfig, order: QKVOrder) -> list[Rule]:
     native, foreign = f"layers.{number}.", f"{LAYERS}{number}."
-    kinds = ("weight", "bias") if config.add_bias_linear else ("weight",)
     rules = _norm_rules(f"{native}attention_norm", f"{foreign}input_layernorm", config)
-    for kind in kinds:
-        rules.append(same(f"{native}attention.qkv.{kind}", f"{foreign}self_attention.linear_qkv.{kind}"))
-        rules.append(same(f"{native}attention.out.{kind}", f"{foreign}self_attention.linear_proj.{kind}"))
+    own, theirs = f"{native}attention.", f"{foreign}self_attention."
+    by_head = partial(_by_head, order, config.num_attention_heads)
+    rules += [_into(f"{own}qkv.{kind}", f"{theirs}linear_qkv.{kind}", by_head) for kind in _kinds(config.has_qkv_bias)]
+    rules += [same(f"{own}out.{kind}", f"{theirs}linear_proj.{kind}") for kind in _kinds(config.has_attention_out_bias)]
+    if config.qk_norm:
+        rules += _norm_rules(f"{own}q_norm", f"{theirs}q_layernorm", config)
+        rules += _norm_rules(f"{own}k_norm", f"{theirs}k_layernorm", config)
     rules += _norm_rules(f"{native}mlp_norm", f"{foreign}pre_mlp_layernorm", config)
-    gates = 2 if config.activation == "swiglu" else 1
+    gates = 2 if config.activation in GATED else 1
     if config.has_experts(number):
         experts = [f"{foreign}mlp.experts.{e}." for e in range(config.num_experts)]
         rules.append(same(f"{native}mlp.router.weight", f"{foreign}mlp.router.weight"))
@@ -47,15 +64,18 @@ def _block_rules(number: int, config: TransformerConfig) -> list[Rule]:
             matrices = tuple(f"{expert}linear_{fc}.weight" for expert in experts)
             rules.append(Rule(f"{native}mlp.experts.{fc}", matrices, partial(_stack, parts), _one_way))
         return rules
-    for kind in kinds:
+    for kind in _kinds(config.add_bias_linear):
         rules.append(_into(f"{native}mlp.fc1.{kind}", f"{foreign}mlp.linear_fc1.{kind}", partial(_stack_rows, gates)))
         rules.append(same(f"{native}mlp.fc2.{kind}", f"{foreign}mlp.linear_fc2.{kind}"))
     return rules
 
 
 def _norm_rules(native: str, foreign: str, config: TransformerConfig) -> list[Rule]:
-    kinds = ("weight",) if config.norm == "rmsnorm" else ("weight", "bias")
-    return [same(f"{native}.{kind}", f"{foreign}.{kind}") for kind in kinds]
+    return [same(f"{native}.{kind}", f"{foreign}.{kind}") for kind in _kinds(config.norm != "rmsnorm")]
+
+
+def _kinds(bias: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if bias else ("weight",)
 
 
 def _into(native: str, foreign: str, join: object, repeats: tuple[str, ...] = ()) -> Rule:
@@ -64,6 +84,15 @@ def _into(native: str, foreign: str, join: object, repeats: tuple[str, ...] = ()
 
 def _one_way(x: Tensor) -> tuple[Tensor, ...]:
     raise NotImplementedError("checkpoints of Megatron are read, and not written")
+
+
+def _by_head(order: QKVOrder, heads: int, x: Tensor) -> Tensor:
+    """Rows ``[3, N, D]`` or ``[N, D, 3]`` of older models to ``[N, 3, D]``."""
+    if order == "kind":
+        return x.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+    if order == "feature":
+        return x.unflatten(0, (heads, -1, 3)).transpose(1, 2).flatten(0, 2)
+    return x
 
 
 def _first_rows(count: int, x: Tensor) -> Tensor:

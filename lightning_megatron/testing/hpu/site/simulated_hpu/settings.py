@@ -8,8 +8,36 @@ from functools import lru_cache
 
 PROFILE = "LIGHTNING_MEGATRON_HPU_SIM"
 DEVICES = "LIGHTNING_MEGATRON_HPU_SIM_DEVICES"
-PROFILES = ("1.19", "1.21")
-HBM_BYTES = 96 * 2**30  # of a GAUDI2
+DEVICE_NAME = "LIGHTNING_MEGATRON_HPU_SIM_DEVICE_NAME"
+BOX_RANKS = "LIGHTNING_MEGATRON_HPU_SIM_BOX_RANKS"
+EXIT_SECONDS = "LIGHTNING_MEGATRON_HPU_SIM_EXIT_SECONDS"
+FAULTS = "LIGHTNING_MEGATRON_HPU_SIM_FAULTS"
+
+PROFILES = ("1.19", "1.21", "1.22", "1.24")
+_LAZY_BY_DEFAULT = ("1.19", "1.21")
+
+
+@dataclass(frozen=True)
+class Product:
+    """Facts about a generation of cards.
+
+    Attributes:
+        hbm_bytes: memory of a card.
+        largest_e4m3: largest value of its E4M3 format.
+        multiplies_two_formats: True if an fp8 product may have operands of different formats.
+        expert_chunk_rows: rows that one chunk of the experts' op holds.
+    """
+
+    hbm_bytes: int
+    largest_e4m3: float
+    multiplies_two_formats: bool
+    expert_chunk_rows: int
+
+
+PRODUCTS = {
+    "GAUDI2": Product(96 * 2**30, 240.0, False, 256),
+    "GAUDI3": Product(128 * 2**30, 448.0, True, 512),
+}
 
 
 @dataclass(frozen=True)
@@ -19,10 +47,20 @@ class Settings:
     Attributes:
         profile: version of the Gaudi software whose behaviour is shown.
         devices: HPUs of the machine; a process uses one of them.
+        device_name: a key of ``PRODUCTS``.
+        faults: faults of the installation: ``version``, ``no-local-version``, ``stock`` (in lazy mode) and ``library``
+            end the import of the bridge; ``die:OP``, ``hang:OP`` and ``wrong:OP`` are of an operator, or of ``hccl``.
     """
 
     profile: str
     devices: int
+    device_name: str
+    faults: frozenset[str] = frozenset()
+
+    @property
+    def product(self) -> Product:
+        """Facts about the simulated cards."""
+        return PRODUCTS[self.device_name]
 
     @property
     def is_old(self) -> bool:
@@ -30,9 +68,21 @@ class Settings:
         return self.profile == "1.19"
 
     @property
+    def box_ranks(self) -> int | None:
+        """Ranks of a pretended box; ``None`` for one box that holds them all."""
+        asked = os.environ.get(BOX_RANKS)
+        return None if asked is None else int(asked)
+
+    @property
+    def exit_seconds(self) -> float:
+        """Seconds that a process waits at its end for the other members of its groups; no limit on a real Gaudi."""
+        return float(os.environ.get(EXIT_SECONDS, "60"))
+
+    @property
     def is_lazy(self) -> bool:
-        """True if ops are collected until a step is marked: by default only in the old version."""
-        return os.environ.get("PT_HPU_LAZY_MODE", "1" if self.is_old else "0") == "1"
+        """True if ops are collected until a step is marked: the default before 1.22."""
+        default = "1" if self.profile in _LAZY_BY_DEFAULT else "0"
+        return os.environ.get("PT_HPU_LAZY_MODE", default) == "1"
 
 
 @lru_cache(maxsize=1)
@@ -45,6 +95,9 @@ def settings() -> Settings:
     profile = os.environ.get(PROFILE)
     if profile is None:
         raise ImportError(f"the simulated HPU is off; lightning_megatron.testing.hpu.enable() sets {PROFILE}")
-    if profile not in PROFILES:
-        raise ImportError(f"{PROFILE}={profile!r}; known are {', '.join(PROFILES)}")
-    return Settings(profile, int(os.environ.get(DEVICES, "8")))
+    name = os.environ.get(DEVICE_NAME, "GAUDI2")
+    for variable, value, known in ((PROFILE, profile, PROFILES), (DEVICE_NAME, name, tuple(PRODUCTS))):
+        if value not in known:
+            raise ImportError(f"{variable}={value!r}; known are {', '.join(known)}")
+    faults = frozenset(fault for fault in os.environ.get(FAULTS, "").split(",") if fault)
+    return Settings(profile, int(os.environ.get(DEVICES, "8")), name, faults)

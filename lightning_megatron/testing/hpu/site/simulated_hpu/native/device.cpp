@@ -9,6 +9,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 namespace simulated_hpu {
 namespace {
@@ -54,6 +56,40 @@ struct Allocator final : c10::Allocator {
 
 Allocator the_allocator;
 REGISTER_ALLOCATOR(kType, &the_allocator);
+
+// Memory of the host that the device copies from and to without a staging buffer: here it is memory on a list.
+struct PinnedList {
+  std::mutex mutex;
+  std::map<const char*, size_t> blocks;
+};
+
+PinnedList& pinned() {
+  static auto* instance = new PinnedList;  // blocks may be freed at the very end of a process
+  return *instance;
+}
+
+void free_pinned(void* context) {
+  auto* block = static_cast<Block*>(context);
+  {
+    std::lock_guard<std::mutex> lock(pinned().mutex);
+    pinned().blocks.erase(static_cast<const char*>(block->data.get()));
+  }
+  delete block;
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    auto* block = new Block{c10::GetCPUAllocator()->allocate(bytes), bytes};
+    std::lock_guard<std::mutex> lock(pinned().mutex);
+    pinned().blocks.emplace(static_cast<const char*>(block->data.get()), bytes);
+    return {block->data.get(), block, &free_pinned, c10::Device(at::kCPU)};
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+};
+
+PinnedAllocator the_pinned_allocator;
 
 // ---- random numbers
 
@@ -135,6 +171,17 @@ c10::Allocator* allocator() {
   return &the_allocator;
 }
 
+bool is_pinned(const void* address) {
+  const auto* byte = static_cast<const char*>(address);
+  std::lock_guard<std::mutex> lock(pinned().mutex);
+  auto after = pinned().blocks.upper_bound(byte);
+  if (byte == nullptr || after == pinned().blocks.begin()) {
+    return false;
+  }
+  --after;
+  return byte < after->first + after->second;
+}
+
 void count_allocation(size_t bytes) {
   auto& c = counts();
   raise_to(c.peak, c.in_use += static_cast<int64_t>(bytes));
@@ -193,8 +240,8 @@ struct HPUHooks final : at::HPUHooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
   at::Device getDeviceFromPtr(void*) const override { return device(); }
-  bool isPinnedPtr(const void*) const override { return false; }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &the_pinned_allocator; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex = -1) const override { return default_generator(); }
   at::Generator getNewGenerator(c10::DeviceIndex = -1) const override { return new_generator(); }
 };

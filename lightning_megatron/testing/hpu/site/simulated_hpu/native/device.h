@@ -22,6 +22,10 @@ c10::Allocator* allocator();
 // Bookkeeping for memory that an operation of the CPU has allocated for the device.
 void count_allocation(size_t bytes);
 void count_free(size_t bytes);
+// True for memory of the host that tensor.pin_memory("hpu") has made.
+bool is_pinned(const void* address);
+// Copies between host and device so far: into pinned memory, and into other memory.
+std::array<int64_t, 2> copies_to_host();
 // bytes in use, peak, allocations, frees, largest allocation
 std::array<int64_t, 5> memory_counts();
 void reset_peak();

@@ -1,20 +1,37 @@
 // A backend of torch.distributed for tensors of the device: gloo carries them, and what HCCL refuses is refused.
+#include "hccl_groups.h"
 #include "hccl_wire.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
+
+#include <cstdlib>
 
 namespace simulated_hpu {
 namespace {
 
 class Hccl final : public Backend {
  public:
-  Hccl(c10::intrusive_ptr<Backend> gloo, c10::intrusive_ptr<c10d::Store> store, bool has_average)
+  Hccl(
+      c10::intrusive_ptr<Backend> gloo, c10::intrusive_ptr<c10d::Store> store, bool has_average, std::string name,
+      std::string refusal)
       : Backend(gloo->getRank(), gloo->getSize()),
         gloo_(std::move(gloo)),
         store_(std::move(store)),
-        has_average_(has_average) {}
+        has_average_(has_average),
+        name_(std::move(name)),
+        refusal_(std::move(refusal)),
+        born_(groups().steps) {
+    std::lock_guard<std::mutex> lock(groups().mutex);
+    groups().alive.push_back(this);
+  }
+
+  ~Hccl() override {
+    sends_->abort();
+    std::lock_guard<std::mutex> lock(groups().mutex);
+    auto& alive = groups().alive;
+    alive.erase(std::remove(alive.begin(), alive.end(), this), alive.end());
+  }
 
   const std::string getBackendName() const override { return "hccl"; }
   bool supportsCoalescing() const { return true; }
@@ -229,7 +246,7 @@ class Hccl final : public Backend {
     check_type(tensor);
     return submit([=, this] {
       Tensors wire{as_words(host_contiguous(tensor))};
-      return finished({gloo_->send(wire, peer, 0)}, {tensor}, nullptr);
+      return c10::make_intrusive<SentWork>(sends_->keep(gloo_->send(wire, peer, 0), wire[0]));
     });
   }
 
@@ -271,8 +288,12 @@ class Hccl final : public Backend {
     return joined(std::move(works), {});
   }
 
+  bool has_left() const { return has_left_; }
+  const std::string& name() const { return name_; }
+
   // All members leave a group together, and in the same order: else this waits, as the device would, but not for ever.
   void leave(const std::string& name, double seconds) {
+    has_left_ = true;
     const auto arrived = store_->add("hccl-left", 1);
     if (arrived == size_) {
       store_->set("hccl-all-left", std::vector<uint8_t>{1});
@@ -284,12 +305,37 @@ class Hccl final : public Backend {
           false, "rank ", rank_, " destroys group '", name, "', but after ", seconds, " s only ", store_->add("hccl-left", 0),
           " of its ", size_, " members do: on HPUs groups are destroyed by all members, in the same order");
     }
+    // Rank 0, whose process may host the store, goes last.
+    auto gone = store_->add("hccl-gone", 1);
+    for (int i = 0; rank_ == 0 && gone < size_ && i < 1000; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      gone = store_->add("hccl-gone", 0);
+    }
   }
 
  private:
   using Launch = std::function<WorkPtr()>;
 
+  // The members of a group connect at its first collective.
+  void connect() {
+    if (std::exchange(is_connected_, true)) {
+      return;
+    }
+    const bool is_late = groups().steps > born_;
+    {
+      std::lock_guard<std::mutex> lock(groups().mutex);
+      groups().first_uses.push_back(name_);
+      groups().late += is_late;
+    }
+    const char* late = std::getenv("LIGHTNING_MEGATRON_HPU_SIM_LATE_GROUPS");
+    TORCH_CHECK(
+        !is_late || late == nullptr || std::string(late) != "refuse", "the first collective of group '", name_,
+        "' comes after a step: its members connect now, and wait for the slowest of them in the middle of a step");
+    TORCH_CHECK(refusal_.empty(), refusal_);
+  }
+
   WorkPtr submit(Launch launch) {
+    connect();
     if (!coalescing_) {
       return launch();
     }
@@ -298,43 +344,12 @@ class Hccl final : public Backend {
     return work;
   }
 
-  static at::Tensor single(const Tensors& tensors) {
-    TORCH_CHECK(tensors.size() == 1, "Requires a single element list");
-    return tensors[0];
-  }
-
-  static WorkPtr finished(std::vector<WorkPtr> parts, Tensors outputs, std::function<void()> finish) {
-    return c10::make_intrusive<HcclWork>(std::move(parts), std::move(outputs), std::move(finish));
-  }
-
-  static WorkPtr joined(std::vector<WorkPtr> works, Tensors outputs) {
-    return finished(std::move(works), std::move(outputs), nullptr);
-  }
-
   WorkPtr each(size_t count, const Tensors& outputs, const std::function<WorkPtr(size_t)>& start) {
     std::vector<WorkPtr> works;
     for (size_t i = 0; i < count; ++i) {
       works.push_back(start(i));
     }
     return joined(std::move(works), outputs);
-  }
-
-  // Lets gloo fill the outputs, or contiguous copies of them.
-  static WorkPtr moved(const Tensors& outputs, const std::function<WorkPtr(Tensors&)>& start) {
-    Tensors wire, copies;
-    for (const auto& output : outputs) {
-      check_type(output);
-      copies.push_back(host_contiguous(output));
-      wire.push_back(as_words(copies.back()));
-    }
-    auto work = start(wire);
-    return finished({work}, outputs, [outputs, copies] {
-      for (size_t i = 0; i < outputs.size(); ++i) {
-        if (!outputs[i].is_contiguous()) {
-          host(outputs[i]).copy_(copies[i]);
-        }
-      }
-    });
   }
 
   // The reduction that gloo shall do for this one, and whether its result is to be divided.
@@ -397,42 +412,36 @@ class Hccl final : public Backend {
   c10::intrusive_ptr<Backend> gloo_;
   c10::intrusive_ptr<c10d::Store> store_;
   bool has_average_;
+  std::string name_, refusal_;
+  int64_t born_;
+  bool is_connected_ = false;
+  bool has_left_ = false;
+  std::shared_ptr<Sends> sends_ = std::make_shared<Sends>();
   bool coalescing_ = false;
   std::vector<std::pair<Launch, c10::intrusive_ptr<QueuedWork>>> queue_;
 };
 
 }  // namespace
 
-// torch registers its collectives for the devices it has itself. Each takes the tensors and a group, and calls the
-// group's backend for its device: the CPU's serves ours when it is handed a group whose backend for the CPU is HCCL.
-void run_on_hccl(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {
-    auto& value = (*stack)[i];
-    if (value.isCustomClass() && *value.type() == *c10::getCustomClassType<c10::intrusive_ptr<c10d::ProcessGroup>>()) {
-      auto group = value.toCustomClass<c10d::ProcessGroup>();
-      auto stand_in = c10::make_intrusive<c10d::ProcessGroup>(group->getRank(), group->getSize());
-      stand_in->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, group->getBackend(kType));
-      value = c10::IValue(stand_in);
-    }
-  }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+c10::intrusive_ptr<Backend> make_hccl(
+    const c10::intrusive_ptr<Backend>& gloo, const c10::intrusive_ptr<c10d::Store>& store, bool has_average,
+    const std::string& name, const std::string& refusal) {
+  return c10::make_intrusive<Hccl>(gloo, store, has_average, name, refusal);
 }
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("installed", &installed);
-  m.def("announce", &announce);
-  m.def("memory_counts", &memory_counts);
-  m.def("reset_peak", &reset_peak);
-  m.def("reset_counts", &reset_counts);
-  m.def("default_generator", [] { return default_generator(); });
-  m.def(
-      "make_hccl",
-      [](const c10::intrusive_ptr<Backend>& gloo, const c10::intrusive_ptr<c10d::Store>& store, bool has_average) {
-        return c10::intrusive_ptr<Backend>(c10::make_intrusive<Hccl>(gloo, store, has_average));
-      });
-  m.def("leave", [](const c10::intrusive_ptr<Backend>& group, const std::string& name, double seconds) {
-    dynamic_cast<Hccl&>(*group).leave(name, seconds);
-  }, pybind11::call_guard<pybind11::gil_scoped_release>());
+void leave(const c10::intrusive_ptr<Backend>& group, const std::string& name, double seconds) {
+  if (auto* hccl = dynamic_cast<Hccl*>(group.get())) {  // a group of another backend, as "fake", is not waited for
+    hccl->leave(name, seconds);
+  }
+}
+
+void leave_all(double seconds) {
+  for (size_t left = groups().alive.size(); left-- > 0;) {
+    auto* group = static_cast<Hccl*>(groups().alive[left]);
+    if (group->getSize() > 1 && !group->has_left()) {
+      group->leave(group->name(), seconds);
+    }
+  }
 }
 
 }  // namespace simulated_hpu

@@ -1,6 +1,7 @@
 // What the HCCL backend hands out while gloo works, and how tensors go over the wire.
 #pragma once
 #include "device.h"
+#include "hccl_sends.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -12,7 +13,6 @@ using c10d::Backend;
 using c10d::ReduceOp;
 using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
-using WorkPtr = c10::intrusive_ptr<Work>;
 
 // What gloo still has in flight, and what is to be done when it has arrived.
 class HcclWork final : public Work {
@@ -32,7 +32,10 @@ class HcclWork final : public Work {
   }
   void synchronize() override { wait(); }
   // HCCL has no progress to report: asked for it, it waits.
-  bool isCompleted() override { return wait(); }
+  bool isCompleted() override {
+    ++completion_questions();
+    return wait();
+  }
   bool isSuccess() const override { return true; }
   Tensors result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
@@ -56,7 +59,10 @@ class QueuedWork final : public Work {
     return launched->wait(timeout);
   }
   void synchronize() override { wait(); }
-  bool isCompleted() override { return wait(); }
+  bool isCompleted() override {
+    ++completion_questions();
+    return wait();
+  }
 
   WorkPtr launched;
 };
@@ -106,6 +112,37 @@ inline void check_bytes(
       !travels_as_words || (!uneven(a) && !uneven(b)),
       "all_to_all with uneven splits moves wrong lengths for ", type,
       " on HCCL: view the tensor as a type of two or four bytes first");
+}
+
+inline at::Tensor single(const Tensors& tensors) {
+  TORCH_CHECK(tensors.size() == 1, "Requires a single element list");
+  return tensors[0];
+}
+
+inline WorkPtr finished(std::vector<WorkPtr> parts, Tensors outputs, std::function<void()> finish) {
+  return c10::make_intrusive<HcclWork>(std::move(parts), std::move(outputs), std::move(finish));
+}
+
+inline WorkPtr joined(std::vector<WorkPtr> works, Tensors outputs) {
+  return finished(std::move(works), std::move(outputs), nullptr);
+}
+
+// Lets gloo fill the outputs, or contiguous copies of them.
+inline WorkPtr moved(const Tensors& outputs, const std::function<WorkPtr(Tensors&)>& start) {
+  Tensors wire, copies;
+  for (const auto& output : outputs) {
+    check_type(output);
+    copies.push_back(host_contiguous(output));
+    wire.push_back(as_words(copies.back()));
+  }
+  auto work = start(wire);
+  return finished({work}, outputs, [outputs, copies] {
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (!outputs[i].is_contiguous()) {
+        host(outputs[i]).copy_(copies[i]);
+      }
+    }
+  });
 }
 
 }  // namespace simulated_hpu

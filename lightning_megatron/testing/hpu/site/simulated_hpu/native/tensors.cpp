@@ -6,6 +6,10 @@
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
 #include <unordered_map>
 
 namespace simulated_hpu {
@@ -252,10 +256,48 @@ at::Tensor empty_strided(
       c10::dtype_or_default(dtype));
 }
 
+// A card stores int64 as int32 unless the environment says otherwise. Where a value does not fit, the card would go on
+// with its lower half; here that is an error.
+void check_fits(const at::Tensor& values, const char* where) {
+  if (values.scalar_type() != at::kLong || values.numel() == 0) {
+    return;
+  }
+  const char* asked = std::getenv("PT_ENABLE_INT64_SUPPORT");
+  if (asked != nullptr && std::strcmp(asked, "1") == 0) {
+    return;
+  }
+  const auto [least, most] = values.aminmax();
+  constexpr int64_t kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
+  const auto low = least.item<int64_t>(), high = most.item<int64_t>();
+  TORCH_CHECK(
+      low >= kLeast && high <= kMost, "an int64 tensor with the value ", high > kMost ? high : low, " is copied ", where,
+      ": a card stores int64 as int32 and would keep the lower half (PT_ENABLE_INT64_SUPPORT is not 1)");
+}
+
+std::atomic<int64_t> copies_into_pinned{0}, copies_into_other{0};
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+  if (on_device(to) && !on_device(from)) {
+    check_fits(from, "to the device");
+  }
+  if (on_device(from) && !on_device(to)) {
+    check_fits(host(from), "to the host");
+    ++(is_pinned(to.const_data_ptr()) ? copies_into_pinned : copies_into_other);
+  }
   auto target = on_device(to) ? host(to) : to;
   target.copy_(on_device(from) ? host(from) : from);
   return to;
+}
+
+// As the real one: there is no kernel for it, and the graph that has it cannot be compiled.
+at::Tensor gather(const at::Tensor& self, int64_t dim, const at::Tensor& index, bool sparse_grad) {
+  TORCH_CHECK(
+      self.scalar_type() != at::kLong, "Graph compile failed. synStatus=synStatus 26 [Generic failure]. "
+      "(gather of an int64 tensor)");
+  c10::Stack stack{self, dim, index, sparse_grad};
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::gather", "");
+  run_on_host(op, &stack);
+  return stack.back().toTensor();
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
@@ -287,6 +329,10 @@ at::Tensor& set_tensor(at::Tensor& tensor, const at::Tensor& source) {
 
 }  // namespace
 
+std::array<int64_t, 2> copies_to_host() {
+  return {copies_into_pinned, copies_into_other};
+}
+
 at::Tensor host(const at::Tensor& tensor) {
   TORCH_CHECK(on_device(tensor), "a tensor of the device was expected, not of ", tensor.device());
   const auto& storage = tensor.storage();
@@ -309,6 +355,7 @@ TORCH_LIBRARY_IMPL(aten, HPU, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("_copy_from", copy_from);
+  m.impl("gather", gather);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage);

@@ -1,4 +1,4 @@
-"""Eight-bit floats, in the range of a GAUDI2."""
+"""Eight-bit floats, in the range of the simulated product."""
 
 from __future__ import annotations
 
@@ -6,22 +6,71 @@ import torch
 from torch import Tensor
 
 from simulated_hpu.ops.registry import define_op
+from simulated_hpu.settings import settings
 
-LARGEST = {torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}
-_MULTIPLE = 16
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_TAKEN = (torch.float32, torch.bfloat16, _E5M2, _E4M3)
+_MANTISSA_BITS = {_E4M3: 3, _E5M2: 2}
+_SMALLEST_EXPONENT = {_E4M3: -6, _E5M2: -14}
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return settings().product.largest_e4m3 if dtype == _E4M3 else 57344.0
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, stochastic: bool) -> Tensor:
+    """``x`` in an 8-bit format; at random, its neighbours there with probabilities that keep the mean.
+
+    The numbers come from the device's generator, so that a seed repeats them; a real card draws its own.
+    """
+    if not stochastic:
+        return x.to(dtype)
+    exponent = (torch.frexp(x).exponent - 1).clamp(min=_SMALLEST_EXPONENT[dtype])
+    step = torch.exp2((exponent - _MANTISSA_BITS[dtype]).float())
+    return (torch.floor(x / step + torch.rand(x.shape, device=x.device)) * step).to(dtype)
+
+
+def _scaled(input: Tensor, scale: Tensor | None, dtype: torch.dtype, stochastic: bool) -> Tensor:
+    largest = _largest(dtype)
+    scaled = input.float() * (1.0 if scale is None else scale.float())
+    return _rounded(scaled.clamp(-largest, largest), dtype, stochastic)
+
+
+def _amax(input: Tensor, is_amax: bool) -> Tensor:
+    """A scalar of fp32; of no elements where it is not asked for."""
+    if is_amax:
+        return input.abs().max().float()
+    return torch.empty(0, dtype=torch.float32, device=input.device)
 
 
 def _cast(
     input: Tensor, scale: Tensor | None = None, stochastic_rounding: bool = False, is_amax: bool = False,
     dtype: torch.dtype | None = None, scale_shape: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dtype = dtype or torch.float8_e5m2
-    if stochastic_rounding:
-        raise NotImplementedError("stochastic rounding is not simulated")
-    largest = LARGEST[dtype]
-    scaled = input.float() * (1.0 if scale is None else scale.float())
-    amax = input.abs().max().float() if is_amax else torch.zeros((), device=input.device)
-    return scaled.clamp(-largest, largest).to(dtype), amax
+    dtype = dtype or _E5M2
+    if input.dtype not in _TAKEN:
+        raise RuntimeError("CastToFp8V2 input dtype must be one of [float, bfloat16, float8_e5m2, float8_e4m3fn].")
+    if input.dtype in (_E5M2, _E4M3):
+        if is_amax:
+            raise RuntimeError("CastToFp8V2 must have no amax for float8.")
+        if input.dtype != dtype:
+            given, wanted = (str(each).replace("torch.f", "F") for each in (input.dtype, dtype))
+            text = "CastToFp8V2 input and output must have the same dtype for float8, but are"
+            raise RuntimeError(f"{text} {given} and {wanted}")
+    return _scaled(input, scale, dtype, stochastic_rounding), _amax(input, is_amax)
+
+
+def _cast_hybrid(
+    input: Tensor, scale_152: Tensor | None = None, scale_143: Tensor | None = None,
+    stochastic_rounding: bool = False, is_amax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if input.dtype not in (torch.float32, torch.bfloat16):
+        raise RuntimeError("CastToFp8Hybrid input must be of float or bfloat16 dtype.")
+    return (
+        _scaled(input, scale_152, _E5M2, stochastic_rounding),
+        _scaled(input, scale_143, _E4M3, False),
+        _amax(input, is_amax),
+    )
 
 
 def _gemm(
@@ -29,9 +78,9 @@ def _gemm(
     A_scale_inv: Tensor | None = None, B_scale_inv: Tensor | None = None, bias: Tensor | None = None,
     accumulate: bool = False, B_scale_shape: list[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    for matrix in (A, B):
-        if any(size % _MULTIPLE for size in matrix.shape[-2:]):
-            raise RuntimeError(f"fp8_gemm_v2: sizes must be multiples of {_MULTIPLE}, not {tuple(matrix.shape)}")
+    if A.dtype != B.dtype and not settings().product.multiplies_two_formats:
+        # An assertion of the matrix engine; what becomes of it in a graph is not known.
+        raise RuntimeError("Gaudi2 doesnt support mixed input type flavors")
     a, b = A.float(), B.float()
     if A_scale_inv is not None:
         a = a * A_scale_inv.float()
@@ -47,11 +96,16 @@ def _gemm(
 
 
 def define() -> None:
-    """Define the cast and the product."""
+    """Define the casts and the product."""
     define_op(
         "cast_to_fp8_v2(Tensor input, Tensor? scale=None, bool stochastic_rounding=False, bool is_amax=False, "
         "ScalarType dtype=None, int[]? scale_shape=None) -> (Tensor, Tensor)",
         _cast,
+    )
+    define_op(
+        "cast_to_fp8_hybrid(Tensor input, Tensor? scale_152=None, Tensor? scale_143=None, "
+        "bool stochastic_rounding=False, bool is_amax=False) -> (Tensor, Tensor, Tensor)",
+        _cast_hybrid,
     )
     define_op(
         "fp8_gemm_v2(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, ScalarType out_dtype, "

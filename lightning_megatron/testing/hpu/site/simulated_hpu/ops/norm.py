@@ -22,7 +22,9 @@ def _backward(
     scaled = g * gamma.float()
     dx = inverse * (scaled - x * inverse.square() * (scaled * x).mean(-1, keepdim=True))
     dgamma = (g * x * inverse).flatten(0, -2).sum(0)
-    return dx.to(data_in.dtype), dgamma.to(gamma.dtype)
+    dtypes = {each.dtype for each in (grad_in, data_in, gamma, inverse_rms)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return dx.to(dtype), dgamma.to(dtype)
 
 
 def define() -> None:

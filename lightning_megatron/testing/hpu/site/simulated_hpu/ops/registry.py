@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import library as operators
 
-from simulated_hpu import calls
+from simulated_hpu import calls, faults
 from simulated_hpu.settings import settings
 
 _hpu_ops = operators.Library("hpu", "FRAGMENT")  # ops live as long as this does
@@ -30,8 +30,9 @@ def define_op(schema: str, body: Callable[..., Any], shapes: Callable[..., Any] 
     @functools.wraps(body)
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.count(f"hpu::{name}")
+        faults.before(name)
         with torch.no_grad():
-            return body(*args, **kwargs)
+            return faults.after(name, body(*args, **kwargs))
 
     _hpu_ops.define(schema)
     _hpu_ops.impl(name, counted, "HPU")

@@ -1,24 +1,44 @@
-"""Scaled dot-product attention, with its probabilities kept or computed again from the maximum and sum of each row."""
+"""Scaled dot-product attention, with its probabilities kept or computed again from the maximum and sum of each row.
+
+With bf16 inputs the scores and the softmax are bf16, except in the softmax mode "fp32": documented so. Where exactly
+the kernels round is not known; here the scores, their distances from the maximum, the exponentials and the
+probabilities are rounded, and sums are fp32.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from simulated_hpu.ops.registry import define_op
 
+Rounding = Callable[[Tensor], Tensor]
+"""Rounding of an fp32 tensor to the values of the dtype that a softmax is computed in."""
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, is_causal: bool) -> Tensor:
-    """``[..., Sq, Sk]`` in fp32; what is masked is minus infinity. Causal is aligned top left."""
-    scores = q.float() @ k.float().transpose(-2, -1) * scale
+
+def _rounding(q: Tensor, softmax_mode: str) -> Rounding:
+    if q.dtype == torch.bfloat16 and softmax_mode != "fp32":
+        return lambda x: x.bfloat16().float()
+    return lambda x: x
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, is_causal: bool, rounded: Rounding) -> Tensor:
+    """``[..., Sq, Sk]``, fp32 values; what is masked is minus infinity. Causal is aligned top left."""
+    scores = rounded(q.float() @ k.float().transpose(-2, -1) * scale)
     if is_causal:
         assert mask is None, "use_attn_mask and is_causal can not be True at the same time"
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is None:
         return scores
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.float()
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else rounded(scores + mask.float())
+
+
+def _exponentials(scores: Tensor, m: Tensor, rounded: Rounding) -> Tensor:
+    """Exponentials of the distances of scores from the maximum of their row."""
+    return rounded(rounded(scores - m.float()).exp())
 
 
 def _keep(seed: Tensor, p: float, like: Tensor) -> Tensor:
@@ -39,12 +59,14 @@ def _forward_recomputed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if valid_seq_len is not None:
         raise NotImplementedError("valid_seq_len is not simulated")
-    scores = _scores(q, k, attention_mask, scale, is_causal)
+    rounded = _rounding(q, softmax_mode)
+    scores = _scores(q, k, attention_mask, scale, is_causal, rounded)
     m = scores.amax(-1, keepdim=True).to(q.dtype)
+    exponentials = _exponentials(scores, m, rounded)
     short = softmax_mode == "fast" and q.dtype == torch.bfloat16 and p == 0
-    linv = (1 / (scores - m.float()).exp().sum(-1, keepdim=True)).to(torch.bfloat16 if short else torch.float32)
+    linv = (1 / exponentials.sum(-1, keepdim=True)).to(torch.bfloat16 if short else torch.float32)
     seed = _seed(q)
-    probabilities = (scores - m.float()).exp() * linv.float()
+    probabilities = rounded(exponentials * linv.float())
     if p > 0:
         probabilities = probabilities * _keep(seed, p, probabilities) / (1 - p)
     out = (probabilities @ v.float()).to(q.dtype)
@@ -57,8 +79,9 @@ def _backward_recomputed(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, m: Tensor, linv: Tensor,
     seed: Tensor | None, is_causal: bool, p: float, scale: float, softmax_mode: str, fwd_out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    scores = _scores(q, k, attention_mask, scale, is_causal)
-    probabilities = (scores - m.float()).exp() * linv.float()
+    rounded = _rounding(q, softmax_mode)
+    scores = _scores(q, k, attention_mask, scale, is_causal, rounded)
+    probabilities = rounded(_exponentials(scores, m, rounded) * linv.float())
     keep = None
     if p > 0:
         assert seed is not None
@@ -72,7 +95,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if valid_seq_len is not None:
         raise NotImplementedError("valid_seq_len is not simulated")
-    probabilities = _scores(q, k, attention_mask, scale, is_causal).softmax(-1)
+    rounded = _rounding(q, softmax_mode)
+    scores = _scores(q, k, attention_mask, scale, is_causal, rounded)
+    exponentials = _exponentials(scores, scores.amax(-1, keepdim=True), rounded)
+    probabilities = rounded(exponentials / exponentials.sum(-1, keepdim=True))
     keep = torch.ones(1, dtype=torch.bool, device=q.device)
     dropped = probabilities
     if p > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from habana_frameworks.torch.hpu.memory import (
     reset_accumulated_memory_stats,
     reset_peak_memory_stats,
 )
+from habana_frameworks.torch.hpu.metrics import metric_global
 from habana_frameworks.torch.hpu.random import (
     default_generators,
     get_rng_state,
@@ -77,6 +79,7 @@ __all__ = [
     "memory_reserved",
     "memory_stats",
     "memory_summary",
+    "metric_global",
     "recompute_sdp_enabled",
     "record_stream",
     "reset_accumulated_memory_stats",
@@ -96,7 +99,7 @@ __all__ = [
 ]
 
 _Device = int | str | torch.device
-_initialized = True  # recomputation keeps the generator's state only where it finds this
+_initialized = False  # recomputation of torch's keeps the generator's state only where it finds this
 
 
 def is_available() -> bool:
@@ -110,16 +113,18 @@ def device_count() -> int:
 
 
 def init() -> None:
-    """Acquire the device."""
+    """Acquire the device; most functions of this module do it by themselves."""
+    _lazy_init()
 
 
 def is_initialized() -> bool:
-    """True if the device is acquired: from the start."""
-    return True
+    """True if the device is acquired: a function of this module has done it, or torch by :func:`_lazy_init`."""
+    return _initialized
 
 
 def _lazy_init() -> None:
-    """Asked for by torch before it uses a device."""
+    global _initialized
+    _initialized = True
     DefaultDeviceType.set_device_type("hpu")
 
 
@@ -130,11 +135,18 @@ def _is_in_bad_fork() -> bool:
 
 def current_device() -> int:
     """Always 0."""
+    _lazy_init()
     return 0
 
 
 def set_device(device: _Device) -> None:
-    """There is one device in a process."""
+    """Choose a card by its place in ``HABANA_VISIBLE_MODULES``, unless one is chosen; it always has the index 0."""
+    index = device if isinstance(device, int) else torch.device(device).index or 0
+    modules = [int(number) for number in os.environ.get("HABANA_VISIBLE_MODULES", "0,1,2,3,4,5,6,7").split(",")]
+    if index not in modules and index > len(modules):
+        raise AssertionError(f"Trying to open device with idx={index} when only {modules} are avaliable)")
+    if "HABANA_VISIBLE_MODULES" in os.environ or device_count() >= 8:
+        os.environ.setdefault("HLS_MODULE_ID", str(modules[index]))
 
 
 class device:  # noqa: N801 - as in torch.cuda
@@ -164,11 +176,13 @@ _maybe_exchange_device = _exchange_device
 
 def get_device_name(device: _Device | None = None) -> str:
     """The product."""
-    return "GAUDI2"
+    _lazy_init()
+    return settings().device_name
 
 
 def get_device_capability(device: _Device | None = None) -> str:
     """Version of the software."""
+    _lazy_init()
     return settings().profile
 
 
@@ -184,6 +198,7 @@ def is_bf16_supported() -> bool:
 
 def synchronize() -> None:
     """Wait for the device; it takes no argument, unlike ``torch.cuda.synchronize``."""
+    _lazy_init()
 
 
 _recompute_sdp = {"enabled": False}

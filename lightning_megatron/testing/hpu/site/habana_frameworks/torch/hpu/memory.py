@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from simulated_hpu.native_extension import native
-from simulated_hpu.settings import HBM_BYTES
+from simulated_hpu.settings import settings
+
+from habana_frameworks.torch import hpu
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
     """Bytes and counts under the bridge's keys, not torch.cuda's."""
+    hpu.init()
     in_use, peak, allocations, frees, largest = native().memory_counts()
     return {
-        "Limit": HBM_BYTES,
+        "Limit": settings().product.hbm_bytes,
         "InUse": in_use,
         "MaxInUse": peak,
         "NumAllocs": allocations,
@@ -45,16 +48,19 @@ max_memory_reserved = memory_reserved
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """Bytes that are free, and all bytes."""
-    return HBM_BYTES - memory_allocated(), HBM_BYTES
+    limit = settings().product.hbm_bytes
+    return limit - memory_allocated(), limit
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
     """Let the peak start from what is held now."""
+    hpu.init()
     native().reset_peak()
 
 
 def reset_accumulated_memory_stats(device: Any = None) -> None:
     """Let the counts start from what is held now."""
+    hpu.init()
     native().reset_counts()
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from simulated_hpu.native_extension import native
 
+from habana_frameworks.torch import hpu
+
 default_generators: tuple[torch.Generator, ...] = (native().default_generator(),)
 
 
 def _check(device: Any, function: str) -> None:
     index = device if isinstance(device, int) else torch.device(device).index
-    if index not in (None, 0):
+    if (hpu.current_device() if index is None else index) != 0:  # without an index this acquires the device
         raise RuntimeError(f"hpu {function} supports only device 0")
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
+import torch._dynamo
+import torch.distributed as dist
 from simulated_hpu import process_group
 
 _MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+_COLLECTIVES = [
+    *("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather"),
+    *("irecv", "isend", "recv", "reduce", "scatter", "send"),
+]
 _TOO_FEW = (
     "There is not enough devices\n available for training. Please verify if HABANA_VISIBLE_MODULES\n is set correctly."
 )
@@ -23,35 +31,52 @@ def initialize_distributed_hpu(
         local_rank: of this process on its machine.
 
     Returns:
-        The three as they are now; 0 processes and ranks of -1 if nothing is known.
+        The three as they are now; 1 process and ranks of -1 if nothing is known.
     """
     if world_size is not None and rank is not None and local_rank is not None:
         os.environ.update(WORLD_SIZE=str(world_size), RANK=str(rank), LOCAL_RANK=str(local_rank))
-    elif all(name in os.environ for name in _MPI):
-        size, of_all, of_node = (os.environ[name] for name in _MPI)
-        os.environ.update(WORLD_SIZE=size, RANK=of_all, LOCAL_RANK=of_node)
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "12345")
+    else:
+        _read_mpi()
     found = (
-        int(os.environ.get("WORLD_SIZE", 0)),
+        int(os.environ.get("WORLD_SIZE", 1)),
         int(os.environ.get("RANK", -1)),
         int(os.environ.get("LOCAL_RANK", -1)),
     )
-    _choose_card(*found)
+    _choose_card(found[0], found[2])
+    if found[1] != -1:
+        os.environ["ID"] = str(found[1])
     return found
 
 
-def _choose_card(world_size: int, rank: int, local_rank: int) -> None:
+def _read_mpi() -> None:
+    """Ranks of MPI, unless the usual variables are there; an address for the ranks of one machine in any case."""
+    if not all(name in os.environ for name in _RANKS) and all(name in os.environ for name in _MPI):
+        os.environ.update({name: os.environ[given] for name, given in zip(_RANKS, _MPI, strict=True)})
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "12345")
+
+
+def _choose_card(world_size: int, local_rank: int) -> None:
     """One card a process, chosen once: ``HLS_MODULE_ID`` is never written over."""
-    if local_rank < 0 or world_size <= 1:
+    if "HLS_MODULE_ID" in os.environ or local_rank == -1 or world_size == 1:
         return
-    os.environ["ID"] = str(rank)
-    if "HLS_MODULE_ID" in os.environ:
+    if "HABANA_VISIBLE_MODULES" not in os.environ:
+        os.environ["HLS_MODULE_ID"] = str(local_rank)
         return
-    visible = os.environ.get("HABANA_VISIBLE_MODULES", "0,1,2,3,4,5,6,7").split(",")
+    visible = os.environ["HABANA_VISIBLE_MODULES"].split(",")
     assert local_rank < len(visible), _TOO_FEW
-    os.environ["HLS_MODULE_ID"] = visible[local_rank].strip()
+    os.environ["HLS_MODULE_ID"] = visible[local_rank]
+
+
+def _disallow_collectives_in_graphs() -> None:
+    """Make ``torch.compile`` break a graph at each function of torch.distributed that communicates."""
+    disallow = torch._dynamo.decorators._disallow_in_graph_helper(throw_if_not_allowed=False)
+    members = (getattr(dist, name) for name in dir(dist) if name != "reduce_op")  # which warns that it is old
+    for function in members:
+        if inspect.isfunction(function) and any(part in function.__name__ for part in _COLLECTIVES):
+            disallow(function)
 
 
 initialize_distributed_hpu()
 process_group.register()
+_disallow_collectives_in_graphs()

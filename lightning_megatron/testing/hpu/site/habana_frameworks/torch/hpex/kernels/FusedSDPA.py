@@ -57,6 +57,9 @@ class FusedSDPA(torch.autograd.Function):
         assert valid_seq_len is None or (not training and is_causal), (
             "Valid sequence length is supported only in inference with is_causal(triangular) mask case"
         )
+        assert softmax_mode != "fp32" or (not training and q.dtype == torch.bfloat16), (
+            "softmax_mode = fp32 is supported only for inference mode and when q/k/v inputs are BF16"
+        )
         if return_attn_probs or return_dropout_mask:
             raise NotImplementedError("probabilities and dropout masks are not returned by the simulation")
 

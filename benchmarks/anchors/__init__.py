@@ -1,0 +1,1 @@
+"""Published points of other programs, translated into planned jobs."""

@@ -1,0 +1,89 @@
+"""Adapters of experts, over the ranks that hold slices of the same experts.
+
+No matrix of an adapter is whole on several ranks of the etp axis: what the computation needs whole is cut along the
+hidden features, gathered for the product, and its gradient is summed and scattered. So gradients, norms and checkpoints
+treat it as every other weight of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from lightning_megatron.adapters.low_rank import LowRank, Matrices, Rows
+from lightning_megatron.comm.collectives import gather_sequence
+from lightning_megatron.mesh import Axis
+
+Product = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+"""``x_g W_g^T`` for every group of consecutive rows."""
+
+
+class ExpertsAdapter(nn.Module):
+    """Adapter of the two matrices of every expert on this rank.
+
+    Args:
+        fc1: parameters of the first matrix by part: ``A`` ``[E, r, H/etp]``, ``B`` ``[E, F/etp, r]``.
+        fc2: those of the second: ``A`` ``[E, r, F/etp]``, ``B`` ``[E, H/etp, r]``.
+        rows: order of the rows of the first matrix.
+        axis: ranks with slices of the same experts.
+        scale: factor of the products.
+    """
+
+    def __init__(
+        self,
+        fc1: Mapping[str, LowRank],
+        fc2: Mapping[str, LowRank],
+        rows: Rows,
+        axis: Axis,
+        scale: float,
+    ) -> None:
+        super().__init__()
+        for name, part in {**fc1, **fc2}.items():
+            self.add_module(name, part)
+        self._names = {"fc1": tuple(fc1), "fc2": tuple(fc2)}
+        self.rows, self.axis, self.scale = rows, axis, scale
+
+    def _part(self, name: str) -> Matrices:
+        found: Matrices = self.get_submodule(name)()
+        return found
+
+    def inner(self, x: Tensor, out: Tensor, counts: Sequence[int], product: Product) -> Tensor:
+        """The first matrix's output ``[n, F/etp]`` (gates and ups end to end) with the adapter's.
+
+        Args:
+            x: ``[n, H]``, rows sorted by expert.
+            out: output without it.
+            counts: rows of each expert.
+            product: product by groups.
+        """
+        if not self._names["fc1"]:
+            return out
+        delta = {}
+        for name in self._names["fc1"]:
+            part = self._part(name)
+            narrow = product(x, _whole(part.a, 2, self.axis), counts) * self.scale
+            delta[name] = product(narrow, part.b, counts)
+        return out + self.rows.fused(delta, -1)
+
+    def outer(self, x: Tensor, out: Tensor, counts: Sequence[int], product: Product) -> Tensor:
+        """The second matrix's output ``[n, H]``, a part of a sum over the etp axis, with the adapter's.
+
+        Args:
+            x: ``[n, F/etp]``, rows sorted by expert.
+            out: output without it.
+            counts: rows of each expert.
+            product: product by groups.
+        """
+        for name in self._names["fc2"]:
+            part = self._part(name)
+            narrow = product(x, part.a, counts) * self.scale
+            out = out + product(narrow, _whole(part.b, 1, self.axis), counts)
+        return out
+
+
+def _whole(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """Slices along a dimension, gathered; the gradient of a slice is the sum of that of all ranks."""
+    if axis.size == 1:
+        return x
+    return gather_sequence(x.movedim(dim, 0).contiguous(), axis).movedim(0, dim).contiguous()

@@ -1,0 +1,126 @@
+"""The two thin matrices of an adapter, and rows of several of them in the order of a fused matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.layers.init import normal_, uniform_
+from lightning_megatron.params import ParamSpec, ShardRanks
+
+
+class Cut(NamedTuple):
+    """A parameter of a rank.
+
+    Attributes:
+        spec: spec of the whole.
+        shape: shape of this rank's part.
+    """
+
+    spec: ParamSpec
+    shape: tuple[int, ...]
+
+
+class Matrices(NamedTuple):
+    """Parameters of one adapted matrix, as :class:`LowRank` describes them."""
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+
+
+class LowRank(nn.Module):
+    """Parameters of one adapted matrix: ``A`` ``[r, in]``, ``B`` ``[out, r]``, with DoRA magnitudes ``[out]``.
+
+    Those of experts have a first dimension more. ``A`` is drawn as PEFT draws it, uniform, and ``B`` is zero; of an
+    embedding, of which ``A`` is ``[V, r]``, it is the other way round.
+
+    An adapter calls it to get them, as it would call a layer: a hook before the call waits for values that are still
+    being gathered after the optimizer's step.
+
+    Args:
+        a: first matrix.
+        b: second matrix.
+        magnitude: lengths of the rows; ``None`` without DoRA.
+        ranks: position of this rank.
+        of_embedding: True for the adapter of an embedding.
+    """
+
+    def __init__(self, a: Cut, b: Cut, magnitude: Cut | None, ranks: ShardRanks, *, of_embedding: bool = False) -> None:
+        super().__init__()
+        self._specs = {"lora_A": a.spec, "lora_B": b.spec}
+        self.lora_A = nn.Parameter(torch.zeros(a.shape))
+        self.lora_B = nn.Parameter(torch.zeros(b.shape))
+        self.lora_magnitude: nn.Parameter | None = None
+        if magnitude is not None:
+            self._specs["lora_magnitude"] = magnitude.spec
+            self.lora_magnitude = nn.Parameter(torch.zeros(magnitude.shape))
+        if of_embedding:
+            normal_(self.lora_B, b.spec, ranks, 1.0)
+        else:
+            uniform_(self.lora_A, a.spec, ranks, 1 / sqrt(a.spec.global_shape[-1]))
+
+    def forward(self) -> Matrices:
+        """The parameters, once they have the values of the last step."""
+        return Matrices(self.lora_A, self.lora_B, self.lora_magnitude)
+
+    def param_specs(self) -> Mapping[str, ParamSpec]:
+        """The specs that it was built with."""
+        return self._specs
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Order of the rows of a rank's matrix: in each group those of every part, end to end.
+
+    Attributes:
+        groups: number of groups on this rank.
+        widths: rows of each part in a group.
+    """
+
+    groups: int
+    widths: Mapping[str, int]
+
+    def fused(self, parts: Mapping[str, Tensor], dim: int) -> Tensor:
+        """Rows of a matrix, along a dimension, from rows of its parts; those of absent parts are zero."""
+        if len(self.widths) == 1:
+            return next(iter(parts.values()))
+        like = next(iter(parts.values()))
+        dim = dim % like.ndim
+
+        def rows_of(name: str, width: int) -> Tensor:
+            if name in parts:
+                return parts[name].unflatten(dim, (self.groups, width))
+            return like.new_zeros(*like.shape[:dim], self.groups, width, *like.shape[dim + 1 :])
+
+        return torch.cat([rows_of(*part) for part in self.widths.items()], dim=dim + 1).flatten(dim, dim + 1)
+
+    def of_part(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of one part, ``[n, ...]``, of those of a matrix."""
+        if len(self.widths) == 1:
+            return rows
+        place = list(self.widths).index(name)
+        groups = rows.unflatten(0, (self.groups, -1))
+        return groups.split(list(self.widths.values()), dim=1)[place].flatten(0, 1)
+
+
+def squared_lengths(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``[out]`` fp32, the sums of squares of the rows of ``W + s B A``, which is never made.
+
+    Over slices of the input features the results add up.
+
+    Args:
+        weight: ``[out, in]``.
+        a: ``[r, in]``.
+        b: ``[out, r]``.
+        scale: factor of ``B A``.
+    """
+    squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(weight.dtype, torch.float32)).square()
+    mixed = ((weight @ a.t()).to(squares.dtype) * b).sum(1)
+    own = ((b.to(squares.dtype) @ (a @ a.t()).to(squares.dtype)) * b).sum(1)
+    return squares + 2 * scale * mixed + scale * scale * own

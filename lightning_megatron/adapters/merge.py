@@ -1,0 +1,60 @@
+"""Weights that compute alone what frozen ones compute with an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.adapters.low_rank import Rows
+from lightning_megatron.adapters.targets import EMBEDDING, AdaptedLayer
+
+
+@dataclass(frozen=True)
+class PartTensors:
+    """Whole tensors of one adapted part.
+
+    Attributes:
+        a: ``[r, in]``; ``[E, r, in]`` of experts, ``[V, r]`` of an embedding.
+        b: ``[out, r]``, or ``[E, out, r]``.
+        magnitude: ``[out]``; ``None`` without DoRA.
+    """
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None = None
+
+
+@torch.no_grad()
+def merged(weight: Tensor, layer: AdaptedLayer, parts: Mapping[str, PartTensors], scale: float) -> Tensor:
+    """The whole weight with an adapter, in its dtype; sums are those of fp32 at least.
+
+    Args:
+        weight: frozen weight.
+        layer: its place, and the order of its rows.
+        parts: tensors of the adapter by part.
+        scale: factor of ``B A``.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    rows = Rows(layer.groups, {part.name: part.width for part in layer.parts})
+    if layer.name == EMBEDDING:
+        (part,) = parts.values()
+        turned = PartTensors(part.a.t(), part.b, part.magnitude)
+        return _merged(weight.to(wide).t(), turned, scale).t().contiguous().to(weight.dtype)
+    if layer.is_of_experts:
+        delta = {name: torch.bmm(part.b.to(wide), part.a.to(wide)) * scale for name, part in parts.items()}
+        return (weight.to(wide) + rows.fused(delta, 1).view_as(weight)).to(weight.dtype)
+    flat = weight.to(wide).flatten(0, -2)
+    found = {part.name: rows.of_part(part.name, flat) for part in layer.parts}
+    found |= {name: _merged(found[name], part, scale) for name, part in parts.items()}
+    return rows.fused(found, 0).view_as(weight).to(weight.dtype)
+
+
+def _merged(weight: Tensor, part: PartTensors, scale: float) -> Tensor:
+    """``[out, in]`` of one part."""
+    whole = weight + part.b.to(weight.dtype) @ part.a.to(weight.dtype) * scale
+    if part.magnitude is None:
+        return whole
+    return whole * (part.magnitude.to(weight.dtype) / torch.linalg.vector_norm(whole, dim=1)).unsqueeze(1)

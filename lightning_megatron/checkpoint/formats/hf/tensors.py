@@ -1,0 +1,130 @@
+"""Rules between the tensors of a Hugging Face model and ours, from a family's data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import replace
+from itertools import groupby
+
+from torch import Tensor
+
+from lightning_megatron.checkpoint.formats.weight_map import (
+    Rule,
+    WeightMap,
+    fused_kv,
+    fused_qkv,
+    interleaved,
+    paired,
+    same,
+    stacked,
+    transposed,
+)
+from lightning_megatron.config.hugging_face.family import Family
+from lightning_megatron.config.hugging_face.tensors import (
+    COLUMNS_OF_QKV,
+    INTERLEAVED,
+    INTERLEAVED_COLUMNS,
+    KV,
+    PAIRED_END,
+    PAIRED_HEADS,
+    QKV,
+    STACKED,
+    TRANSPOSED,
+    TensorRule,
+)
+from lightning_megatron.config.parameter_specs import weight_shapes
+from lightning_megatron.config.transformer import GATED, TransformerConfig
+from lightning_megatron.errors import Problem, raise_if_any
+
+
+def weight_map(family: Family, config: TransformerConfig) -> WeightMap:
+    """The rules between a model of the family and ours of this configuration.
+
+    Raises:
+        ConfigError: naming parameters for which the family has no tensors.
+    """
+    shapes = weight_shapes(config)
+    rules = tuple(_rule(data, config, shapes[data.native]) for data in whole_rules(family, config))
+    without = shapes.keys() - {rule.native for rule in rules}
+    raise_if_any([Problem("parameter", name, f"{family.architecture} has no such tensor") for name in sorted(without)])
+    return WeightMap(rules, family.tensors.ignored, family.tensors.prefix, heads=family.tensors.heads)
+
+
+def whole_rules(family: Family, config: TransformerConfig) -> Iterator[TensorRule]:
+    """The rules of a family that a model of this configuration has, with whole names."""
+    return _with_whole_names(family.tensors.rules, weight_shapes(config).keys(), config)
+
+
+def row_rule(data: TensorRule, config: TransformerConfig) -> Rule:
+    """The rule for something that has one row for each row of a matrix, ``[out, ...]`` in both programs.
+
+    Args:
+        data: rule of a matrix that one foreign tensor holds, or one of each expert.
+        config: configuration of the model.
+    """
+    if data.kind in (QKV, COLUMNS_OF_QKV) and len(data.foreign) == 1:
+        return fused_qkv(data.native, data.foreign, config.num_attention_heads, config.num_query_groups)
+    if data.kind in (PAIRED_HEADS, PAIRED_END):
+        return _rule(data, config, ())
+    return same(data.native, data.foreign[0])
+
+
+def _with_whole_names(
+    templates: Iterable[TensorRule], names: Set[str], config: TransformerConfig
+) -> Iterator[TensorRule]:
+    """The rules of parameters that are there; neighbours with a number come layer by layer."""
+    has_gates = config.activation in GATED
+    fitting = (template for template in templates if template.gated in (None, has_gates))
+    for (prefix, stack), neighbours in groupby(fitting, lambda each: (_before_the_number(each), each.stack)):
+        some, layers = list(neighbours), config.stacks.get(stack, range(0))
+        for number in range(1) if prefix is None else layers:
+            for template in some:
+                for kind in ("weight", "bias") if "{kind}" in template.native else ("",):
+                    native = template.native.format(n=number, kind=kind)
+                    if native in names:
+                        foreign = tuple(_foreign(template, number - layers.start, kind, config))
+                        yield replace(template, native=native, foreign=foreign)
+
+
+def _before_the_number(template: TensorRule) -> str | None:
+    return template.native.partition("{n}")[0] if "{n}" in template.native else None
+
+
+def _foreign(template: TensorRule, number: int, kind: str, config: TransformerConfig) -> Iterator[str]:
+    with_experts = any("{e}" in name for name in template.foreign)
+    for expert in range(config.num_experts) if with_experts else [0]:
+        for name in template.foreign:
+            yield name.format(n=number, e=expert, kind=kind, after=config.num_layers + number)
+
+
+def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -> Rule:
+    repeats = [data.tied] if data.tied and config.tie_embeddings else []
+    if data.copied:
+        repeats += [data.copied.format(after=config.num_layers + depth) for depth in range(config.mtp_num_layers)]
+    if data.kind == KV:
+        return fused_kv(data.native, data.foreign, config.num_query_groups)
+    if data.kind == TRANSPOSED:
+        return transposed(data.native, *data.foreign)
+    if data.kind == STACKED:
+        lead = 1 if shape[0] == len(data.foreign) else 2  # parts, or experts; or both
+        return stacked(data.native, *data.foreign, lead=shape[:lead])
+    if data.kind in (QKV, COLUMNS_OF_QKV):
+        rule = fused_qkv(data.native, data.foreign, config.num_attention_heads, config.num_query_groups)
+        return _of_columns(rule) if data.kind == COLUMNS_OF_QKV else rule
+    if data.kind in (INTERLEAVED, INTERLEAVED_COLUMNS):
+        rule = interleaved(data.native, *data.foreign)
+        return _of_columns(rule) if data.kind == INTERLEAVED_COLUMNS else rule
+    if data.kind in (PAIRED_HEADS, PAIRED_END):
+        heads = config.num_attention_heads if data.kind == PAIRED_HEADS else 1
+        return paired(data.native, *data.foreign, heads=heads, turned=config.rotary_dim)
+    return replace(same(data.native, *data.foreign, *repeats, *data.repeats), otherwise=data.otherwise)
+
+
+def _of_columns(rule: Rule) -> Rule:
+    """The rule for a foreign matrix, or one of each expert, that is stored as ``[in, out]``."""
+
+    def split(x: Tensor) -> tuple[Tensor]:
+        (rows,) = rule.split(x)
+        return (rows.mT.contiguous(),)
+
+    return replace(rule, join=lambda x: rule.join(x.mT), split=split)

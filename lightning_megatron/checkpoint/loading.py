@@ -1,0 +1,215 @@
+"""Loading a checkpoint: :func:`load` fills the state of any layout, :func:`open_checkpoint` gives tensors one by one.
+
+A failure on one rank raises on all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lightning_megatron.checkpoint.all_ranks import on_all_ranks
+from lightning_megatron.checkpoint.dcp import load_faults, read_fragments
+from lightning_megatron.checkpoint.directory.leftovers import recover
+from lightning_megatron.checkpoint.directory.newest import locate
+from lightning_megatron.checkpoint.formats.lightning_file import SingleFile
+from lightning_megatron.checkpoint.formats.unpacked_size import refuse_oversized
+from lightning_megatron.checkpoint.fragment import Chunk, Fragment
+from lightning_megatron.checkpoint.integrity.fault import listed
+from lightning_megatron.checkpoint.integrity.hashes import Check, faults_of
+from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
+from lightning_megatron.checkpoint.keys import Key
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.meta import read_meta, type_faults
+from lightning_megatron.checkpoint.saving import own_key
+from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.errors import CheckpointError, nearest_names
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import Box
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Directory:
+    """An opened checkpoint directory whose files have been checked.
+
+    Attributes:
+        path: its path.
+        metadata: names, shapes and places of its tensors.
+        meta: content of ``meta.pt``.
+        layout: fields of the layout at the save.
+    """
+
+    path: Path
+    metadata: Metadata
+    meta: dict[str, Any]
+    layout: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path, weights_only: bool) -> Directory:
+        """Read everything but tensors of a checkpoint without faults.
+
+        Args:
+            path: the checkpoint.
+            weights_only: True to refuse a ``meta.pt`` that holds objects.
+
+        Raises:
+            CheckpointError: if it is no checkpoint.
+        """
+        metadata = read_metadata(path)
+        refuse_oversized(path, metadata)
+        return cls(path, metadata, read_meta(path, weights_only), locate(path).layout)
+
+    def read(self, state: State) -> None:
+        """Fill a state in place."""
+        read_fragments(self.path, self.metadata, state)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The content of a checkpoint beside the tensors that were filled in place.
+
+    Attributes:
+        meta: content of ``meta.pt``.
+        layout: fields of the layout at the save.
+        per_rank: values of this rank; ``None`` if the layout is another one now, or nothing was saved.
+        missing: keys of the state that the checkpoint lacks, left as they were (``strict=False``).
+        unexpected: ``model.*`` keys of the checkpoint that no rank requested (``strict=False``).
+    """
+
+    meta: dict[str, Any]
+    layout: Mapping[str, Any]
+    per_rank: Any
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: State,
+    mesh: ParallelMesh,
+    *,
+    strict: bool = True,
+    weights_only: bool = True,
+    check: Check = "hashes",
+) -> Loaded:
+    """Fill a state in place from a checkpoint of any layout, or from a single file of Lightning's.
+
+    Fragments are filled in place; other values are replaced by the saved ones. Every rank must call this.
+
+    Args:
+        path: directory or file.
+        state: fragments and values that this rank requests; an empty one loads ``meta`` alone.
+        mesh: ranks that load together.
+        strict: True if keys that only one side has are errors. Another shape always is one.
+        weights_only: True to refuse a ``meta.pt`` that holds objects.
+        check: ``"hashes"`` to compare the content of all files with the manifest, divided over the ranks; ``"sizes"``
+            to compare lengths, and the content of the files that every rank reads.
+
+    Raises:
+        CheckpointError: on every rank, if the checkpoint is not one, is damaged, or does not fit.
+    """
+    path = Path(path)
+    action = f"loading {path}"
+
+    def open_it() -> Directory | SingleFile:
+        opened: Directory | SingleFile
+        if path.is_file():
+            opened = SingleFile.open(path, state, weights_only)
+        else:
+            opened = Directory.open(path, weights_only)
+        if wrong := type_faults(opened.meta):
+            raise CheckpointError(f"what it says of the run is damaged: {'; '.join(wrong)}")
+        return opened
+
+    def fit() -> list[str]:
+        missing, faults = load_faults(state, metadata)
+        if strict and (needed := [key for key in missing if not Key.parse(key).is_calibration]):
+            faults = _missing_faults(needed, list(metadata.state_dict_metadata)) + faults
+        if strict:
+            faults += [f"{key}: in the checkpoint, but not in the model" for key in unexpected]
+        if faults:
+            raise CheckpointError("the checkpoint does not fit:\n" + listed(faults))
+        return missing
+
+    on_all_ranks(mesh, action, lambda: recover(path) if mesh.rank == 0 else None)
+    if faults := faults_of(path, mesh, check):
+        raise CheckpointError(f"{action}: the checkpoint is damaged:\n{listed(faults)}")
+    source = on_all_ranks(mesh, action, open_it)
+    metadata = source.metadata
+    unexpected = _unexpected(state, metadata, mesh)
+    missing = on_all_ranks(mesh, action, fit)
+
+    wanted = {key: value for key, value in state.items() if key not in missing}
+    own = own_key(mesh)
+    is_own = dict(source.layout) == asdict(mesh.layout) and own in metadata.state_dict_metadata
+    if is_own:
+        wanted[own] = None
+    on_all_ranks(mesh, action, lambda: source.read(wanted))
+    per_rank = wanted.pop(own) if is_own else None
+    state.update(wanted)
+    return Loaded(source.meta, source.layout, per_rank, tuple(missing), tuple(unexpected))
+
+
+def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[str]:
+    """``model.*`` keys of the checkpoint that no rank requests, if any rank requests a model at all."""
+    is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
+    requested = {key for keys in all_gather_object(mesh, sorted(state) if is_source else []) for key in keys}
+    if not any(Key.parse(key).is_model for key in requested):
+        return []
+    return [
+        key
+        for key in metadata.state_dict_metadata
+        if (parsed := Key.parse(key)).is_model and key not in requested and not parsed.is_calibration
+    ]
+
+
+def _missing_faults(missing: list[str], known: list[str]) -> list[str]:
+    faults = []
+    for family in dict.fromkeys(Key.parse(key).family for key in missing):
+        ours = [key for key in missing if Key.parse(key).family == family]
+        theirs = [key for key in known if Key.parse(key).family == family]
+        if theirs:
+            nearest = {key: ", ".join(nearest_names(key, theirs)[:3]) for key in ours[:_SHOWN]}
+            faults += [f"{key}: not in the checkpoint; nearest: {nearest.get(key)}" for key in ours]
+        else:
+            there = ", ".join(dict.fromkeys(Key.parse(key).family for key in known)) or "nothing"
+            faults.append(f"{family}: the checkpoint has none of it, only: {there} (saved with save_weights_only?)")
+    return faults
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Loaded, dict[str, LazyTensor]]:
+    """Open a checkpoint of any layout in one process: its ``meta``, and lazy tensors by key.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+    """
+    path = Path(path)
+    loaded = load(path, {}, ParallelMesh.single())
+    metadata = read_metadata(path)
+
+    def tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        chunk = Chunk(Box.whole(shape), whole, write=False)
+        try:
+            read_fragments(path, metadata, {key: Fragment(shape, dtype, (chunk,))})
+        except Exception as error:  # a damaged archive raises what it likes
+            raise CheckpointError(f"{path}: {key} cannot be read: {error}") from None
+        return whole
+
+    found = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and not Key.parse(key).is_calibration:
+            shape, dtype = tuple(entry.size), entry.properties.dtype
+            found[key] = LazyTensor(shape, dtype, partial(tensor, key, shape, dtype))
+    return loaded, found

@@ -1,0 +1,1 @@
+"""Commands about text, tokenizers and token files."""

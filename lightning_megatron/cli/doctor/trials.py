@@ -1,0 +1,79 @@
+"""Trials of the devices of this machine, in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from lightning_megatron import device as devices
+from lightning_megatron.cli.doctor.children import Child, ending, watch
+from lightning_megatron.cli.doctor.op_trials import op_trials
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.machine.finding import Finding
+
+IMPORT, PRODUCT = "import", "product"
+"""Trials without which no other can succeed."""
+
+
+def trials(tokens: int, limit: float) -> list[Finding]:
+    """Findings about the kind of device that a Trainer would take.
+
+    Args:
+        tokens: length of the sequence in trials of ops.
+        limit: seconds that one trial may take.
+    """
+    kind = devices.best_available()
+    ops = list(op_trials(kind.type))
+    try:
+        pair = 2 if kind is devices.CPU else min(2, devices.device_count(kind))
+    except ConfigError:
+        pair = 1
+    of_pair = "collectives of 2 processes" if pair == 2 else "no collectives, for there is one device"
+    plan = f"{kind.type}: a product, {len(ops)} trials of ops against their references, {of_pair}"
+    found = [Finding("device trials", plan)]
+    with TemporaryDirectory(prefix="lightning-megatron-doctor-") as name:
+        folder, words = Path(name), ["--device", kind.type, "--tokens", str(tokens)]
+        found += one_by_one(folder, words, [PRODUCT, *ops], limit)
+        if pair == 2 and not any(finding.subject in (IMPORT, PRODUCT) and finding.fault for finding in found):
+            found += together(folder, words, limit)
+    return found
+
+
+def one_by_one(folder: Path, words: list[str], names: list[str], limit: float) -> list[Finding]:
+    """Findings of trials on one device; a trial that ends its process does not end the others."""
+    found: list[Finding] = []
+    waiting = names
+    while waiting:
+        child = Child(folder, f"trials-{len(waiting)}", [*words, "--names", *waiting])
+        hung = watch([child], limit)
+        found += child.findings
+        done = {finding.subject for finding in child.findings}
+        failed = IMPORT if child.begun in ("", IMPORT) else child.begun
+        left = [name for name in waiting if name not in done]
+        if child.is_inside or IMPORT in done:
+            if failed not in done:
+                found.append(Finding(failed, "failed", hung or ending(child)))
+            left = [name for name in left if name != failed]
+        elif left:  # it ended between two trials
+            found.append(Finding(left.pop(0), "failed", hung or ending(child)))
+        if left and any(finding.fault for finding in found if finding.subject in (IMPORT, PRODUCT)):
+            found.append(Finding("other trials", "not made", "the ones before must succeed first", harmful=False))
+            break
+        waiting = left
+    return found
+
+
+def together(folder: Path, words: list[str], limit: float) -> list[Finding]:
+    """Findings of collectives of two devices."""
+    store = ["--store", str(folder / "store")]
+    children = [Child(folder, f"rank-{rank}", [*words, *store, "--rank", str(rank)]) for rank in (0, 1)]
+    hung = watch(children, limit)
+    found = list(dict.fromkeys(finding for child in children for finding in child.findings if finding.fault))
+    faulty = {finding.subject for finding in found}
+    found += [finding for finding in children[0].findings if finding.subject not in faulty]
+    ends = [
+        f"rank {rank} in {child.begun or IMPORT} {ending(child)}" for rank, child in enumerate(children) if child.status
+    ]
+    if hung or ends:
+        found.append(Finding("collectives", "failed", "; ".join([*([hung] if hung else []), *ends])))
+    return found

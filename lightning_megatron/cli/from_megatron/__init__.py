@@ -1,0 +1,1 @@
+"""Command lines of Megatron-LM, its fork for Gaudi and Megatron-DeepSpeed as recipes."""

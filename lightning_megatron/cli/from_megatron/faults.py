@@ -1,0 +1,112 @@
+"""Faults of a command line of Megatron that are seen without its model: sizes, pairs, lengths in the wrong unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_megatron.cli.from_megatron.words import CommandLine
+from lightning_megatron.errors import Problem
+
+_LEAST: dict[str, int] = {
+    **dict.fromkeys(
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "micro_batch_size",
+            "gradient_accumulation_steps",
+            "global_batch_size",
+            "train_iters",
+            "train_samples",
+            "seq_length",
+            "log_interval",
+            "save_interval",
+        ),
+        1,
+    ),
+    **dict.fromkeys(("eval_interval", "eval_iters", "num_workers", "zero_stage", "lr_warmup_iters"), 0),
+    "lr_warmup_samples": 0,
+}
+"""Smallest value of sizes and lengths; those of the model are the model's own to check."""
+
+_NEEDED = {
+    "lr": "is needed: Megatron has no default for it",
+    "seq_length": "is needed: Megatron has no default for it",
+}
+
+_EXCLUSIVE = (
+    ("fp16", "bf16"),
+    ("data_path", "train_data_path"),
+    ("data_path", "valid_data_path"),
+    ("data_path", "test_data_path"),
+    ("lr_warmup_iters", "lr_warmup_fraction"),
+    ("lr_warmup_samples", "lr_warmup_fraction"),
+)
+"""Pairs of which Megatron refuses the second beside the first."""
+
+_LENGTHS = ("lr_decay_{}", "lr_warmup_{}", "lr_wsd_decay_{}")
+
+
+def faults_of(line: CommandLine) -> list[Problem]:
+    """All faults of a line. A size that cannot be is taken out of it, so that what follows can be checked too.
+
+    Args:
+        line: the command line.
+    """
+    found = [*_missing(line), *_pairs(line), *_units(line), *_weight_decay(line)]
+    small = list(_sizes(line))
+    for name, _ in small:
+        del line.values[name]
+    return [problem for _, problem in small] + found
+
+
+def _sizes(line: CommandLine) -> Iterator[tuple[str, Problem]]:
+    for name, least in _LEAST.items():
+        if (value := line.values.get(name)) is not None and value < least:
+            yield name, Problem(line.flag(name), value, f"must be at least {least}")
+
+
+def _missing(line: CommandLine) -> Iterator[Problem]:
+    for name, reason in _NEEDED.items():
+        if name not in line.values:
+            yield Problem(line.flag(name), None, reason)
+    lengths = [line.values.get(name) for name in ("train_iters", "train_samples")]
+    if lengths.count(None) != 1:
+        yield Problem("--train-iters", lengths[0], "one of --train-iters and --train-samples is needed, and not both")
+
+
+def _pairs(line: CommandLine) -> Iterator[Problem]:
+    for first, second in _EXCLUSIVE:
+        if line.values.get(first) and line.values.get(second) is not None:
+            yield Problem(line.flag(second), line.values[second], f"cannot be beside {line.flag(first)}")
+
+
+def _units(line: CommandLine) -> Iterator[Problem]:
+    """Lengths of the schedule in steps for a run in samples, and the other way round."""
+    if ("train_iters" in line.values) == ("train_samples" in line.values):
+        return
+    whole, other = ("train_iters", "samples") if "train_iters" in line.values else ("train_samples", "iters")
+    for length in _LENGTHS:
+        if value := line.values.get(name := length.format(other)):
+            same = f"--{length.format(whole.removeprefix('train_')).replace('_', '-')}"
+            reason = f"the run's length is {line.flag(whole)}: give {same}"
+            yield Problem(line.flag(name), value, reason)
+
+
+def _weight_decay(line: CommandLine) -> Iterator[Problem]:
+    ends = ("start_weight_decay", "end_weight_decay")
+    given = [name for name in ends if name in line.values]
+    style = line.get("weight_decay_incr_style")
+    if style == "constant":
+        for name in given:
+            yield Problem(line.flag(name), line.values[name], "needs --weight-decay-incr-style linear or cosine")
+    elif style not in ("linear", "cosine"):
+        reason = "must be constant, linear or cosine"
+        yield Problem("--weight-decay-incr-style", style, reason, ("constant", "linear", "cosine"))
+    elif len(given) < 2:
+        missing = " and ".join(line.flag(name) for name in ends if name not in given)
+        yield Problem("--weight-decay-incr-style", style, f"needs {missing} too")

@@ -1,0 +1,1 @@
+"""``lightning-megatron launch``: one recipe for every launcher."""

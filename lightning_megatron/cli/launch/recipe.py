@@ -1,0 +1,110 @@
+"""A training job from a recipe with a ``cluster`` section; Lightning and torch are not needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.cli.plan.recipe import STRATEGIES
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.errors import ConfigError, Problem, is_whole, problems_of, raise_if_any
+from lightning_megatron.launching.cluster import Cluster, cluster_of
+from lightning_megatron.launching.job import TrainingJob
+from lightning_megatron.recipes.contents import contents_of, merged
+from lightning_megatron.recipes.environment import changes_of
+from lightning_megatron.recipes.names import files_of, is_file
+
+_SIZES = ("tp", "pp", "cp", "ep", "etp", "vpp")
+
+
+def read_job(
+    configs: Sequence[str], arguments: Sequence[str], given: Mapping[str, Any], *, from_hf: bool = False
+) -> TrainingJob:
+    """The job of one recipe, or of several of which later ones change earlier ones, as with ``fit``.
+
+    Args:
+        configs: names of recipes, and YAML files.
+        arguments: more words for ``fit``.
+        given: settings that replace those of the ``cluster`` section.
+        from_hf: True if the run begins with weights from a Hugging Face directory.
+
+    Raises:
+        ConfigError: with every fault of the section, and of sizes that do not fit together.
+    """
+    recipe = contents_of([file for config in configs for file in files_of(config)])
+    trainer = _mapping(recipe.get("trainer"))
+    section = recipe.get("cluster") or {}
+    if isinstance(section, Mapping):
+        section = {**_of_trainer(trainer), "name": _name(configs[0]), **section, **given}
+    cluster = cluster_of(section)
+    found = _contradictions(trainer, recipe.get("cluster"), cluster) + _layout_problems(trainer, cluster)
+    raise_if_any(found)
+    moved = merged(recipe, changes_of(recipe, cluster.environment))
+    return TrainingJob(cluster, tuple(configs), tuple(arguments), _checkpoints(_mapping(moved.get("trainer"))), from_hf)
+
+
+def _of_trainer(trainer: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes that the recipe gives the Trainer."""
+    sizes = {"nodes": trainer.get("num_nodes"), "devices_per_node": trainer.get("devices")}
+    return {name: size for name, size in sizes.items() if size is not None and is_whole(size, at_least=1)}
+
+
+def _contradictions(trainer: Mapping[str, Any], section: object, cluster: Cluster) -> list[Problem]:
+    """A recipe's own sizes are those of the machines that it was written for, unless the section says otherwise."""
+    devices = trainer.get("devices")
+    is_given = isinstance(section, Mapping) and "devices_per_node" in section
+    if is_whole(devices, at_least=1) or is_given or devices is None:
+        return []
+    reason = "is no number of processes for a machine: give cluster.devices_per_node"
+    return [Problem("trainer.devices", devices, reason, (cluster.devices_per_node,))]
+
+
+def _layout_problems(trainer: Mapping[str, Any], cluster: Cluster) -> list[Problem]:
+    """Sizes of the strategy that the ranks of the cluster do not divide into."""
+    strategy = trainer.get("strategy")
+    name = strategy.get("class_path") if isinstance(strategy, Mapping) else strategy
+    if str(name).rsplit(".", 1)[-1] not in STRATEGIES:
+        return []
+    arguments = _mapping(_mapping(strategy).get("init_args"))
+    sizes = {size: arguments[size] for size in _SIZES if arguments.get(size) is not None}
+    faults = problems_of(lambda: ParallelLayout(**sizes))
+    return faults or ParallelLayout(**sizes).problems(world_size=cluster.world_size)
+
+
+def _checkpoints(trainer: Mapping[str, Any]) -> str | None:
+    """Folder of the first ``ModelCheckpoint`` that names one."""
+    for callback in trainer.get("callbacks") or []:
+        name = str(_mapping(callback).get("class_path")).rsplit(".", 1)[-1]
+        folder = _mapping(_mapping(callback).get("init_args")).get("dirpath")
+        if name == "ModelCheckpoint" and folder is not None:
+            return str(folder)
+    return None
+
+
+def _name(config: str) -> str:
+    """A name that every launcher accepts, from a recipe's or a file's."""
+    own = Path(config).stem if is_file(config) else config
+    words = re.sub(r"[^a-z0-9]+", "-", own.lower()).strip("-")[:42].strip("-")
+    return words if words[:1].isalpha() else f"run-{words}".strip("-")
+
+
+def _mapping(part: object) -> dict[str, Any]:
+    return dict(part) if isinstance(part, Mapping) else {}
+
+
+def refuse_unknown_partition(cluster: Cluster, known: Sequence[str]) -> None:
+    """Compare a job's partition with those of the site.
+
+    Args:
+        cluster: cluster of the job.
+        known: names of the site's partitions; empty if they are not known.
+
+    Raises:
+        ConfigError: if it is not among them.
+    """
+    partition = cluster.slurm.partition
+    if partition is not None and known and partition not in known:
+        reason = "this site has no such partition"
+        raise ConfigError([Problem("cluster.slurm.partition", partition, reason, tuple(known))])

@@ -1,0 +1,1 @@
+"""``lightning-megatron plan``: the layout that fits, before a device is rented."""

@@ -1,0 +1,1 @@
+"""Commands that try a job out: a rehearsal without devices, and a comparison of layouts."""

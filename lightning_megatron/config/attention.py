@@ -1,0 +1,119 @@
+"""Configuration of the parts of attention that only some models, or some layers, have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_megatron.arguments import Rules, at_least
+from lightning_megatron.config.score_rule import ScoreRule
+from lightning_megatron.errors import Problem
+
+ATTENTION_RULES: Rules = {
+    "sliding_window": at_least(0),
+    "attention_scale": at_least(0.0),
+    "attention_softcap": at_least(0.0),
+    "rope_local_theta": at_least(0.0),
+    "kv_lora_rank": at_least(0),
+    "q_lora_rank": at_least(0),
+    "rope_head_dim": at_least(0),
+    "v_head_dim": at_least(0),
+}
+"""Rules for single fields, in addition to their types."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """The attention of a transformer, where it differs from that of GPT and LLaMA.
+
+    Attributes:
+        add_qkv_bias: True if queries, keys and values have biases, also where ``add_bias_linear`` is False (Qwen2).
+        add_attention_out_bias: True if the output of attention has biases, also where ``add_bias_linear`` is False.
+        qk_norm: True if the features of each query and key head are normed before they are turned (Qwen3).
+        sliding_window: number of tokens that a token sees, itself included (https://arxiv.org/abs/2310.06825); 0 for
+            all that precede it.
+        sliding_window_layers: numbers of the layers that have this window; empty for all.
+        attention_scale: factor of the products of queries and keys; 0 for ``1 / sqrt(head_dim)``.
+        attention_softcap: bound of the scores, by the hyperbolic tangent (https://arxiv.org/abs/2408.00118); 0 for
+            none.
+        attention_sinks: True if each head learns a score that takes a share of the weights and has no value
+            (https://arxiv.org/abs/2309.17453, section 3.3).
+        rope_local_theta: base of the rotary frequencies in layers with a window, which are not scaled; 0 for those of
+            all layers.
+        kv_lora_rank: features of the latent from which keys and values are made (multi-head latent attention,
+            https://arxiv.org/abs/2405.04434); 0 for attention without latents. With latents ``add_qkv_bias`` is about
+            the matrices to them.
+        q_lora_rank: features of the latent from which queries are made; 0 for queries from the tokens themselves.
+        rope_head_dim: features of a query and a key, of the ``head_dim``, that are turned; with latents only.
+        v_head_dim: features of a value; 0 for ``head_dim``, and another number with latents only.
+    """
+
+    add_qkv_bias: bool = False
+    add_attention_out_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int = 0
+    sliding_window_layers: tuple[int, ...] = field(default=())
+    attention_scale: float = 0.0
+    attention_softcap: float = 0.0
+    attention_sinks: bool = False
+    rope_local_theta: float = 0.0
+    kv_lora_rank: int = 0
+    q_lora_rank: int = 0
+    rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    @property
+    def has_latents(self) -> bool:
+        """True if keys and values are made from latents."""
+        return self.kv_lora_rank > 0
+
+    def window(self, layer: int) -> int:
+        """Number of tokens that a token sees in the layer of that number; 0 for all that precede it."""
+        everywhere = not self.sliding_window_layers
+        return self.sliding_window if everywhere or layer in self.sliding_window_layers else 0
+
+    def attention_kinds(self, num_layers: int) -> dict[int, int]:
+        """The first layer of each kind of attention, with the number of layers of that kind."""
+        windowed = sorted(set(self.sliding_window_layers))
+        if not windowed or len(windowed) == num_layers:
+            return {0: num_layers}
+        first = next(number for number in range(num_layers) if number not in self.sliding_window_layers)
+        return {first: num_layers - len(windowed), windowed[0]: len(windowed)}
+
+    def score_rule(self, layer: int) -> ScoreRule:
+        """The rule of attention scores in the layer of that number."""
+        return ScoreRule(self.attention_scale, self.attention_softcap, self.window(layer), self.attention_sinks)
+
+    def seen(self, layer: int, length: int) -> float:
+        """Mean number of tokens that a token of a sequence of ``length`` sees in a layer, itself counted half."""
+        window = self.window(layer)
+        return window - window**2 / (2 * length) if 0 < window < length else length / 2
+
+    def attention_problems(self, num_layers: int) -> list[Problem]:
+        """Faults of fields that must fit together."""
+        found = []
+        beyond = [number for number in self.sliding_window_layers if not 0 <= number < num_layers]
+        if beyond:
+            found.append(Problem("sliding_window_layers", beyond, f"layers are numbered 0 to {num_layers - 1}"))
+        if self.sliding_window_layers and not self.sliding_window:
+            reason = "layers are named, and there is no window: give sliding_window, or leave them out"
+            found.append(Problem("sliding_window_layers", self.sliding_window_layers, reason, ((),)))
+        if self.rope_local_theta and not self.sliding_window:
+            reason = "is the base in layers with a window, and there is none: set rope_theta, or sliding_window"
+            found.append(Problem("rope_local_theta", self.rope_local_theta, reason, (0.0,)))
+        return found + (self._misfits_of_latents() if self.has_latents else self._latents_without_rank())
+
+    def _latents_without_rank(self) -> list[Problem]:
+        """Fields about latents that are given where there are none."""
+        reason = "is about latents, and there are none: give kv_lora_rank, or leave it out"
+        names = ("q_lora_rank", "rope_head_dim", "v_head_dim")
+        return [Problem(name, value, reason, (0,)) for name in names if (value := getattr(self, name))]
+
+    def _misfits_of_latents(self) -> list[Problem]:
+        """Parts of attention that are not there with latents."""
+        given = {"qk_norm": self.qk_norm, "attention_sinks": self.attention_sinks}
+        reason = f"keys are made from latents (kv_lora_rank={self.kv_lora_rank}), and this is not made for them"
+        found = [Problem(name, True, reason, (False,)) for name, is_on in given.items() if is_on]
+        if self.rope_head_dim < 2 or self.rope_head_dim % 2:
+            reason = "a part of each query and key is turned, by pairs of features: give an even number of at least 2"
+            found.append(Problem("rope_head_dim", self.rope_head_dim, reason, (64,)))
+        return found

@@ -1,0 +1,1 @@
+"""Parts of which the files of ``lightning_megatron/families`` are made."""

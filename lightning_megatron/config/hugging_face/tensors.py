@@ -1,0 +1,100 @@
+"""Tensors of a Hugging Face architecture by our names, as data; ``checkpoint/formats/hf/tensors.py`` interprets it.
+
+Names are templates: ``{n}`` is the number of a layer, ``{e}`` that of an expert, ``{kind}`` is ``weight`` or ``bias``,
+``{after}`` in foreign names the number counted on from the last layer. Of a model with two stacks, foreign numbers
+count within a stack.
+A family may list tensors that only some of its models have: a rule counts where the model has the parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+SAME = "same"
+"""Tensor that both sides hold alike."""
+TRANSPOSED = "transposed"
+"""Matrix, or one of each expert, that the other side stores as ``[in, out]``."""
+STACKED = "stacked"
+"""Foreign tensors along a new first dimension; with ``{e}`` in the names ``[E, ...]``, or ``[E, parts, ...]``."""
+QKV = "qkv"
+"""Queries, keys and values, fused by query group; of three tensors, or of one that holds them one after the other."""
+KV = "kv"
+"""Keys and values of two tensors, fused by head."""
+COLUMNS_OF_QKV = "columns of qkv"
+"""One tensor of queries, keys and values, stored as ``[in, out]``."""
+INTERLEAVED = "interleaved"
+"""Gate and up of each expert, whose rows take turns in one tensor ``[E, 2 F, ...]``."""
+INTERLEAVED_COLUMNS = "interleaved columns"
+"""The same of matrices that are stored as ``[in, out]``, whose columns take turns."""
+PAIRED_HEADS = "paired heads"
+"""Rows of heads of which the last ones are turned in neighbouring pairs; ours turn a feature with one half further."""
+PAIRED_END = "paired end"
+"""The same for one head behind other rows."""
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One of our tensors, and the foreign tensors of which it is made.
+
+    Attributes:
+        native: template of our name.
+        foreign: templates of the foreign names.
+        kind: relation of the two, one of the constants above.
+        tied: further foreign name of the tensor, where embeddings are tied.
+        repeats: further foreign names under which files may hold it, in any model.
+        otherwise: foreign name of the tensor that files mean where they lack this one.
+        stack: stack of the layer; empty in a model that has one.
+        gated: True for models whose feed-forward layers have gates, False for those without; ``None`` for all.
+        copied: template of further foreign names, one for each module behind the last layer.
+    """
+
+    native: str
+    foreign: tuple[str, ...]
+    kind: str = SAME
+    tied: str | None = None
+    repeats: tuple[str, ...] = ()
+    otherwise: str | None = None
+    stack: str = ""
+    gated: bool | None = None
+    copied: str | None = None
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """All tensors of an architecture.
+
+    Attributes:
+        rules: rules in the order of files; neighbours with ``{n}`` are taken layer by layer.
+        prefix: beginning of foreign names; files of the model without its head leave it out.
+        ignored: pattern of foreign names that hold no parameter (buffers of older versions).
+        heads: beginning of the names of heads, which have no prefix.
+    """
+
+    rules: tuple[TensorRule, ...]
+    prefix: str = "model."
+    ignored: str = r"rotary_emb\.inv_freq$"
+    heads: str = "lm_head."
+
+    def plus(self, *rules: TensorRule) -> Tensors:
+        """These tensors and more."""
+        return replace(self, rules=self.rules + rules)
+
+
+def rule(
+    native: str,
+    *foreign: str,
+    kind: str = SAME,
+    tied: str | None = None,
+    **more: Any,
+) -> TensorRule:
+    """One rule; further arguments are attributes of :class:`TensorRule`."""
+    return TensorRule(native, foreign, kind, tied, **more)
+
+
+def in_layers(native: str, foreign: str, *rules: TensorRule, stack: str = "") -> tuple[TensorRule, ...]:
+    """Rules with a prefix before both names, of which each holds ``{n}``, for the layers of a stack."""
+    return tuple(
+        replace(each, native=native + each.native, foreign=tuple(foreign + name for name in each.foreign), stack=stack)
+        for each in rules
+    )

@@ -1,0 +1,1 @@
+"""Chats as training data: conversations, templates, tokens with loss masks, documents packed into rows."""

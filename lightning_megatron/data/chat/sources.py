@@ -1,0 +1,111 @@
+"""Chat templates by what a user gives: a name, a file, a text, or nothing where the tokenizer carries one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.data.chat.builtin import BUILTIN_TEMPLATES
+from lightning_megatron.data.chat.template import ChatTemplate, TemplateSource
+from lightning_megatron.data.tokenizers import HuggingFaceTokenizer
+from lightning_megatron.errors import ConfigError, DataError, Problem, nearest_names, raise_if_any
+from lightning_megatron.files.small import read_object, read_small
+
+_TEMPLATE_FILE = "chat_template.jinja"
+_CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # the later one counts
+
+
+def chat_template(
+    given: str | None, directory: Path, tokenizer: HuggingFaceTokenizer, variables: Mapping[str, Any] | None = None
+) -> ChatTemplate:
+    """The chat template of a job.
+
+    Args:
+        given: name of a built-in template, path of a ``.jinja`` file, or Jinja text; ``None`` for the tokenizer's own.
+        directory: folder of the tokenizer.
+        tokenizer: the tokenizer.
+        variables: further variables of the template, which win over special tokens.
+
+    Raises:
+        ConfigError: if there is none, it has no marks, or the tokenizer lacks its tokens.
+        DataError: if a file cannot be read.
+    """
+    tokens = special_tokens(directory)
+    source = _own(directory) if given is None else _named(given)
+    raise_if_any(_missing(source, tokenizer, tokens))
+    return ChatTemplate(source, {**tokens, **(variables or {})})
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Special tokens by their names in templates, such as ``eos_token``."""
+    found: dict[str, str] = {}
+    for file in (directory / name for name in _CONFIG_FILES):
+        content = _content(file)
+        for name, value in content.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
+    return found
+
+
+def _own(directory: Path) -> TemplateSource:
+    """The template that a tokenizer carries; a file of its own wins, as in transformers."""
+    file = directory / _TEMPLATE_FILE
+    if file.is_file():
+        return _file(file)
+    config = directory / "tokenizer_config.json"
+    template = _content(config).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        by_name = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = by_name.get("default")
+    if isinstance(template, str):
+        return TemplateSource(template, str(config))
+    reason = f"{directory} carries no chat template: name a built-in one, or a .jinja file"
+    raise ConfigError([Problem("chat_template", None, reason, tuple(BUILTIN_TEMPLATES))])
+
+
+def _named(given: str) -> TemplateSource:
+    if given in BUILTIN_TEMPLATES:
+        return BUILTIN_TEMPLATES[given]
+    if "{%" in given or "{{" in given:
+        return TemplateSource(given, "given as text")
+    if Path(given).is_file():
+        return _file(Path(given))
+    if given.endswith(".jinja") or os.sep in given:
+        raise ConfigError([Problem("chat_template", given, "no such file", tuple(BUILTIN_TEMPLATES))])
+    reason = "is neither a built-in template nor a file"
+    raise ConfigError([Problem("chat_template", given, reason, nearest_names(given, list(BUILTIN_TEMPLATES)))])
+
+
+def _file(file: Path) -> TemplateSource:
+    try:
+        return TemplateSource(read_small(file).decode("utf-8"), str(file))
+    except (OSError, ValueError) as error:
+        raise DataError.at(file, f"cannot be read: {error}") from None
+
+
+def _content(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return read_object(file)
+    except ValueError as error:
+        raise DataError.at(file, f"cannot be read: {error}") from None
+
+
+def _missing(source: TemplateSource, tokenizer: HuggingFaceTokenizer, special: Mapping[str, str]) -> list[Problem]:
+    """Tokens and names that a built-in template needs and the tokenizer does not have."""
+    known = tokenizer.vocabulary()
+    pieces = [piece for piece in source.tokens if piece not in known]
+    names = [name for name in source.variables if name not in special]
+    if not pieces and not names:
+        return []
+    lacks = ", ".join(pieces + [f"a {name}" for name in names])
+    fits = tuple(
+        other.name
+        for other in BUILTIN_TEMPLATES.values()
+        if all(piece in known for piece in other.tokens) and all(name in special for name in other.variables)
+    )
+    return [Problem("chat_template", source.name, f"the tokenizer lacks {lacks}, which it writes", fits)]

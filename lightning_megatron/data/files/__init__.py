@@ -1,0 +1,1 @@
+"""Work with whole token files: merged, described, made for a try."""

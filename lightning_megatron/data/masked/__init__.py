@@ -1,0 +1,1 @@
+"""Samples with masked tokens, from documents that are stored sentence by sentence."""

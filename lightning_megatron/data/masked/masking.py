@@ -1,0 +1,150 @@
+"""Choice of the tokens that a model has to guess, and of what it sees in their place (https://arxiv.org/abs/1810.04805).
+
+Words are drawn in runs of one to ``max_ngram``, shorter runs more often, until 15 % of the tokens are chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import RandomState
+from numpy.typing import NDArray
+
+from lightning_megatron.data.tokenizers import BertWordPieceTokenizer
+from lightning_megatron.errors import ConfigError, Problem
+
+_MASKED, _KEPT_OF_REST = 0.8, 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Tokens that samples are made with.
+
+    Attributes:
+        size: number of tokens.
+        cls: token that begins a sample.
+        sep: token that ends a segment.
+        mask: token in the place of one to guess.
+        pad: padding.
+        continues: ``[size]``, True for pieces that continue a word.
+    """
+
+    size: int
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    continues: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, tokenizer: BertWordPieceTokenizer) -> Vocabulary:
+        """The vocabulary of a tokenizer.
+
+        Raises:
+            ConfigError: if it has no [MASK].
+        """
+        if tokenizer.mask is None:
+            raise ConfigError([Problem("vocab_file", "no [MASK]", "tokens to guess are replaced by it")])
+        continues = np.zeros(tokenizer.vocab_size, bool)
+        continues[[number for piece, number in tokenizer.pieces.items() if piece.startswith("##")]] = True
+        first, end, pad = (tokenizer.pieces[name] for name in ("[CLS]", "[SEP]", "[PAD]"))
+        return cls(tokenizer.vocab_size, first, end, tokenizer.mask, pad, continues)
+
+
+@dataclass(frozen=True)
+class MaskingRule:
+    """Rule of the choice.
+
+    Attributes:
+        probability: share of the tokens to guess; at least one token is.
+        max_ngram: longest run of words.
+        whole_words: True to choose all pieces of a word, or none.
+        geometric: chance of each word to be the last of its run; 0 for runs of ``n`` words with a weight of ``1/n``.
+    """
+
+    probability: float = 0.15
+    max_ngram: int = 3
+    whole_words: bool = True
+    geometric: float = 0.0
+
+    def budget(self, length: int) -> int:
+        """Number of tokens to choose of ``length``."""
+        return max(1, round(length * self.probability)) if self.probability else 0
+
+    def draw_length(self, words: int, rng: RandomState) -> int:
+        """Number of words of a run, where ``words`` are left."""
+        longest = min(self.max_ngram, words)
+        if self.geometric:
+            return min(int(rng.geometric(self.geometric)), longest)
+        shares = np.cumsum(1.0 / np.arange(1, longest + 1))
+        return 1 + int(np.searchsorted(shares / shares[-1], rng.random_sample(), side="right"))
+
+
+def words_of(tokens: NDArray[np.int64], vocabulary: Vocabulary, *, whole: bool) -> list[list[int]]:
+    """Positions of the tokens of each word, special tokens left out; every token is a word unless ``whole``."""
+    special = (tokens == vocabulary.cls) | (tokens == vocabulary.sep)
+    goes_on = vocabulary.continues[tokens] if whole else np.zeros(len(tokens), bool)
+    words: list[list[int]] = []
+    for position, (is_special, continues) in enumerate(zip(special.tolist(), goes_on.tolist(), strict=True)):
+        if is_special:
+            continue
+        if continues and words and words[-1][-1] == position - 1:
+            words[-1].append(position)
+        else:
+            words.append([position])
+    return words
+
+
+def choose_runs(
+    words: list[list[int]], budget: int, rule: MaskingRule, rng: RandomState, most: int | None = None
+) -> list[list[int]]:
+    """Runs of words, as positions of tokens, of together at most ``budget`` tokens, in the order of the text.
+
+    Each word, in random order, proposes a run that begins with it. A run that would exceed the budget is made shorter;
+    one that meets a chosen word is left out.
+
+    Args:
+        words: positions of the tokens of each word.
+        budget: number of tokens to choose.
+        rule: rule of the choice.
+        rng: random stream of the sample.
+        most: maximum number of runs; ``None`` for any.
+    """
+    chosen: list[list[int]] = []
+    taken: set[int] = set()
+    for start in rng.permutation(len(words)).tolist():
+        if len(taken) >= budget or len(chosen) == most:
+            break
+        for size in range(rule.draw_length(len(words) - start, rng), 0, -1):
+            run = [position for word in words[start : start + size] for position in word]
+            if len(taken) + len(run) <= budget:
+                if taken.isdisjoint(run):
+                    chosen.append(run)
+                    taken.update(run)
+                break
+    return sorted(chosen)
+
+
+def mask_tokens(
+    tokens: NDArray[np.int64], vocabulary: Vocabulary, rule: MaskingRule, rng: RandomState
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens as the model sees them, and the positions to guess, in order.
+
+    Of the chosen tokens 80 % become the mask, 10 % any token of the vocabulary, and 10 % stay.
+
+    Args:
+        tokens: a sample with its special tokens, without padding.
+        vocabulary: tokens that samples are made with.
+        rule: rule of the choice.
+        rng: random stream of the sample.
+    """
+    budget = rule.budget(len(tokens))
+    runs = choose_runs(words_of(tokens, vocabulary, whole=rule.whole_words), budget, rule, rng)
+    positions = np.array([position for run in runs for position in run], np.int64)
+    seen, count = tokens.copy(), len(positions)
+    becomes_mask = rng.random_sample(count) < _MASKED
+    stays = rng.random_sample(count) < _KEPT_OF_REST
+    anything = rng.randint(0, vocabulary.size, count)
+    seen[positions] = np.where(becomes_mask, vocabulary.mask, np.where(stays, tokens[positions], anything))
+    return seen, positions

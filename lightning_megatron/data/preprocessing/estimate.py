@@ -1,0 +1,103 @@
+"""Size of the output, estimated from samples of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from lightning_megatron.data.preprocessing.encode import Encoded, Encoder, Lines
+from lightning_megatron.data.preprocessing.textfiles import LineReader, Source
+from lightning_megatron.errors import DataError
+from lightning_megatron.files.free_space import readable
+
+_FILES = 8
+_LINES = 64
+_TEXT = 1 << 18
+_STORED = 1 << 20
+"""Bytes of a file as it is stored: readers of compressed files read ahead, and are exact only behind some of them."""
+
+_FURTHER = 1 << 24
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Expected output.
+
+    Attributes:
+        documents: number of documents.
+        tokens: number of tokens under all keys.
+        size: bytes of all pairs.
+    """
+
+    documents: int
+    tokens: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"about {self.documents:,} documents, {self.tokens:,} tokens, {readable(self.size)}"
+
+
+def estimate(sources: Sequence[Source], encoder: Encoder, longest: int) -> Estimate:
+    """Expected output of some sources.
+
+    Args:
+        sources: the input.
+        encoder: encoder of its lines.
+        longest: bytes of a line at most.
+
+    Raises:
+        DataError: if a source cannot be read, or no line of the samples is a document.
+    """
+    step = -(-len(sources) // _FILES)
+    chosen = [source for source in sources[::step] if source.size]
+    samples = [_sample(source, encoder, longest) for source in chosen]
+    faults = [fault for sample in samples for fault in sample.encoded.left_out.named]
+    if faults and not any(sample.encoded.documents for sample in samples):
+        raise DataError(f"none of the first lines is a document: {faults[0]}")
+    scale = sum(source.size for source in sources) / max(1, sum(source.size for source in chosen))
+    return Estimate(
+        *(round(scale * sum(sample.scale * count(sample.encoded) for sample in samples)) for count in _COUNTS)
+    )
+
+
+@dataclass(frozen=True)
+class _Sample:
+    encoded: Encoded
+    scale: float
+
+
+def _sample(source: Source, encoder: Encoder, longest: int) -> _Sample:
+    """The first lines of a source, and how many times as many there are."""
+    reader = LineReader(source, longest)
+    lines = iter(reader)
+    taken: list[tuple[int, bytes]] = []
+    text = 0
+    for number, line in islice(lines, _LINES):
+        taken.append((number, line))
+        text += len(line)
+        if text >= _TEXT:
+            break
+    further = text
+    while reader.consumed < _STORED and further < _FURTHER:
+        line = next(lines, (0, b""))[1]
+        if not line:
+            break
+        further += len(line)
+    scale = source.size / max(1, reader.consumed) * further / max(1, text)
+    return _Sample(encoder.lenient(Lines(source, taken)), scale)
+
+
+def _documents(encoded: Encoded) -> int:
+    return encoded.documents
+
+
+def _tokens(encoded: Encoded) -> int:
+    return sum(part.tokens.size for part in encoded.parts.values())
+
+
+def _bytes(encoded: Encoded) -> int:
+    return sum(p.tokens.nbytes + 12 * p.lengths.size + 8 * p.sequences.size for p in encoded.parts.values())
+
+
+_COUNTS = (_documents, _tokens, _bytes)

@@ -1,0 +1,99 @@
+"""Arithmetic of a device: its speed, and the formats that it multiplies natively."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_megatron.device.cards import device_name
+from lightning_megatron.device.kinds import CPU, kind_of
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """bf16 matmul FLOP/s of one device according to its vendor, ``None`` if unknown."""
+    kind = kind_of(device)
+    if kind is CPU:
+        return None
+    name = device_name(device).upper()
+    known = sorted(kind.peak_bf16_flops.items(), key=lambda item: -len(item[0]))
+    return next((flops for part, flops in known if part.upper() in name), None)
+
+
+_BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx10_1", "avx10_2", "bf16")
+
+
+def _multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
+    answers = [bool(capabilities[name]) for name in _BF16_INSTRUCTIONS if name in capabilities]
+    return any(answers) or not answers
+
+
+# Asked at import: inside a function that torch.compile traces, the question would break the graph. The oldest supported
+# torch does not answer it.
+_CPU_MULTIPLIES_BF16 = _multiplies_bf16(getattr(torch.cpu, "get_capabilities", dict)())
+
+
+def has_bf16_arithmetic(device: torch.device, capabilities: Mapping[str, Any] | None = None) -> bool:
+    """True if ``device`` multiplies bf16 natively, without converting every element to fp32.
+
+    Assumed for devices other than CPUs, and for CPUs whose capabilities torch does not report.
+
+    Args:
+        device: device of the product.
+        capabilities: capabilities of the CPU, named as in ``torch.cpu.get_capabilities()``; ``None`` means this CPU's.
+    """
+    if device.type != CPU.type:
+        return True
+    return _CPU_MULTIPLIES_BF16 if capabilities is None else _multiplies_bf16(capabilities)
+
+
+def _cpu_vendor() -> str:
+    """Vendor of this machine's processor as Linux on x86 names it; empty elsewhere."""
+    with suppress(OSError), Path("/proc/cpuinfo").open() as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == "vendor_id":
+                return value.strip()
+    return ""
+
+
+# Asked at import, as above.
+_CPU_VENDOR = _cpu_vendor()
+
+
+def mkl_is_slow(vendor: str | None = None) -> bool:
+    """True if Intel's MKL is torch's choice for fp32 products, and the processor is of another vendor.
+
+    Args:
+        vendor: vendor as in ``/proc/cpuinfo``; ``None`` means this processor's.
+    """
+    return torch.backends.mkl.is_available() and (_CPU_VENDOR if vendor is None else vendor) in _OTHER_VENDORS
+
+
+_OTHER_VENDORS = ("AuthenticAMD", "HygonGenuine")
+
+
+@dataclass(frozen=True)
+class Fp8Arithmetic:
+    """Products of 8-bit floating-point numbers on a card; the defaults are what every Gaudi from 2 on can do.
+
+    Attributes:
+        largest_e4m3: largest magnitude of its E4M3 format.
+        mixes_formats: True if the operands of a product may have different formats.
+    """
+
+    largest_e4m3: float = 240.0
+    mixes_formats: bool = False
+
+
+_FP8_ARITHMETIC = {"GAUDI3": Fp8Arithmetic(448.0, True)}
+
+
+def fp8_arithmetic(device: torch.device) -> Fp8Arithmetic:
+    """The fp8 arithmetic of a card, by its name; an unknown card gets the defaults."""
+    name = device_name(device).upper()
+    return next((known for part, known in _FP8_ARITHMETIC.items() if part in name), Fp8Arithmetic())

@@ -1,0 +1,56 @@
+"""Backends of torch.distributed for a device, and their behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_megatron.device.kinds import CPU, CUDA, HPU, kind_of
+
+
+@dataclass(frozen=True)
+class CollectiveTraits:
+    """Behaviour of a backend of collectives that its callers must know.
+
+    Attributes:
+        timeout: default limit for a collective.
+        is_done_waits: True if the question for the end of a running collective or message waits for that end.
+        connects_at_first_use: True if the members of a group connect only at its first collective.
+        exit_waits: True if a process that ends waits, without a limit, for the other members of its groups.
+        needs_equal_nodes: True if a group must have equally many ranks on every node that it touches.
+        copies_pieces: True if a reduce-scatter sends as much as an all-reduce, and an all-gather copies its result once
+            more. Then an all-to-all with a sum on each rank, and broadcasts in place, take less.
+    """
+
+    timeout: timedelta = timedelta(minutes=10)
+    is_done_waits: bool = False
+    connects_at_first_use: bool = False
+    exit_waits: bool = False
+    needs_equal_nodes: bool = False
+    copies_pieces: bool = False
+
+
+# In a first step on Gaudi a rank may compile graphs for longer than 20 minutes while others already wait for it.
+_HCCL = CollectiveTraits(timedelta(minutes=60), True, True, True, True)
+_GLOO = CollectiveTraits(copies_pieces=True)
+
+
+def collective_traits(device: torch.device) -> CollectiveTraits:
+    """Behaviour of the collectives of a device's own backend."""
+    known = {HPU.type: _HCCL, CPU.type: _GLOO}
+    return known.get(device.type, CollectiveTraits())
+
+
+def collective_backends(device: torch.device) -> tuple[str, ...]:
+    """Available backends of torch.distributed that take tensors of a device; the device's own comes first."""
+    own = kind_of(device).backend
+    able = (name for name, types in dist.Backend.backend_capability.items() if device.type in types)
+    return own, *(name for name in able if name != own and dist.is_backend_available(name))
+
+
+def barrier_device_ids(device: torch.device) -> list[int] | None:
+    """``device_ids`` of ``dist.barrier``: only NCCL takes them."""
+    return [device.index] if device.type == CUDA.type and device.index is not None else None

@@ -1,0 +1,139 @@
+"""Memory of a device: its counters, and copies to the host."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_megatron.device.kinds import CPU, CUDA, HPU
+
+_CACHE_OF_A_CORE = 2 << 20
+"""About what a core of a server has to itself in the second and third level."""
+
+_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Dtypes that numpy knows, too, by the bytes of an element."""
+
+
+def memory_statistics(device: torch.device) -> dict[str, int]:
+    """Counters of the device's allocator, under the device's own names; empty for a CPU."""
+    if device.type == CPU.type:
+        return {}
+    module: Any = torch.get_device_module(device)
+    return dict(module.memory_stats(device))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory of this process: allocated on the device, or resident on the host for a CPU."""
+    if device.type == CPU.type:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    module: Any = torch.get_device_module(device)
+    return int(module.max_memory_allocated(device))
+
+
+def memory_in_use_bytes(device: torch.device) -> int:
+    """Memory of this process now: allocated on the device, or resident on the host for a CPU."""
+    if device.type == CPU.type:
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+        except OSError:  # not Linux
+            return peak_memory_bytes(device)
+        return min(pages * os.sysconf("SC_PAGE_SIZE"), peak_memory_bytes(device))  # the kernel notes the peak late
+    module: Any = torch.get_device_module(device)
+    return int(module.memory_allocated(device))
+
+
+def total_memory_bytes(kind: str) -> int:
+    """Memory of the first device of a kind; of a CPU that of the host."""
+    if kind == CPU.type:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    module: Any = torch.get_device_module(kind)
+    return int(module.mem_get_info(0)[1])
+
+
+def memory_of_device(device: torch.device, *, is_taken: bool) -> int | None:
+    """Memory of a device; ``None`` for a CPU, whose processes share it.
+
+    Args:
+        device: device.
+        is_taken: True if this process has taken its card. A Gaudi that it has not cannot be asked: that would take it.
+    """
+    if device.type == CPU.type or (device.type == HPU.type and not is_taken):
+        return None
+    module: Any = torch.get_device_module(device)
+    if device.type == HPU.type:
+        return int(module.memory_stats(device)["Limit"])
+    return int(module.get_device_properties(device).total_memory)
+
+
+_OUT_OF_MEMORY = "MODULE:PT_DEVMEM Allocation failed"
+"""Words of Gaudi's bridge, in a plain RuntimeError."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if a device had too little memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY in str(error)
+
+
+def cache_bytes(device: torch.device) -> int | None:
+    """Bytes that stay in the processor's caches between two passes; ``None`` where kernels should be large."""
+    return torch.get_num_threads() * _CACHE_OF_A_CORE if device.type == CPU.type else None
+
+
+def host_memory(like: torch.Tensor) -> torch.Tensor:
+    """Host memory of a tensor's shape and dtype; page-locked for accelerators, which copy faster into it.
+
+    Only for copies to the host: Gaudi's software queues copies of batches to the device if their memory is pageable,
+    and waits for its queues if it is page-locked.
+    """
+    memory = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == CUDA.type)
+    if like.device.type != HPU.type:
+        return memory
+    with warnings.catch_warnings():  # new torch asks for no name; old torch, without one, looks for CUDA
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return memory.pin_memory(HPU.type)
+
+
+def copy_to_host(source: torch.Tensor, memory: torch.Tensor) -> None:
+    """Start a copy into :func:`host_memory`; it is complete after :func:`synchronize`."""
+    memory.copy_(source, non_blocking=source.device.type != CPU.type)
+
+
+def copy_alone(source: torch.Tensor, memory: torch.Tensor) -> None:
+    """Copy within host memory on the calling thread alone; torch would start threads of its own for that thread.
+
+    Args:
+        source: tensor in host memory.
+        memory: tensor of the same shape and dtype in host memory.
+    """
+    numbers = _NUMBERS.get(source.element_size())
+    if numbers is None:
+        memory.copy_(source)
+    else:
+        memory.view(numbers).numpy()[...] = source.detach().view(numbers).numpy()
+
+
+def begin_read(numbers: torch.Tensor) -> Callable[[], list[int]]:
+    """Start a copy of integers to the host. The returned function waits for them, but not for work submitted later."""
+    if numbers.device.type == CPU.type:
+        found = numbers.tolist()
+        return lambda: found
+    memory = host_memory(numbers)
+    memory.copy_(numbers, non_blocking=True)
+    module: Any = torch.get_device_module(numbers.device)
+    event = module.Event()
+    event.record()
+
+    def read() -> list[int]:
+        event.synchronize()
+        return [int(number) for number in memory]
+
+    return read

@@ -1,0 +1,259 @@
+"""Documents in a batch: where each begins and ends, and attention that stays inside of each.
+
+Several documents stand in one sequence, one after another ("packed"). Attention of one to another is not masked but
+never computed: there is a call for each length of document, with all documents of that length beside each other. No
+mask ``[S, S]`` exists, and nothing is spent on what it would hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.device import compiles_fixed_shapes
+from lightning_megatron.errors import Problem
+
+NO_DOCUMENT = 0
+"""Segment id of padding."""
+
+Span = tuple[int, int]
+
+
+class Meeting(NamedTuple):
+    """Tokens of one document among some queries, and those that they see among some keys.
+
+    Attributes:
+        sequence: number of the sequence in the batch.
+        queries: slice of the queries.
+        keys: slice of the keys.
+        first_query: position of the first query among these keys.
+    """
+
+    sequence: int
+    queries: slice
+    keys: slice
+    first_query: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Number of queries, number of keys, position of the first query: what two calls must share to be one."""
+        lengths = (part.stop - part.start for part in (self.queries, self.keys))
+        return *lengths, self.first_query
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Documents of a batch. They are known on the host, so that no device is waited for.
+
+    Attributes:
+        spans: first token and end of each document, in order, for each sequence; other tokens are padding.
+        length: number of tokens of a sequence.
+        present: bool ``[S, B]`` or a rank's shard of it, True for tokens that are no padding; ``None`` where the layers
+            need not know, as without padding.
+        plans: orders of tokens that attention has made so far: every layer and recomputation needs the same ones.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    length: int
+    present: Tensor | None = None
+    plans: dict[object, _Plan] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_segments(cls, segment_ids: Tensor) -> Documents:
+        """Documents of ``[B, S]`` ids: tokens of one document have one id, and are neighbours; 0 is padding."""
+        return cls(tuple(tuple(_spans(row)) for row in segment_ids.cpu()), segment_ids.shape[1])
+
+    @property
+    def is_one_each(self) -> bool:
+        """True if every sequence is one whole document, as in a batch that says nothing of documents."""
+        return all(row == ((0, self.length),) for row in self.spans)
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest document."""
+        return max((end - first for row in self.spans for first, end in row), default=0)
+
+    @property
+    def has_padding(self) -> bool:
+        """True if any token is in no document."""
+        return self.num_tokens < self.length * len(self.spans)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that are in a document."""
+        return sum(end - first for row in self.spans for first, end in row)
+
+    def positions(self) -> Tensor:
+        """``[B, S]`` on the host: the place of each token in its document, 0 for padding."""
+        found = torch.zeros(len(self.spans), self.length, dtype=torch.int64)
+        for row, spans in zip(found, self.spans, strict=True):
+            for first, end in spans:
+                row[first:end] = torch.arange(end - first)
+        return found
+
+    def tokens(self) -> Tensor:
+        """``[B, S]`` bool on the host: True for tokens that are in a document."""
+        found = torch.zeros(len(self.spans), self.length, dtype=torch.bool)
+        for row, spans in zip(found, self.spans, strict=True):
+            for first, end in spans:
+                row[first:end] = True
+        return found
+
+    def together(self, places: int) -> Tensor:
+        """``[B, S]`` bool on the host: True where so many places later the same document still goes on."""
+        found = torch.zeros(len(self.spans), self.length, dtype=torch.bool)
+        for row, spans in zip(found, self.spans, strict=True):
+            for first, end in spans:
+                row[first : max(first, end - places)] = True
+        return found
+
+    def with_present(self, present: Tensor | None) -> Documents:
+        """The same documents, with a rank's tokens that are no padding."""
+        return replace(self, present=present)
+
+    def meetings(self, queries: range, keys: range) -> Iterator[Meeting]:
+        """Meetings of documents that are among both the queries and the keys at these positions; the mask is causal."""
+        for sequence, spans in enumerate(self.spans):
+            for first, end in spans:
+                begin, stop = max(first, queries.start), min(end, queries.stop)
+                earliest, last = max(first, keys.start), min(stop, keys.stop)
+                if begin < stop and earliest < last:
+                    yield Meeting(
+                        sequence,
+                        slice(begin - queries.start, stop - queries.start),
+                        slice(earliest - keys.start, last - keys.start),
+                        begin - earliest,
+                    )
+
+
+def segments_of_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Segment ids ``[B, S]`` from the bounds of documents, ``[n + 1]`` of a single sequence or ``[B, n + 1]``.
+
+    A bound that is repeated is no document, so that sequences may have different numbers of them.
+    """
+    bounds = cu_seqlens.reshape(-1, cu_seqlens.shape[-1])
+    places = torch.arange(length, device=bounds.device).expand(len(bounds), -1).contiguous()
+    return torch.searchsorted(bounds.contiguous(), places, right=True)
+
+
+def device_problem(key: str, device: torch.device) -> Problem | None:
+    """The reason why a kind of device cannot keep documents apart; ``None`` if it can.
+
+    Args:
+        key: key of the batch that says where documents are.
+        device: device of the model.
+    """
+    if not compiles_fixed_shapes(device):
+        return None
+    reason = (
+        "FusedSDPA takes no bounds of documents, and on Gaudi every new length of a document would be a new graph:"
+        " give one document a sample, padded at its end, or train where there is none"
+    )
+    return Problem(f"batch[{key!r}]", "given", reason)
+
+
+class _Plan(NamedTuple):
+    """Order in which tokens are computed, on a device.
+
+    Attributes:
+        queries: ``[n]`` rows of ``[S B, ...]``, a call after the other.
+        keys: ``[m]`` likewise.
+        calls: queries, keys and position of the first query of a document, and number of documents, of each call.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    calls: tuple[tuple[tuple[int, int, int], int], ...]
+
+
+@torch.compiler.disable  # lengths differ from batch to batch: each would be a graph of its own
+def attend_documents(
+    core: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    documents: Documents,
+    causal: bool = True,
+    first_query: int = 0,
+    **how: Any,
+) -> Tensor:
+    """Causal attention inside of each document, by an implementation of the op ``attention``.
+
+    Args:
+        core: attention of whole sequences.
+        q: ``[S, B, N, D]``.
+        k: ``[T, B, G, D]``.
+        v: ``[T, B, G, V]``.
+        documents: documents; tokens behind their sequences are padding.
+        causal: must be True.
+        first_query: position of the first query among the keys.
+        **how: further arguments of ``core``, which do not depend on the sequence.
+
+    Returns:
+        ``[S, B, N, V]``, 0 for padding.
+    """
+    assert causal
+    length, batch = q.shape[:2]
+    plan = _plan(documents, range(first_query, first_query + length), len(k), q.device)
+    if not plan.calls:
+        return _nothing(q, k, v, how.get("sinks"))
+    # One copy of each operand, whose backward is one too; a slice for each document would add up whole gradients.
+    parts = [x.flatten(0, 1).index_select(0, rows) for x, rows in ((q, plan.queries), (k, plan.keys), (v, plan.keys))]
+    q_sizes, k_sizes = ([shape[side] * count for shape, count in plan.calls] for side in (0, 1))
+    of_calls = (part.split(sizes) for part, sizes in zip(parts, (q_sizes, k_sizes, k_sizes), strict=True))
+    outs = []
+    for ((_, _, first), count), *rows in zip(plan.calls, *of_calls, strict=True):
+        beside = (x.unflatten(0, (-1, count)) for x in rows)  # [L, documents, heads, D]
+        outs.append(core(*beside, causal=True, first_query=first, **how).flatten(0, 1))
+    found = torch.cat(outs)
+    out = found.new_zeros(length * batch, *found.shape[1:]).index_copy(0, plan.queries, found)
+    return out.unflatten(0, (length, batch))
+
+
+def _plan(documents: Documents, queries: range, keys: int, device: torch.device) -> _Plan:
+    """Calls for the queries at some positions and so many first keys, one for each shape of a document."""
+    asked = queries, keys, device
+    if asked not in documents.plans:
+        by_shape: dict[tuple[int, int, int], list[Meeting]] = {}
+        for meeting in documents.meetings(queries, range(keys)):
+            by_shape.setdefault(meeting.shape, []).append(meeting)
+        batch = len(documents.spans)
+        of_queries = [_rows([(m.queries, m.sequence) for m in same], batch) for same in by_shape.values()]
+        of_keys = [_rows([(m.keys, m.sequence) for m in same], batch) for same in by_shape.values()]
+        calls = tuple((shape, len(same)) for shape, same in by_shape.items())
+        none = torch.zeros(0, dtype=torch.int64)
+        queries_first, keys_first = (torch.cat([none, *rows]).to(device) for rows in (of_queries, of_keys))
+        documents.plans[asked] = _Plan(queries_first, keys_first, calls)
+    return documents.plans[asked]
+
+
+def _rows(parts: Sequence[tuple[slice, int]], batch: int) -> Tensor:
+    """Rows of ``[S B, ...]`` with parts of one length of some sequences, the first token of each first."""
+    firsts = torch.tensor([part.start * batch + sequence for part, sequence in parts])
+    length = parts[0][0].stop - parts[0][0].start
+    return (torch.arange(length)[:, None] * batch + firsts).flatten()
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    """``[S, B, N, V]`` of zeros, of which every operand has a gradient."""
+    none = q.sum() * 0 + k.sum() * 0 + v.sum() * 0
+    if sinks is not None:
+        none = none + sinks.sum() * 0
+    return none.to(v.dtype).expand(*q.shape[:-1], v.shape[-1])
+
+
+def _spans(row: Tensor) -> Iterator[Span]:
+    """First token and end of each run of one id in ``[S]``, without padding."""
+    if not len(row):
+        return
+    changes = (row.diff() != 0).nonzero().flatten().add(1).tolist()
+    bounds = [0, *changes, len(row)]
+    for (first, end), number in zip(pairwise(bounds), row[bounds[:-1]].tolist(), strict=True):
+        if number != NO_DOCUMENT:
+            yield first, end

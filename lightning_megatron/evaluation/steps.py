@@ -1,0 +1,73 @@
+"""Steps of evaluation: what one forward of a decoder tells about the tokens of a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.evaluation.ranks import Batch
+from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
+from lightning_megatron.lightning.module import GPTModule
+
+_LOGITS = 1 << 26
+"""Elements of the logits that are made at once."""
+
+
+def losses(module: GPTModule, batch: Batch) -> Tensor:
+    """Losses ``[B, S]`` of ``labels``, 0 where they are -100; the vocabulary stays cut.
+
+    Args:
+        module: the module.
+        batch: ``tokens`` and ``labels`` ``[B, S]``.
+    """
+    return module.token_losses(batch)
+
+
+def scores(module: GPTModule, batch: Batch) -> dict[str, Tensor]:
+    """Losses ``[B, S]`` of ``labels``, and for each label whether no token is likelier; 0 and True without a label.
+
+    Args:
+        module: the module.
+        batch: ``tokens`` and ``labels`` ``[B, S]``; few labels, as all of their logits are made.
+    """
+    labels = batch["labels"]
+    asked = labels != IGNORE_INDEX
+    hidden, targets = module.hidden(batch)[asked], labels[asked]
+    loss = torch.zeros(labels.shape, device=labels.device)
+    likeliest = torch.ones_like(asked)
+    found = [_of_logits(_logits(module, x), y) for x, y in zip(*_chunks(module, hidden, targets), strict=True)]
+    if found:
+        loss[asked] = torch.cat([each for each, _ in found])
+        likeliest[asked] = torch.cat([each for _, each in found])
+    return {"losses": loss, "likeliest": likeliest}
+
+
+def next_logits(module: GPTModule, batch: Batch) -> Tensor:
+    """Logits ``[B, V]``, fp32, of the token behind the last one of each sample.
+
+    Args:
+        module: the module.
+        batch: ``tokens`` ``[B, S]``, filled up at the end, and ``lengths`` ``[B]``.
+    """
+    hidden = module.hidden(batch)
+    last = torch.arange(hidden.shape[0], device=hidden.device), batch["lengths"] - 1
+    return _logits(module, hidden[last])
+
+
+def _of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels
+
+
+def _chunks(module: GPTModule, *parts: Tensor) -> list[tuple[Tensor, ...]]:
+    length = max(1, _LOGITS // module.config.vocab_size)
+    return [part.split(length) if len(part) else () for part in parts]
+
+
+def _logits(module: GPTModule, hidden: Tensor) -> Tensor:
+    """Logits ``[N, V]`` of hidden states ``[N, H]`` behind the final norm."""
+    model = module.model
+    assert model is not None
+    assert model.head is not None
+    logits: Tensor = model.head(hidden.unsqueeze(1), model.tied_weight, is_final=True)
+    return logits.squeeze(1).float()

@@ -1,0 +1,102 @@
+"""The model families, one file each; torch is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_megatron.config.hugging_face.family import Family
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError, Problem, nearest_names
+from lightning_megatron.families import (
+    bert,
+    bloom,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    t5,
+)
+from lightning_megatron.families.deepseek import v2 as deepseek_v2
+from lightning_megatron.families.deepseek import v3 as deepseek_v3
+
+_FILES = (
+    gpt2,
+    bloom,
+    llama,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    bert,
+    mistral,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    t5,
+    deepseek_v2,
+    deepseek_v3,
+)
+FAMILIES: Mapping[str, Family] = {each.FAMILY.model_type: each.FAMILY for each in _FILES}
+"""Families by the ``model_type`` of ``config.json``, in the order in which they are asked to write a model."""
+
+DEFAULT_PRESETS: Mapping[str, str] = {
+    family.module: family.default_preset for family in FAMILIES.values() if family.default_preset
+}
+"""Preset of each LightningModule where none is given, by the module's name."""
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family that the contents of a ``config.json`` belong to.
+
+    Raises:
+        ConfigError: for a ``model_type`` that no family has.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        raise ConfigError([Problem("model_type", kind, "no mapping for it", nearest_names(kind, list(FAMILIES)))])
+    return FAMILIES[kind]
+
+
+def family_for(config: TransformerConfig, source: str | None = None) -> tuple[Family, dict[str, Any]]:
+    """The family to write a model of ours as, and the contents of its ``config.json``.
+
+    Args:
+        config: configuration of the model.
+        source: ``model_type`` of the directory in which the model began; its family is asked first.
+
+    Raises:
+        ConfigError: if none can compute it, with the reasons of the nearest.
+    """
+    refusals: list[ConfigError] = []
+    able = [family for family in FAMILIES.values() if family.config_class is type(config)]
+    for family in sorted(able, key=lambda each: each.model_type != source):
+        try:
+            return family, family.config_to_hf(config)
+        except ConfigError as refusal:
+            refusals.append(refusal)
+    raise min(refusals, key=lambda refusal: len(refusal.problems))
+
+
+def module_of(config: TransformerConfig) -> str:
+    """Name of the LightningModule for a configuration; any decoder is trained by the same."""
+    kind = type(config)
+    return next((family.module for family in FAMILIES.values() if family.config_class is kind), "GPTModule")
+
+
+def family_of_preset(name: str) -> Family:
+    """The family whose file has a preset.
+
+    Raises:
+        KeyError: for an unknown name.
+    """
+    for family in FAMILIES.values():
+        if name in family.presets:
+            return family
+    raise KeyError(name)

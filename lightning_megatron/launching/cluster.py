@@ -1,0 +1,229 @@
+"""The ``cluster`` section of a recipe, with every fault of it at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+from lightning_megatron.arguments import Check, Rules, at_least, field_problems, unknown_name
+from lightning_megatron.config.byte_size import parse_bytes
+from lightning_megatron.errors import ConfigError, Problem, raise_if_any
+
+Device = Literal["gaudi", "nvidia", "cpu"]
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
+_VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){0,2}|\d+")
+
+
+def _name_problems(name: str) -> list[Problem]:
+    if _NAME.fullmatch(name):
+        return []
+    nearest = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-").lstrip("0123456789-")[:42]
+    reason = "must be a DNS label: a letter, then at most 41 lower-case letters, digits and hyphens"
+    return [Problem("name", name, reason, (nearest,) if _NAME.fullmatch(nearest) else ())]
+
+
+def _size_problems(name: str) -> Check:
+    def problems(text: str | None) -> list[Problem]:
+        try:
+            if text is not None:
+                parse_bytes(text)
+        except ValueError as error:
+            return [Problem(name, text, str(error))]
+        return []
+
+    return Check(problems)
+
+
+def _mount_problems(mounts: list[str]) -> list[Problem]:
+    reason = "must be SOURCE:TARGET, or SOURCE:TARGET:ro, with absolute paths"
+    return [
+        Problem("mounts", mount, reason) for mount in mounts if not re.fullmatch(r"/[^:\s]*:/[^:\s]*(:(ro|rw))?", mount)
+    ]
+
+
+def _time_problems(text: str) -> list[Problem]:
+    return [] if _TIME.fullmatch(text) else [Problem("time", text, "must be Slurm's: 90, 12:00:00 or 2-00:00:00")]
+
+
+@dataclass(frozen=True)
+class SlurmSection:
+    """Settings of a batch script.
+
+    Attributes:
+        tasks: ``"device"`` for a task a device, which Slurm starts; ``"node"`` for one ``torchrun`` a node.
+        partition: partition; ``None`` for the site's own.
+        account: account that pays; ``None`` for the user's own.
+        qos: quality of service; ``None`` for the user's own.
+        time: time limit as Slurm writes it.
+        gres: devices of a node in the site's words, such as ``gpu:8``; ``None`` asks for none.
+        cpus_per_task: cores of a task; ``None`` for the site's own number.
+        exclusive: share nodes with no other job.
+    """
+
+    tasks: Literal["device", "node"] = "device"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str = "1-00:00:00"
+    gres: str | None = None
+    cpus_per_task: int | None = None
+    exclusive: bool = True
+
+    RULES: ClassVar[Rules] = {"cpus_per_task": at_least(1), "time": Check(_time_problems)}
+
+
+@dataclass(frozen=True)
+class KubernetesSection:
+    """Settings of a manifest.
+
+    Attributes:
+        kind: ``"PyTorchJob"``, with one ``torchrun`` a pod, or ``"MPIJob"``, whose launcher runs ``mpirun``.
+        namespace: namespace of the job; ``None`` for the one of the context.
+        claim: persistent volume claim that all pods mount, for data, checkpoints and logs.
+        claim_path: path at which they mount it.
+        cpu: cores of a pod.
+        memory: memory of a pod.
+        hugepages: memory in pages of 2 MiB; ``None`` for what the device needs.
+        runtime_class: runtime class; ``None`` for what the device needs.
+    """
+
+    kind: Literal["PyTorchJob", "MPIJob"] = "PyTorchJob"
+    namespace: str | None = None
+    claim: str = "training"
+    claim_path: str = "/training"
+    cpu: int = 16
+    memory: str = "64Gi"
+    hugepages: str | None = None
+    runtime_class: str | None = None
+
+    RULES: ClassVar[Rules] = {"cpu": at_least(1)}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines of a job, and how it is started on them.
+
+    Attributes:
+        name: name of the job.
+        nodes: machines.
+        devices_per_node: devices, and so processes, of each.
+        device: kind of device.
+        image: container image; ``None`` for the environment that the job is started in.
+        mounts: folders of the machine in containers, as ``SOURCE:TARGET``.
+        shared_memory: size of ``/dev/shm`` in containers.
+        grace: seconds between the signal that ends a job and its end, in which it saves.
+        python: interpreter.
+        port: port at which ranks meet.
+        hosts: hostsfile; ``None`` for this machine alone.
+        ssh_port: port of the machines' ssh; ``None`` for 22.
+        environment: variables of the job.
+        slurm: settings of a batch script.
+        kubernetes: settings of a manifest.
+    """
+
+    name: str = "training"
+    nodes: int = 1
+    devices_per_node: int = 1
+    device: Device = "cpu"
+    image: str | None = None
+    mounts: list[str] = field(default_factory=list)
+    shared_memory: str = "10GiB"
+    grace: int = 300
+    python: str = "python3"
+    port: int = 29500
+    hosts: str | None = None
+    ssh_port: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    slurm: SlurmSection = field(default_factory=SlurmSection)
+    kubernetes: KubernetesSection = field(default_factory=KubernetesSection)
+
+    RULES: ClassVar[Rules] = {
+        "name": Check(_name_problems),
+        "nodes": at_least(1),
+        "devices_per_node": at_least(1),
+        "grace": at_least(30),
+        "port": at_least(1024),
+        "ssh_port": at_least(1),
+        "mounts": Check(_mount_problems),
+        "shared_memory": _size_problems("shared_memory"),
+    }
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.nodes * self.devices_per_node
+
+
+def cluster_of(section: object, variables: Mapping[str, str] = os.environ) -> Cluster:
+    """A cluster from the ``cluster`` section of a recipe, in which ``${NAME}`` stands for a variable.
+
+    Args:
+        section: contents of the section.
+        variables: environment variables of the process.
+
+    Raises:
+        ConfigError: with every key that is unknown, every value that cannot be, and every variable that is not set.
+    """
+    if not isinstance(section, Mapping):
+        raise ConfigError([Problem("cluster", section, "must be a mapping: see examples/clusters")])
+    found: list[Problem] = []
+    filled: dict[str, Any] = _filled(section, "cluster", variables, found)
+    parts: dict[str, Any] = {}
+    for name, kind in (("slurm", SlurmSection), ("kubernetes", KubernetesSection)):
+        parts[name] = _part(filled.get(name) or {}, f"cluster.{name}", kind, found)
+    own = {name: value for name, value in filled.items() if name not in parts}
+    cluster = _part(own, "cluster", Cluster, found, parts)
+    found += _variable_problems(cluster.environment)
+    raise_if_any(found)
+    return cluster
+
+
+def _part(given: object, place: str, kind: Any, found: list[Problem], more: Mapping[str, Any] | None = None) -> Any:
+    """A section as a dataclass; its faults are added to ``found``, and their values left at the default."""
+    if not isinstance(given, Mapping):
+        found.append(Problem(place, given, "must be a mapping"))
+        given = {}
+    names = [each.name for each in fields(kind)]
+    unknown = [name for name in given if name not in names]
+    found += [
+        unknown_name(f"{place}.{name}", given[name], "setting", [f"{place}.{n}" for n in names]) for name in unknown
+    ]
+    known = {name: value for name, value in given.items() if name not in unknown}
+    rules: Rules = kind.RULES
+    problems = field_problems(kind(**known), rules)
+    found += [Problem(f"{place}.{p.argument}", p.value, p.reason, p.nearest) for p in problems]
+    wrong = {problem.argument for problem in problems}
+    return kind(**{name: value for name, value in known.items() if name not in wrong}, **(more or {}))
+
+
+def _variable_problems(environment: Mapping[str, object]) -> list[Problem]:
+    place = "cluster.environment"
+    found = [
+        Problem(f"{place}.{name}", value, "is no name of a variable")
+        for name, value in environment.items()
+        if not _VARIABLE_NAME.fullmatch(str(name))
+    ]
+    return found + [
+        Problem(f"{place}.{name}", value, "must be text: quote it", (f"'{value}'",))
+        for name, value in environment.items()
+        if not isinstance(value, str)
+    ]
+
+
+def _filled(value: Any, place: str, variables: Mapping[str, str], found: list[Problem]) -> Any:
+    """A value in which variables are replaced, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: _filled(item, f"{place}.{name}", variables, found) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, f"{place}.{number}", variables, found) for number, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    for match in _VARIABLE.finditer(value):
+        if not variables.get(match["name"]):
+            found.append(Problem(place, value, f"the environment variable {match['name']} is not set"))
+    return _VARIABLE.sub(lambda match: variables.get(match["name"], ""), value)

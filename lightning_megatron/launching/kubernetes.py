@@ -1,0 +1,222 @@
+"""Manifests for Kubernetes: a PyTorchJob with one ``torchrun`` a pod, or an MPIJob."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_megatron.config.byte_size import parse_bytes
+from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.launching.cluster import Cluster
+from lightning_megatron.launching.job import MODULE, TrainingJob, shell_line
+
+Manifest = dict[str, Any]
+_IMAGE = "cluster.image"
+_END_RANKS = """\
+pkill -TERM -f -- "-m [l]ightning_megatron" || true
+while pkill -0 -f -- "-m [l]ightning_megatron"; do sleep 1; done
+"""
+_SAVING = 30
+"""Seconds of the grace period that are left for the end of a pod, after its ranks have had time to save."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Needs of a kind of device in a pod.
+
+    Attributes:
+        resource: name of the device in Kubernetes; ``None`` for none.
+        hugepages: memory in pages of 2 MiB.
+        runtime_class: runtime class.
+        variables: variables of its containers.
+    """
+
+    resource: str | None = None
+    hugepages: str | None = None
+    runtime_class: str | None = None
+    variables: Mapping[str, str] | None = None
+
+
+_KINDS: dict[str, _Kind] = {
+    # Pages as in Intel's documentation of its device plugin; mpirun must not copy through the kernel in a container.
+    "gaudi": _Kind("habana.ai/gaudi", "95000Mi", "habana", {"OMPI_MCA_btl_vader_single_copy_mechanism": "none"}),
+    "nvidia": _Kind("nvidia.com/gpu"),
+    "cpu": _Kind(),
+}
+
+
+def manifest(job: TrainingJob) -> Manifest:
+    """The manifest of a job.
+
+    Raises:
+        ConfigError: for a cluster without an image.
+    """
+    raise_if_any(_problems(job.cluster))
+    return _mpi_job(job) if job.cluster.kubernetes.kind == "MPIJob" else _pytorch_job(job)
+
+
+def _problems(cluster: Cluster) -> list[Problem]:
+    found = []
+    if cluster.image is None:
+        found.append(Problem(_IMAGE, None, "pods need an image: see docker/"))
+    if cluster.mounts:
+        reason = "are folders of a machine; pods see those of the claim in cluster.kubernetes.claim"
+        found.append(Problem("cluster.mounts", cluster.mounts, reason))
+    if cluster.hosts is not None:
+        found.append(Problem("cluster.hosts", cluster.hosts, "pods have names of their own"))
+    return found
+
+
+# A PyTorchJob
+
+
+def _pytorch_job(job: TrainingJob) -> Manifest:
+    cluster = job.cluster
+    replicas: Manifest = {"Master": _replica(job, 1)}
+    if cluster.nodes > 1:
+        replicas["Worker"] = _replica(job, cluster.nodes - 1)
+    spec = {
+        "nprocPerNode": str(cluster.devices_per_node),
+        "runPolicy": {"cleanPodPolicy": "None", "backoffLimit": 1000},
+        "pytorchReplicaSpecs": replicas,
+    }
+    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(cluster), "spec": spec}
+
+
+def _replica(job: TrainingJob, count: int) -> Manifest:
+    script = _torchrun_script(job)
+    container = _container(job, "pytorch", ["bash", "-euo", "pipefail", "-c", script])
+    container["ports"] = [{"name": "pytorchjob-port", "containerPort": 23456}]
+    # Ranks have other statuses than torchrun, which ends with 1 for each: so OnFailure, not ExitCode.
+    return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": _pod(job, container)}}
+
+
+def _torchrun_script(job: TrainingJob) -> str:
+    """The commands of a pod: sizes and addresses are variables that the operator sets (PET_NNODES and so on)."""
+    python = shlex.quote(job.cluster.python)
+    wait = max(job.cluster.grace - _SAVING, 1)
+    return (
+        'ulimit -n "$(ulimit -H -n)"\n'
+        "run=()\n"
+        f"if {python} -m torch.distributed.run --help | grep shutdown-timeout >/dev/null; then\n"
+        f"  run=(--shutdown-timeout {wait})\n"
+        "fi\n"
+        f'exec {python} -m torch.distributed.run "${{run[@]}}" -m {MODULE} \\\n    {shell_line(job.fit_words())}\n'
+    )
+
+
+# An MPIJob
+
+
+def _mpi_job(job: TrainingJob) -> Manifest:
+    cluster = job.cluster
+    words = [
+        *("mpirun", "-n", str(cluster.world_size), "--allow-run-as-root", "--map-by", "slot", "--bind-to", "none"),
+        *(word for name in _variables(cluster) for word in ("-x", name)),
+    ]
+    script = (
+        'MASTER_ADDR=$(sed -n "s/[ :].*//;1p" "${OMPI_MCA_orte_default_hostfile:?the MPI operator sets it}")\n'
+        f"export MASTER_ADDR MASTER_PORT={cluster.port}\n"
+        f"{shell_line([*words, '-x', 'MASTER_ADDR', '-x', 'MASTER_PORT'])} \\\n"
+        f"    {shell_line(job.python_words())} &\n"
+        "ranks=$!\n"
+        "# mpirun passes SIGUSR1 on; after SIGTERM it would kill ranks within a second.\n"
+        "trap 'kill -USR1 \"$ranks\"' TERM\n"
+        "status=0\n"
+        'while kill -0 "$ranks" 2>/dev/null; do\n'
+        "  status=0\n"
+        '  wait "$ranks" || status=$?\n'
+        "done\n"
+        'exit "$status"\n'
+    )
+    launcher = {
+        "name": "launcher",
+        "image": cluster.image,
+        "command": ["bash", "-euo", "pipefail", "-c", script],
+        "env": _env(cluster),
+        "resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"cpu": "1", "memory": "2Gi"}},
+    }
+    worker = _container(job, "worker", ["/usr/sbin/sshd", "-De"])
+    hook = {"exec": {"command": ["bash", "-c", _END_RANKS]}}
+    worker["lifecycle"] = {"preStop": hook}  # sshd, the pod's first process, would not tell the ranks
+    spec = {
+        "slotsPerWorker": cluster.devices_per_node,
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 1000},
+        "mpiReplicaSpecs": {
+            "Launcher": {
+                "replicas": 1,
+                "restartPolicy": "OnFailure",
+                "template": {"spec": {"terminationGracePeriodSeconds": cluster.grace, "containers": [launcher]}},
+            },
+            "Worker": {"replicas": cluster.nodes, "template": {"spec": _pod(job, worker)}},
+        },
+    }
+    return {"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": _metadata(cluster), "spec": spec}
+
+
+# Parts of both
+
+
+def _metadata(cluster: Cluster) -> Manifest:
+    found: Manifest = {"name": cluster.name}
+    return found if cluster.kubernetes.namespace is None else found | {"namespace": cluster.kubernetes.namespace}
+
+
+def _variables(cluster: Cluster) -> dict[str, str]:
+    return {**(_KINDS[cluster.device].variables or {}), **cluster.environment}
+
+
+def _env(cluster: Cluster) -> list[Manifest]:
+    return [{"name": name, "value": value} for name, value in sorted(_variables(cluster).items())]
+
+
+def _container(job: TrainingJob, name: str, command: list[str]) -> Manifest:
+    cluster, section = job.cluster, job.cluster.kubernetes
+    kind = _KINDS[cluster.device]
+    # Devices and pages cannot be overcommitted: what is asked for is the limit.
+    resources = {"cpu": str(section.cpu), "memory": section.memory}
+    if kind.resource is not None:
+        resources[kind.resource] = str(cluster.devices_per_node)
+    pages = section.hugepages or kind.hugepages
+    if pages is not None:
+        resources["hugepages-2Mi"] = pages
+    found: Manifest = {
+        "name": name,
+        "image": cluster.image,
+        "command": command,
+        "workingDir": section.claim_path,
+        "env": _env(cluster),
+        "resources": {"requests": resources, "limits": dict(resources)},
+        "volumeMounts": [
+            {"name": "training", "mountPath": section.claim_path},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    if cluster.device == "gaudi":
+        found["securityContext"] = {"capabilities": {"add": ["SYS_NICE"]}}
+    return found
+
+
+def _pod(job: TrainingJob, container: Manifest) -> Manifest:
+    cluster, section = job.cluster, job.cluster.kubernetes
+    size = f"{parse_bytes(cluster.shared_memory) >> 20}Mi"
+    pod: Manifest = {
+        "terminationGracePeriodSeconds": cluster.grace,
+        "containers": [container],
+        "volumes": [
+            _claimed(cluster),
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}},
+        ],
+    }
+    runtime_class = section.runtime_class or _KINDS[cluster.device].runtime_class
+    if runtime_class is not None:
+        pod["runtimeClassName"] = runtime_class
+    if cluster.device == "gaudi":
+        pod["hostIPC"] = True
+    return pod
+
+
+def _claimed(cluster: Cluster) -> Manifest:
+    return {"name": "training", "persistentVolumeClaim": {"claimName": cluster.kubernetes.claim}}

@@ -1,0 +1,65 @@
+"""Sums of gradients over micro-batches, without a tensor for each summand. Autograd must not record these functions.
+
+A summand of another dtype than the sum is converted in blocks that stay in a processor's caches: torch would convert
+all of it first, into memory of its own. A device without caches of that kind converts in the kernel that adds, and
+pays for every kernel.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_megatron.by_shape import by_shape
+from lightning_megatron.device import cache_bytes
+from lightning_megatron.ops.matmul import product, upcasts
+from lightning_megatron.weight_grad_store import GradPlace
+
+
+@by_shape
+def add_(place: GradPlace, value: Tensor, scale: Tensor | None = None) -> None:
+    """Add a gradient, times ``scale``.
+
+    Args:
+        place: place of the sum.
+        value: gradient, in the shape of the parameter.
+        scale: 0-dim factor; ``None`` for 1.
+    """
+    block = max(1, value.numel()) if cache_bytes(value.device) is None else place.block
+    for here, some in zip(place.grad.view(-1).split(block), value.reshape(-1).split(block), strict=True):
+        if scale is None:
+            here.copy_(some) if place.is_new else here.add_(some)
+        elif place.is_new:
+            here.copy_(some).mul_(scale)
+        else:
+            here.addcmul_(some.to(here.dtype), scale)
+
+
+def add_product_(place: GradPlace, a: Tensor, b: Tensor) -> None:
+    """Add ``a b``; in fp32 the product itself does so.
+
+    Args:
+        place: place of the sum; all dimensions of the gradient before the last count as ``n``.
+        a: ``[n, k]``.
+        b: ``[k, m]``.
+    """
+    total = place.grad.flatten(0, -2)
+    upcast = upcasts(a, b)
+    if upcast and a.dtype != total.dtype:
+        a, b, upcast = a.to(total.dtype), b.to(total.dtype), False
+    if a.dtype == total.dtype and not upcast:
+        total.addmm_(a, b, beta=0 if place.is_new else 1)  # beta 0 does not read what was there
+    else:
+        add_(place, product(a, b))
+
+
+def add_rows_(place: GradPlace, rows: Tensor, values: Tensor) -> None:
+    """Add gradients of some rows, which may repeat, to ``[n, h]``.
+
+    Args:
+        place: place of the sum.
+        rows: numbers of the rows, ``[t]``.
+        values: gradients, ``[t, h]``.
+    """
+    if place.is_new:
+        place.grad.zero_()
+    place.grad.index_add_(0, rows, values.to(place.grad.dtype))

@@ -1,0 +1,232 @@
+"""Folders of a run, looked at from every machine before the model is built."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_megatron.comm.rendezvous import Meeting, Store
+from lightning_megatron.errors import Problem, raise_if_any
+
+SEEN_WITHIN = 3.0
+"""Seconds after which a file that another machine has written must be seen: network file systems remember absence."""
+
+ANSWERS_WITHIN = 1.5
+"""Seconds in which a file system must answer: one that has lost its server never does."""
+
+_MARK = ".lightning-megatron-probe"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder of a run.
+
+    Attributes:
+        name: name of the setting that gives it.
+        path: absolute path on this machine.
+        is_shared: True if all machines must see the same folder.
+        first_alone: True if rank 0 alone writes there.
+    """
+
+    name: str
+    path: str
+    is_shared: bool = True
+    first_alone: bool = False
+
+
+def places_of(trainer: Trainer | None, objects: Iterable[object] = ()) -> list[Place]:
+    """Folders that a fit will write to.
+
+    Index files of data need not be shared, since each machine builds its own. Logs are rank 0's.
+
+    Args:
+        trainer: the Trainer; without one, and in other runs than a fit, there are none.
+        objects: objects that it was handed.
+    """
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        return []
+    found: list[tuple[str, Any, bool, bool]] = [("trainer.default_root_dir", trainer.default_root_dir, True, False)]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name, path = type(callback).__name__, getattr(callback, "path", None)
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            found.append((f"{name}.dirpath", callback.dirpath, True, False))
+        elif name == "KillSwitch" and path is not None:
+            found.append(("KillSwitch.path", os.path.dirname(os.path.abspath(path)), True, True))
+    found += [
+        (f"{type(logger).__name__}.save_dir", logger.save_dir, False, True)
+        for logger in trainer.loggers
+        if logger.save_dir is not None
+    ]
+    data = next((each for each in objects if isinstance(each, LightningDataModule)), None)
+    cache = getattr(data or getattr(trainer, "datamodule", None), "cache_dir", None)
+    if cache is not None:
+        found.append(("data.cache_dir", cache, False, False))
+    return [
+        Place(name, os.path.abspath(path), *how)
+        for name, path, *how in found
+        if isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
+    ]
+
+
+class PlaceProbe:
+    """Finds folders that are not the same on all machines, or cannot be written, over the store alone.
+
+    Rank 0 writes a file into each folder, or into its nearest parent that exists; every rank looks for it. Where all
+    ranks are on one machine and were given the same paths, nothing is written.
+
+    Args:
+        store: store of the rendezvous.
+        rank: rank of this process.
+        world_size: number of ranks.
+        may_differ: names of places that are left out, with ``*`` and ``?`` as wildcards.
+        host: name of this machine, and of its view of file systems.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, may_differ: Sequence[str] = (), host: str | None = None
+    ) -> None:
+        self._meeting = Meeting(store, rank, world_size, "places")
+        self._rank, self._may_differ = rank, tuple(may_differ)
+        self._host = host or view_of_files()
+
+    def compare(self, places: Sequence[Place]) -> None:
+        """Look at the folders. Every rank must call this.
+
+        Raises:
+            ConfigError: on all ranks, with every folder at fault, its ranks and their machines.
+        """
+        kept = [p for p in places if not any(fnmatch(p.name, pattern) for pattern in self._may_differ)]
+        marks: list[Path] = []
+        said = json.dumps([self._host, {place.name: place.path for place in kept}])
+        verdict = json.loads(self._meeting.judged(said, lambda all_said: self._mark(all_said, kept, marks)))
+        faults = _in_time(
+            lambda: [*self._faults(kept, verdict)], [("", "", "a file system does not answer, or not to this user")]
+        )
+        report = json.dumps([self._rank, self._host.split(" ")[0], faults])
+        found = json.loads(self._meeting.judged(report, _judge))
+        for mark in marks:
+            with suppress(OSError):
+                mark.unlink()
+        if found:
+            self._meeting.part()
+            raise_if_any(Problem(name, path, reason) for name, path, reason in found)
+
+    def _mark(self, said: Sequence[str], places: Sequence[Place], marks: list[Path]) -> str:
+        """Rank 0's files, by place, with the part of the path that does not exist yet; nothing if there is no need."""
+        given = [json.loads(text) for text in said]
+        if all(each == given[0] for each in given):
+            return json.dumps({})
+        return json.dumps(_in_time(partial(self._written_marks, places, marks), {}))
+
+    def _written_marks(self, places: Sequence[Place], marks: list[Path]) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for place in places:
+            if place.is_shared:
+                parent, rest = nearest_parent(place.path)
+                mark = parent / f"{_MARK}-{uuid.uuid4().hex}"
+                with suppress(OSError):  # that it cannot be written is told below
+                    mark.touch()
+                    marks.append(mark)
+                    found[place.name] = [mark.name, rest, self._host.split(" ")[0]]
+        return found
+
+    def _faults(self, places: Sequence[Place], marks: dict[str, list[str]]) -> Iterable[tuple[str, str, str]]:
+        """Name, path and fault of each place on this machine."""
+        end = time.monotonic() + SEEN_WITHIN
+        for place in places:
+            parent, rest = nearest_parent(place.path)
+            if place.name in marks and self._rank > 0:
+                name, missing, host = marks[place.name]
+                parent, rest = _without(place.path, missing)
+                if not _is_seen(parent / name, end):
+                    reason = f"is not the folder that rank 0 has on {host}: what that has written is not to be seen"
+                    yield place.name, place.path, f"{reason}; it must be on a file system that all machines share"
+                    continue
+            if self._rank > 0 and place.first_alone:
+                continue
+            if not os.access(parent, os.W_OK | os.X_OK) and not _holds_something(place):
+                yield place.name, place.path, f"{'cannot be made' if rest else 'cannot be written'} there"
+
+
+def view_of_files() -> str:
+    """Name of this machine, and of its view of file systems: containers of one machine may mount other folders."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/mnt"))
+    return " ".join(parts)
+
+
+def nearest_parent(path: str) -> tuple[Path, str]:
+    """The longest part of a path that exists, and the rest."""
+    parent = Path(path)
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    rest = os.path.relpath(path, parent)
+    return parent, "" if rest == os.curdir else rest
+
+
+def _without(path: str, rest: str) -> tuple[Path, str]:
+    """A path without the end that does not exist where another rank has looked; the whole one if it ends otherwise."""
+    parts, end = Path(path).parts, Path(rest).parts if rest else ()
+    if end and parts[-len(end) :] == end:
+        return Path(*parts[: -len(end)]), rest
+    return Path(path), ""
+
+
+def _is_seen(mark: Path, end: float) -> bool:
+    while not mark.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _holds_something(place: Place) -> bool:
+    """True for a cache that was filled before: it is read."""
+    return place.name == "data.cache_dir" and os.path.isdir(place.path) and bool(os.listdir(place.path))
+
+
+def _in_time(work: Callable[[], T], otherwise: Any) -> T:
+    """The result of some work; something else if a file system keeps it from ending in time."""
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(OSError):
+            results.append(work())
+
+    thread = threading.Thread(target=run, name="look-at-folders", daemon=True)
+    thread.start()
+    thread.join(ANSWERS_WITHIN + SEEN_WITHIN)
+    return results[0] if results else otherwise
+
+
+def _judge(said: Sequence[str]) -> str:
+    """Arguments of a :class:`Problem` for each fault, with the ranks that have it."""
+    ranks: dict[tuple[str, str, str], list[str]] = {}
+    for rank, host, faults in map(json.loads, said):
+        for name, path, reason in faults:
+            ranks.setdefault((name or "folders of the run", path, reason), []).append(f"rank {rank} on {host}")
+    return json.dumps(
+        [
+            (name, path, f"{reason} ({', '.join(of[:8])}{' and others' if len(of) > 8 else ''})")
+            for (name, path, reason), of in ranks.items()
+        ]
+    )

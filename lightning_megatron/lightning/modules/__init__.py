@@ -1,0 +1,1 @@
+"""Modules of model families; all share the training of :class:`TransformerModule`."""

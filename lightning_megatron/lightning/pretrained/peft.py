@@ -1,0 +1,211 @@
+"""Adapters in PEFT's files, ``adapter_config.json`` and ``adapter_model.safetensors``, to and from ours."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_megatron.adapters.lora import LoRA
+from lightning_megatron.adapters.targets import EMBEDDING, AdaptedLayer, Part
+from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint.directory.atomic_dir import discard, prepare, publish, sync_file
+from lightning_megatron.checkpoint.formats.hf.directory import read_json
+from lightning_megatron.checkpoint.formats.hf.tensors import row_rule
+from lightning_megatron.checkpoint.formats.safetensors_file import read_lazily
+from lightning_megatron.checkpoint.formats.weight_map import Rule, WeightMap, same, stacked, transposed
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.config.hugging_face.tensors import TRANSPOSED
+from lightning_megatron.config.parameter_specs import weight_shapes
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.files.writing import writing
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_FROZEN = r"(base_layer|embed_tokens|lm_head|wte|word_embeddings)\.weight$"
+"""PEFT copies the frozen weights of embeddings that have adapters."""
+
+_NEEDED: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "exclude_modules": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "lora_bias": (None, False),
+    "use_qalora": (None, False),
+    "alora_invocation_tokens": (None, []),
+}
+"""Entries with the values that our adapters can be described by."""
+
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
+def read_settings(path: str | os.PathLike[str]) -> LoRA:
+    """The settings of a directory of PEFT's.
+
+    Raises:
+        CheckpointError: if there is none.
+        ConfigError: naming every setting that adapters here do not have.
+    """
+    file = Path(path) / CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"{os.fspath(path)} is no directory of PEFT's: it has no {CONFIG}")
+    given = read_json(file)
+    found = [
+        Problem(name, given[name], f"{file}: adapters here do not have it", able[:1])
+        for name, able in _NEEDED.items()
+        if given.get(name, able[0]) not in able
+    ]
+    targets = given.get("target_modules")
+    if isinstance(targets, str) and targets != "all-linear":
+        reason = f"{file}: a pattern; write the names of modules that it stands for as a list"
+        found.append(Problem("target_modules", targets, reason))
+    raise_if_any(found)
+    dora = bool(given.get("use_dora"))
+    return LoRA(
+        rank=given.get("r", 8),
+        alpha=float(given.get("lora_alpha", 8)),
+        targets=targets if isinstance(targets, str) else sorted(targets or ()),
+        dropout=0.0 if dora else float(given.get("lora_dropout", 0.0)),
+        dora=dora,
+        rslora=bool(given.get("use_rslora")),
+    )
+
+
+def settings_of(lora: LoRA, plan: Sequence[AdaptedLayer], base: str) -> dict[str, Any]:
+    """Contents of ``adapter_config.json``.
+
+    Args:
+        lora: settings of the adapter.
+        plan: layers that it changes.
+        base: path of the frozen weights.
+    """
+    names = sorted({part.name for layer in plan for part in layer.parts if part.is_target})
+    targets = names if "all-linear" in lora.names else list(lora.names)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": targets,
+        "use_dora": lora.dora,
+        "use_rslora": lora.rslora,
+        "bias": "none",
+        "fan_in_fan_out": any(layer.rule.kind in (TRANSPOSED, "columns of qkv") for layer in plan),
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+
+
+def adapter_map(plan: Sequence[AdaptedLayer], config: TransformerConfig, lora: LoRA, name: str) -> WeightMap:
+    """The rules between an adapter's tensors in PEFT's file and ours, by names inside the model.
+
+    Args:
+        plan: layers that it changes.
+        config: configuration of the model.
+        lora: settings of the adapter.
+        name: name of the adapter.
+    """
+    rules = [
+        rule for layer in plan for part in layer.parts if part.is_target for rule in _rules(layer, part, config, name)
+    ]
+    kept = [rule for rule in rules if lora.dora or not rule.native.endswith("lora_magnitude")]
+    return WeightMap(tuple(kept), _FROZEN, _PREFIX, "PEFT's tensors", _PREFIX)
+
+
+def _rules(layer: AdaptedLayer, part: Part, config: TransformerConfig, name: str) -> Iterator[Rule]:
+    native = f"{native_prefix(layer, part, name)}."
+    modules = [_PREFIX + module for module in part.modules]
+    if layer.name == EMBEDDING:
+        yield transposed(native + "lora_A", f"{modules[0]}.lora_embedding_A")
+        yield same(native + "lora_B", f"{modules[0]}.lora_embedding_B")
+        yield same(native + "lora_magnitude", f"{modules[0]}.lora_magnitude_vector")
+        return
+    if layer.is_of_experts:
+        for which in ("lora_A", "lora_B"):
+            yield stacked(native + which, *(f"{module}.{which}.weight" for module in modules))
+        return
+    yield same(native + "lora_A", f"{modules[0]}.lora_A.weight")
+    for which, foreign in (("lora_B", ".lora_B.weight"), ("lora_magnitude", ".lora_magnitude_vector")):
+        data = replace(layer.rule, native=native + which, foreign=(modules[0] + foreign,))
+        yield same(data.native, data.foreign[0]) if len(layer.parts) > 1 else row_rule(data, config)
+
+
+def native_prefix(layer: AdaptedLayer, part: Part, name: str) -> str:
+    """Beginning of the names of a part's parameters inside the model."""
+    return f"{layer.name}.lora.{name}.{part.name}"
+
+
+def adapter_shapes(
+    plan: Sequence[AdaptedLayer], config: TransformerConfig, lora: LoRA, name: str
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of an adapter's whole tensors by names inside the model."""
+    shapes = weight_shapes(config)
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in plan:
+        whole = shapes[layer.rule.native]
+        experts = whole[:1] if layer.is_of_experts else ()
+        for part in (part for part in layer.parts if part.is_target):
+            out, native = part.width * layer.groups, native_prefix(layer, part, name)
+            a: tuple[int, ...] = (*experts, lora.rank, whole[-1])
+            if layer.name == EMBEDDING:
+                a, out = (whole[0], lora.rank), whole[1]
+            found |= {f"{native}.lora_A": a, f"{native}.lora_B": (*experts, out, lora.rank)}
+            if lora.dora:
+                found[f"{native}.lora_magnitude"] = (out,)
+    return found
+
+
+def read_adapter(path: str | os.PathLike[str], rules: WeightMap, shapes: _Shapes) -> dict[str, LazyTensor]:
+    """The tensors of a directory of PEFT's by our names.
+
+    Raises:
+        CheckpointError: naming tensors of another shape, or if there is no such file.
+        ConfigError: naming tensors that are missing, or that the model has no place for.
+    """
+    file = Path(path) / WEIGHTS
+    if not file.is_file():
+        raise CheckpointError(f"{os.fspath(path)} has no {WEIGHTS}")
+    suffix = "_magnitude_vector"  # an older version wrote a word more
+    foreign = {name.replace(f"{suffix}.weight", suffix): tensor for name, tensor in read_lazily(file).items()}
+    return rules.to_native(foreign, shapes)
+
+
+def write_adapter(path: str | os.PathLike[str], settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a directory of PEFT's; it gets its name once it is complete and on the disk.
+
+    Raises:
+        CheckpointError: if something has the name already.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} exists already: remove it or give another name")
+    directory = prepare(path)
+    try:
+        for file in (directory / CONFIG, directory / WEIGHTS):
+            with writing(file):
+                if file.name == CONFIG:
+                    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+                else:
+                    save_file({name: value.contiguous() for name, value in tensors.items()}, file, {"format": "pt"})
+                sync_file(file)
+        publish(directory, path)
+    except BaseException:
+        discard(directory)
+        raise

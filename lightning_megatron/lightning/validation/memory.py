@@ -1,0 +1,145 @@
+"""Memory that a job is predicted to need, held against the memory there is, before its processes start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_megatron.config.byte_size import memory_bytes, told_bytes
+from lightning_megatron.config.layout import BatchShape, ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import ConfigError, Problem
+from lightning_megatron.lightning.strategy.settings import JobSettings
+from lightning_megatron.ops.implementation import REFERENCE
+from lightning_megatron.ops.registry import Ops
+from lightning_megatron.planning.device_file import DeviceSpec, device_names, load_device
+from lightning_megatron.planning.job import PRECISIONS, PlannedJob, unplanned_problems
+from lightning_megatron.planning.plan import plan_of
+from lightning_megatron.planning.settings import Feed, job_of, layout_words
+from lightning_megatron.planning.ways_out import ways_out
+
+TOLERANCE = 1.05
+"""Factor by which a prediction may exceed a device's own memory: nobody has asked for that check, and it may err."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model that a module trains, as far as memory depends on it.
+
+    Attributes:
+        config: its shape; all parameters are trained.
+        optimizer_states: values that the optimizer keeps for each parameter; ``None`` if unknown.
+    """
+
+    config: TransformerConfig
+    optimizer_states: int | None
+
+
+@runtime_checkable
+class HasTrainedModel(Protocol):
+    """A module that knows, before it is built, what it trains."""
+
+    @property
+    def trained_model(self) -> TrainedModel | None:
+        """The model; ``None`` if a subclass builds another one."""
+        ...
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Memory of a device for the tensors of a rank.
+
+    Attributes:
+        size: bytes; ``None`` if unknown.
+        device: name of the device, as its software tells it.
+        asked: True if the user has given the size as ``max_memory``.
+    """
+
+    size: int | None = None
+    device: str = ""
+    asked: bool = False
+
+
+UNKNOWN = MemoryLimit()
+
+
+def planned_job(
+    settings: JobSettings, layout: ParallelLayout, ops: Ops, batch: BatchShape, objects: tuple[object, ...]
+) -> PlannedJob | None:
+    """The job in numbers; ``None`` unless module, batches, precision and Trainer are known, and all of it is trained.
+
+    Args:
+        settings: settings of the strategy.
+        layout: resolved layout.
+        ops: implementations of ops on the job's devices.
+        batch: shape of the batches.
+        objects: module, Trainer and others.
+    """
+    module = next((item for item in objects if isinstance(item, HasTrainedModel)), None)
+    trainer = next((item for item in objects if isinstance(item, Trainer)), None)
+    model = None if module is None else module.trained_model
+    if (
+        model is None
+        or unplanned_problems(model.config)
+        or trainer is None
+        or layout.dp is None
+        or trainer.state.fn != TrainerFn.FITTING
+    ):
+        return None
+    precision = str(trainer.precision)
+    freezes = any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if freezes or not batch.batch_size or not batch.seq_length or precision not in PRECISIONS:
+        return None
+    feed = Feed(layout.world_size, batch.seq_length, batch.batch_size, trainer.accumulate_grad_batches, precision)
+    attention = "reference" if ops.choose("attention").implementation == REFERENCE else "flash"
+    states = model.optimizer_states
+    try:
+        return job_of(
+            model.config,
+            feed,
+            settings.arguments or {},
+            fp8=ops.mode("linear_fp8") != "off",
+            attention=attention,
+            optimizer_states=0 if states is None else states,
+        )
+    except ConfigError:  # told by the checks of the layout
+        return None
+
+
+def limit_of(settings: JobSettings, device_bytes: int | None, name: str) -> MemoryLimit:
+    """The memory that there is: what the user allows, else what the device has."""
+    asked = memory_bytes(settings.max_memory)
+    return MemoryLimit(device_bytes if asked is None else asked, name, asked is not None)
+
+
+def memory_problem(job: PlannedJob, limit: MemoryLimit) -> list[Problem]:
+    """The fault of a layout that cannot fit, with the nearest ones that do."""
+    if limit.size is None:
+        return []
+    device = device_called(limit.device)
+    plan = plan_of(job, limit.size, device, timed=False)
+    if plan.memory.peak <= limit.size * (1.0 if limit.asked else TOLERANCE):
+        return []
+    cause = plan.memory.largest_cause
+    where = f" on pipeline rank {plan.pipeline_rank}" if job.layout.pp > 1 else ""
+    reason = (
+        f"the layout {layout_words(job)} needs {told_bytes(plan.memory.peak)} a rank{where}, most of it"
+        f" {cause}: {told_bytes(plan.memory.by_cause[cause])}"
+    )
+    ways = tuple(str(way) for way in ways_out(job, limit.size, device))
+    if limit.asked:
+        return [Problem("max_memory", told_bytes(limit.size), reason, ways)]
+    reason += f", and {limit.device} has {told_bytes(limit.size)}; a larger max_memory lets it run nevertheless"
+    return [Problem("max_memory", None, reason, ways)]
+
+
+def device_called(name: str) -> DeviceSpec | None:
+    """Data about the device whose software tells this name; ``None`` if there are none."""
+    told = name.upper().replace(" ", "").replace("-", "")
+    known = sorted(device_names(), key=lambda each: -len(each))
+    found = next((each for each in known if each.split("-")[0].upper() in told), None)
+    return None if found is None else load_device(found)

@@ -1,0 +1,73 @@
+"""Settings with which a module gives the right numbers, and slowly, on the devices of the job."""
+
+from __future__ import annotations
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from lightning_megatron.config.transformer import GATED, TransformerConfig
+from lightning_megatron.device import CPU, DeviceKind
+from lightning_megatron.moe.layer import MoELayer
+from lightning_megatron.ops.implementation import REFERENCE
+
+
+def warn_of_slow(module: nn.Module, kind: DeviceKind, compiles: bool = False) -> None:
+    """Warn of graphs that gain nothing, and of experts whose rows change in number on devices that compile each shape.
+
+    Nothing is changed instead: a run must give the same numbers, and the same checkpoints, on every kind of device.
+
+    Args:
+        module: module, with its model built.
+        kind: kind of the job's devices.
+        compiles: True if blocks run through ``torch.compile``.
+    """
+    if compiles:
+        warn_of_graphs_without_gain(module, kind)
+    layers = [part for part in module.modules() if isinstance(part, MoELayer)]
+    if not kind.compiles_shapes or not layers:
+        return
+    reasons = (_changing_rows(layer, kind) for layer in layers)
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if reason is not None:
+        rank_zero_warn(
+            f"{reason}: every layer waits for the device to know them, and numbers that were not seen before are"
+            f" compiled for on {kind.type}"
+        )
+
+
+def warn_of_graphs_without_gain(module: nn.Module, kind: DeviceKind) -> None:
+    """Warn of a compiled model that was measured to be no faster than eager on such devices.
+
+    Args:
+        module: module with ``compile`` switched on.
+        kind: kind of the job's devices.
+    """
+    shape = getattr(module, "model_shape", None)
+    if kind is CPU and isinstance(shape, TransformerConfig) and shape.activation not in GATED:
+        rank_zero_warn(
+            f"compile: blocks with {shape.activation} are about as fast without graphs on a CPU (0.96 to 1.00 of it,"
+            " benchmarks/compile_cpu_202611.md): most of their time are matrix products, which graphs leave as they"
+            " are; without it the first step waits for no compiler"
+        )
+
+
+def _changing_rows(layer: MoELayer, kind: DeviceKind) -> str | None:
+    """The setting because of which the routing decides shapes of a layer, and what to set instead."""
+    config = layer.config
+    if layer.gathers:
+        used = layer.experts.mixture
+        if used.implementation != REFERENCE:
+            return None
+        return (
+            f"mixture_of_experts: without the operator for {kind.type} ({used.why}) the number of rows of an expert is"
+            " another one in each step; capacity bins (moe_token_dispatcher='alltoall', moe_capacity_bins=10) fix it"
+        )
+    if layer.bins is not None or config.moe_pad_to_capacity:
+        return None
+    given = f"moe_capacity_factor={config.moe_capacity_factor} without padding" if config.moe_capacity_factor else ""
+    return (
+        f"moe_token_dispatcher='alltoall' {given or 'without capacities'}: the number of rows that are sent to an"
+        " expert is another one in each step; moe_capacity_bins=10 pads to one of a few numbers and drops nothing,"
+        " moe_capacity_factor with moe_pad_to_capacity=True drops what is beyond, and moe_dynamic=True gathers all"
+        " tokens"
+    )

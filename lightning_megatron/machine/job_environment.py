@@ -1,0 +1,16 @@
+"""Environment variables of a job, which the processes of another job must not inherit."""
+
+from __future__ import annotations
+
+import os
+
+_OF_A_JOB = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "HLS_MODULE_ID", "ID")
+
+
+def own_environment(**more: str) -> dict[str, str]:
+    """Environment for a job of its own, without the variables that launchers and Trainers leave in this process.
+
+    Args:
+        **more: additional variables.
+    """
+    return {name: value for name, value in os.environ.items() if name not in _OF_A_JOB} | more

@@ -1,0 +1,1 @@
+"""BERT: an encoder with two heads."""

@@ -1,0 +1,201 @@
+"""BERT (https://arxiv.org/abs/1810.04805): every token sees both sides; masked tokens and next sentences are predicted.
+
+The residual stream is ``[S, B, H]``; callers see ``[B, S]``. Norms follow each sum, as published, or come before each
+sub-layer, as in Megatron-LM's BERT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatron.comm.collectives import copy_to_region, reduce_from_region
+from lightning_megatron.config.bert import BertConfig
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.context_parallel.inputs import shard_inputs
+from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.models.bert.parts import BertEmbedding, BertHead, PostNormBlock
+from lightning_megatron.models.stages import Parts, StagedModel, mean_weights, one_for_none
+from lightning_megatron.models.transformer import Block
+from lightning_megatron.ops.registry import ANY_DEVICE, Ops
+from lightning_megatron.recompute import recomputed
+from lightning_megatron.stage import StageBoundary, StageLayers
+
+
+class BertInputs(NamedTuple):
+    """Inputs of BERT, each ``[B, S]``.
+
+    Attributes:
+        tokens: ids of the tokens.
+        token_types: segment of each token; ``None`` for the first one.
+        padding_mask: 1 or True for tokens, 0 for padding; ``None`` for no padding.
+        position_ids: positions of the tokens; ``None`` for ``0 .. S-1``.
+    """
+
+    tokens: Tensor
+    token_types: Tensor | None = None
+    padding_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+
+
+class BertLogits(NamedTuple):
+    """Results of the two heads.
+
+    Attributes:
+        tokens: logits of each token, ``[B, S, V]``.
+        next_sentence: logits ``[B, 2]`` of "the second segment follows the first" and "it does not"; ``None`` in a
+            model without that head.
+    """
+
+    tokens: Tensor
+    next_sentence: Tensor | None
+
+
+class BertLosses(NamedTuple):
+    """Losses of the two heads.
+
+    Attributes:
+        tokens: mean over the masked tokens; 0 if there are none.
+        next_sentence: mean over the samples; ``None`` in a model without that head, or without its labels.
+    """
+
+    tokens: Tensor
+    next_sentence: Tensor | None
+
+    @property
+    def total(self) -> Tensor:
+        """Sum of the losses."""
+        return self.tokens if self.next_sentence is None else self.tokens + self.next_sentence
+
+
+class BertModel(StagedModel):
+    """Embedding, blocks, heads; on a mesh of one rank the reference for all layouts.
+
+    In a pipeline the model holds the stages of this rank, and a call runs the stage that the boundary names. All
+    context-parallel ranks are called with whole sequences.
+
+    Args:
+        config: shape of the model.
+        mesh: mesh of the ranks; ``None`` for one process.
+        parts: stages on this rank; ``None`` for a model in one piece.
+        boundary: boundary of the pipeline's stages; needed with ``parts``.
+        recompute: plan of activation recomputation.
+        ops: implementations of the ops.
+
+    Raises:
+        ConfigError: if ``recompute`` or the layout does not fit this model, or ``ops`` requires a missing kernel.
+    """
+
+    config: BertConfig
+    embedding: BertEmbedding | None
+    head: BertHead | None
+
+    def __init__(
+        self,
+        config: BertConfig,
+        mesh: ParallelMesh | None = None,
+        parts: Sequence[StageLayers] | None = None,
+        boundary: StageBoundary | None = None,
+        recompute: RecomputePlan = NO_RECOMPUTE,
+        ops: Ops = ANY_DEVICE,
+    ) -> None:
+        block = PostNormBlock if config.norms_after else Block
+        super().__init__(config, mesh, parts, boundary, recompute, ops, Parts(BertEmbedding, block, BertHead))
+
+    def forward(self, inputs: BertInputs) -> BertLogits:
+        """Logits of both heads; on a stage that is not the last, the end of the step.
+
+        Args:
+            inputs: tokens and what belongs to them.
+
+        Raises:
+            ConfigError: for a sequence longer than the learned positions.
+            RuntimeError: if the model is cut into stages and no schedule is running.
+        """
+        encoded, head = self._encoded(inputs)
+        logits = self._sharding.gather(head(encoded, self.tied_weight), inputs.tokens.shape[1])  # [S, B, V]
+        follows = head.follows(encoded) if self.config.next_sentence else None
+        return BertLogits(logits.transpose(0, 1), follows)
+
+    def losses(
+        self,
+        inputs: BertInputs,
+        labels: Tensor,
+        loss_mask: Tensor | None = None,
+        next_sentence_labels: Tensor | None = None,
+    ) -> BertLosses:
+        """Losses of both heads; on a stage that is not the last, the end of the step.
+
+        Args:
+            inputs: tokens and what belongs to them.
+            labels: ``[B, S]`` ids of masked tokens; -100 elsewhere.
+            loss_mask: ``[B, S]``, weight of each token in the loss; ``None`` for 1.
+            next_sentence_labels: ``[B]``, 0 where the second segment follows the first, else 1; -100 is ignored;
+                ``None`` leaves that head out.
+        """
+        encoded, head = self._encoded(inputs)
+        own, weights = self._own_labels(labels), self._sharding.shard(mean_weights(labels, loss_mask), 1)  # [B, S/cp]
+        part = head(encoded, self.tied_weight, labels=own.t(), token_weights=weights.t())
+        tokens = reduce_from_region(copy_to_region(part, self._sharding.axis), self._sharding.axis)
+        follows = None
+        if self.config.next_sentence and next_sentence_labels is not None:
+            answers = next_sentence_labels.flatten()
+            sum_ = F.cross_entropy(head.follows(encoded).float(), answers, ignore_index=IGNORE_INDEX, reduction="sum")
+            follows = sum_ / one_for_none((answers != IGNORE_INDEX).sum())
+        return BertLosses(tokens, follows)
+
+    def _encoded(self, inputs: BertInputs) -> tuple[Tensor, BertHead]:
+        """This rank's shard of the encoder's output, and the head; on an earlier stage, the end of the step."""
+        stage, length = self._current_stage(), inputs.tokens.shape[1]
+        longest = self.config.max_position_embeddings
+        if length > longest:
+            raise_if_any([Problem("seq_length", length, f"longer than max_position_embeddings={longest}", (longest,))])
+        if self.fp8 is not None:
+            self.fp8.refresh()
+        hidden = self._stage_input(stage, inputs)
+        hidden = self._run_layers(stage.layers, hidden, self._key_mask(inputs))
+        if not stage.has_loss:
+            assert self._boundary is not None
+            self._boundary.leave(hidden)
+        assert self.head is not None
+        return self.head.encoded(hidden), self.head
+
+    def _stage_input(self, stage: StageLayers, inputs: BertInputs) -> Tensor:
+        """Embedded tokens, or the activation that the previous stage has sent."""
+        if not stage.has_embedding:
+            return self._received()
+        assert self.embedding is not None
+        own, types = shard_inputs(inputs.tokens, inputs.position_ids, self._sharding), inputs.token_types
+        types = None if types is None else self._sharding.shard(types, 1).t()
+        embedded: Tensor = self.embedding(own.tokens, own.positions, types)
+        return embedded
+
+    def _key_mask(self, inputs: BertInputs) -> Tensor | None:
+        """``[B, S]``, True for tokens that others see, with the padding that a layout adds; ``None`` for all."""
+        mask, added = inputs.padding_mask, self._sharding.padding(inputs.tokens.shape[1])
+        if mask is None and not added:
+            return None
+        mask = torch.ones_like(inputs.tokens, dtype=torch.bool) if mask is None else mask.bool()
+        return F.pad(mask, (0, added))
+
+    def _run_layers(self, layers: Sequence[int], hidden: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The stage's layers, in the groups of the recomputation plan."""
+        for group in self.recompute.groups(layers):
+            run = partial(self._run_group, key_mask=key_mask)  # no input that is kept in shards: it is small
+            if group.recomputed:
+                hidden = recomputed(run, hidden, group.layers, rng=self.rng, shard_over=self._shard_saved_over)
+            else:
+                hidden = run(hidden, group.layers)
+        return hidden
+
+    def _run_group(self, hidden: Tensor, layers: Sequence[int], key_mask: Tensor | None) -> Tensor:
+        for number in layers:
+            hidden, _ = self.layers[str(number)](hidden, key_mask=key_mask)
+        return hidden

@@ -1,0 +1,153 @@
+"""Models that are cut into pipeline stages: the parts of this rank, and the stage that a call runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.context_parallel.inputs import SequenceSharding
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
+from lightning_megatron.layers.fp8_linear import use_fp8
+from lightning_megatron.layers.init import draw_seed, seeded
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.models.transformer import Block, Embedding, Head
+from lightning_megatron.ops.registry import ANY_DEVICE, Ops
+from lightning_megatron.stage import StageBoundary, StageLayers
+
+
+class Parts(NamedTuple):
+    """Classes of the parts of a model.
+
+    Attributes:
+        embedding: class of the first part.
+        block: class of the blocks.
+        head: class of the last part.
+    """
+
+    embedding: Callable[..., Embedding] = Embedding
+    block: Callable[..., Block] = Block
+    head: Callable[..., Head] = Head
+
+
+_USUAL = Parts()
+
+
+class StagedModel(nn.Module):
+    """Blocks of this rank's pipeline stages between an embedding and a head.
+
+    Layers carry their global number, so a parameter has one name in every layout. In a pipeline the model holds the
+    stages of this rank, and a call runs the stage that the boundary names.
+
+    Args:
+        config: shape of the model.
+        mesh: mesh of the ranks; ``None`` for one process.
+        parts: stages on this rank; ``None`` for a model in one piece.
+        boundary: boundary of the pipeline's stages; needed with ``parts``.
+        recompute: plan of activation recomputation.
+        ops: implementations of the ops.
+        classes: classes of the parts.
+
+    Attributes:
+        embedding: first part; ``None`` on a rank that has no use for it.
+        layers: blocks of this rank by their global number.
+        head: last part; ``None`` on a rank without the last stage.
+
+    Raises:
+        ConfigError: if ``recompute`` does not fit this model or mesh, or ``ops`` requires a kernel that is missing.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: ParallelMesh | None = None,
+        parts: Sequence[StageLayers] | None = None,
+        boundary: StageBoundary | None = None,
+        recompute: RecomputePlan = NO_RECOMPUTE,
+        ops: Ops = ANY_DEVICE,
+        classes: Parts = _USUAL,
+    ) -> None:
+        super().__init__()
+        mesh = mesh or ParallelMesh.single()
+        raise_if_any(
+            recompute.problems(mesh.layout, config)
+            + ops.model_problems(mesh.layout, config)
+            + config.layout_problems(mesh.layout)
+        )
+        self.config, self.axis = config, mesh.tp
+        self.rng, self.recompute = mesh.rng, recompute
+        self.sequence_parallel = mesh.layout.uses_sequence_parallel
+        self._shard_saved_over = mesh.tp if recompute.shard_saved else None
+        self._sharding = SequenceSharding(mesh.cp, mesh.layout.sequence_multiple)
+        self._boundary = boundary
+        self._parts = {part.stage: part for part in parts or (StageLayers.whole(config.num_layers),)}
+        embeds = any(part.has_embedding for part in self._parts.values())
+        predicts = any(part.has_loss for part in self._parts.values())
+        base, sp = draw_seed(), self.sequence_parallel
+        self._seed = base
+        self.embedding: Embedding | None = None
+        if embeds or (predicts and config.embeds_in_the_end):
+            with seeded(base, 0):
+                self.embedding = classes.embedding(
+                    config, mesh, sequence_parallel=sp, only_for_head=not embeds, ops=ops
+                )
+        self.layers = nn.ModuleDict()
+        for number in (number for part in self._parts.values() for number in part.layers):
+            with seeded(base, number + 1):
+                self.layers[str(number)] = classes.block(
+                    config,
+                    mesh,
+                    layer=number,
+                    sequence_parallel=sp,
+                    recompute=recompute,
+                    ops=ops,
+                )
+        blocks = {int(number): block for number, block in self.layers.items()}
+        self.fp8 = use_fp8(blocks, config.num_layers, ops, mesh)
+        self.head: Head | None = None
+        if predicts:
+            with seeded(base, config.num_layers + 1):
+                self.head = classes.head(config, mesh, sequence_parallel=sp, ops=ops)
+
+    def hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
+        """Shape of the activations between stages for ``tokens`` ``[B, S]``: ``[S, B, H]``, or a sequence shard."""
+        batch, length = tokens.shape
+        ranks = self._sharding.axis.size * (self.axis.size if self.sequence_parallel else 1)
+        return (length + self._sharding.padding(length)) // ranks, batch, self.config.hidden_size
+
+    @property
+    def tied_weight(self) -> Tensor | None:
+        """Weight of the embedding if the output layer shares it."""
+        return self.embedding.word.weight if self.config.tie_embeddings and self.embedding is not None else None
+
+    def _current_stage(self) -> StageLayers:
+        if self._boundary is None:
+            return next(iter(self._parts.values()))
+        if self._boundary.stage is None:
+            raise RuntimeError("the model is cut into pipeline stages: call it inside a step of a Trainer")
+        return self._parts[self._boundary.stage]
+
+    def _received(self) -> Tensor:
+        """The activation that the previous stage has sent."""
+        assert self._boundary is not None
+        return self._boundary.take()
+
+    def _own_labels(self, labels: Tensor) -> Tensor:
+        return self._sharding.shard(labels, 1, IGNORE_INDEX)
+
+
+def mean_weights(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+    """Weights of the tokens' losses in their mean, of the shape of the labels; all 0 if the mask keeps no token."""
+    kept = labels != IGNORE_INDEX
+    weights = kept.float() if loss_mask is None else loss_mask.float() * kept
+    return weights / one_for_none(weights.sum())
+
+
+def one_for_none(total: Tensor) -> Tensor:
+    """A divisor of sums that may be empty."""
+    return torch.where(total == 0, 1, total)

@@ -1,0 +1,1 @@
+"""Implementations for processors that need more than an expression in torch."""

@@ -1,0 +1,1 @@
+"""Comparison of one training in two layouts: which step, layer or gradient differs first."""

@@ -1,0 +1,107 @@
+"""A time that a candidate can hardly be faster than, in microseconds, to look at the promising ones first."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.recompute_plan import RecomputePlan
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.pipeline.partition import BALANCED, LayerSplit
+from lightning_megatron.planning.candidates import Candidate, comm_types
+from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.request import PlanRequest
+from lightning_megatron.planning.time.step import time_of
+
+_OF_A_MICRO_BATCH = ("compute", "recompute", "tp", "cp", "ep")
+"""Causes of time that every micro-batch has."""
+
+
+class Bound:
+    """Times of candidates without what their pipeline waits, and without gradients and optimizer.
+
+    The time of one micro-batch through all layers depends on few of the sizes, and is predicted once for each choice of
+    them. The ranks of a pipeline share it, the fullest has most, and the pipeline is filled as its paper says.
+
+    Args:
+        request: model, devices and batches.
+    """
+
+    def __init__(self, request: PlanRequest) -> None:
+        self._request = request
+        self._loss_cost = request.config.loss_cost
+        self._micro_batches: dict[tuple[object, ...], float | None] = {}
+
+    def seconds(self, candidate: Candidate, share: float = 0.0) -> float:
+        """Least time of a step; infinite for a candidate that is impossible.
+
+        Args:
+            candidate: one layout.
+            share: least share of the layers that must be recomputed, where whole layers are.
+        """
+        pp, vpp = candidate.pp, candidate.vpp
+        sizes = candidate.tp, candidate.cp, candidate.ep, candidate.etp
+        micro = *sizes, candidate.cp_comm_type, candidate.micro_batch_size
+        whole = self._micro_batch(*micro, candidate.recompute)
+        if whole is None:
+            return math.inf
+        if candidate.recompute == "full" and "recompute" not in self._request.fixed:
+            # One layer of each stage may be enough.
+            least = self._micro_batch(*micro, None) or 0.0
+            share = max(share, pp * vpp / self._request.config.num_layers)
+            whole = least + (whole - least) * min(1.0, share)
+        count = self._request.global_batch_size // candidate.dp // candidate.micro_batch_size
+        if pp == 1:
+            return whole * count
+        fill = 1 / 3 if candidate.schedule == "zero-bubble" else 1.0
+        return whole / pp * (count * self._fullest(pp, vpp, candidate.balanced) + fill * (pp - 1) / vpp)
+
+    def comm_type(self, tp: int, cp: int) -> str:
+        """The fastest communication of context-parallel attention, which is among the choices of all candidates."""
+        known = comm_types(self._request, tp, cp)
+        seconds = [self._micro_batch(tp, cp, 1, tp, comm, 1, None) for comm in known]
+        return min(zip(seconds, known, strict=True), key=lambda each: math.inf if each[0] is None else each[0])[1]
+
+    def _micro_batch(
+        self, tp: int, cp: int, ep: int, etp: int, comm: str, samples: int, recompute: str | None
+    ) -> float | None:
+        """Seconds of one micro-batch through the whole model; ``None`` if that is impossible."""
+        key = (tp, cp, ep, etp, comm, samples, recompute)
+        if key not in self._micro_batches:
+            replicas = math.lcm(ep * etp, tp * cp) // (tp * cp)
+            layout = ParallelLayout(tp, 1, cp, ep, etp, replicas, cp_comm_type=comm)
+            self._micro_batches[key] = self._timed(layout, samples, recompute)
+        return self._micro_batches[key]
+
+    def _timed(self, layout: ParallelLayout, samples: int, recompute: str | None) -> float | None:
+        request = self._request
+        try:
+            job = PlannedJob(
+                request.config,
+                layout,
+                request.seq_length,
+                samples,
+                1,
+                precision=request.precision,
+                fp8=request.fp8,
+                recompute=RecomputePlan(recompute),
+                attention=request.attention,
+            )
+        except ConfigError:
+            return None
+        causes = time_of(job, request.device).by_cause
+        return sum(causes[name] for name in _OF_A_MICRO_BATCH)
+
+    def _fullest(self, pp: int, vpp: int, balanced: bool) -> float:
+        """Work of the fullest pipeline rank over the mean."""
+        return _fullest(self._request.config.num_layers, self._loss_cost, pp, vpp, balanced)
+
+
+@lru_cache(maxsize=1024)
+def _fullest(num_layers: int, loss_cost: float, pp: int, vpp: int, balanced: bool) -> float:
+    split = LayerSplit(layout=BALANCED) if balanced else LayerSplit()
+    work = [0.0] * pp
+    for stage in split.stages(num_layers, pp, vpp, loss_cost):
+        work[stage.rank] += len(stage.layers) + loss_cost * stage.has_loss
+    return max(work) * pp / sum(work)

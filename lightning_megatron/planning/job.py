@@ -1,0 +1,160 @@
+"""A training job in numbers: everything that memory and time of a step depend on, besides the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from lightning_megatron.arguments import OneOf, Rules, above, at_least, field_problems
+from lightning_megatron.config.layout import BatchShape, ParallelLayout
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.pipeline.action import Schedule
+from lightning_megatron.pipeline.partition import LayerSplit
+from lightning_megatron.pipeline.schedule import build_schedule, schedule_problems
+from lightning_megatron.stage import StageLayers
+
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
+"""Precisions by Lightning's names, with the strategy's meaning of them."""
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a value by the names of ``grad_reduce_dtype``."""
+
+EVEN = LayerSplit()
+
+AttentionKind = Literal["flash", "reference"]
+
+RULES: Rules = {
+    "seq_length": at_least(1),
+    "micro_batch_size": at_least(1),
+    "num_micro_batches": at_least(1),
+    "precision": OneOf(PRECISIONS),
+    "grad_reduce_dtype": OneOf(tuple(DTYPE_BYTES)),
+    "bucket_size": at_least(1),
+    "optimizer_states": at_least(0),
+    "expert_imbalance": above(0.0, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A training job that need not exist; arguments of ``MegatronStrategy`` explain the fields without a word here.
+
+    Attributes:
+        config: shape of the model.
+        layout: resolved layout: the number of data-parallel replicas is known.
+        seq_length: tokens of a sample.
+        micro_batch_size: samples of one forward.
+        num_micro_batches: forwards of one replica in one optimizer step.
+        precision: one of ``PRECISIONS``.
+        fp8: True if linear layers multiply in fp8.
+        schedule: name of the pipeline schedule; ``None`` for the strategy's default.
+        split: share of each pipeline stage in the layers.
+        recompute: activations that are computed again.
+        distributed_optimizer: True if optimizer states are cut over data-parallel ranks.
+        overlap_grad_reduce: True if gradients are sent during the last backward.
+        overlap_param_gather: True if parameters are gathered during the next forward.
+        grad_reduce_dtype: dtype in which gradients are summed over ranks; ``None`` for that of the gradients.
+        bucket_size: elements sent at once; ``None`` for the strategy's default.
+        optimizer_states: values that the optimizer keeps for each parameter (Adam: 2).
+        expert_imbalance: tokens of the rank whose experts get most, over the mean of all ranks.
+        attention: attention that is run: ``"flash"`` keeps no scores, ``"reference"`` keeps them.
+
+    Raises:
+        ConfigError: with every fault of the sizes, alone and together.
+    """
+
+    config: TransformerConfig
+    layout: ParallelLayout
+    seq_length: int
+    micro_batch_size: int
+    num_micro_batches: int
+    precision: str = "bf16-mixed"
+    fp8: bool = False
+    schedule: str | None = None
+    split: LayerSplit = EVEN
+    recompute: RecomputePlan = NO_RECOMPUTE
+    distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    grad_reduce_dtype: str | None = None
+    bucket_size: int | None = None
+    optimizer_states: int = 2
+    expert_imbalance: float = 1.0
+    attention: AttentionKind = "flash"
+
+    def __post_init__(self) -> None:
+        raise_if_any(field_problems(self, RULES, leave=("config", "layout", "split", "recompute")))
+        raise_if_any(self.problems())
+
+    def problems(self) -> list[Problem]:
+        """Every conflict between model, layout and batch."""
+        layout, pp, vpp = self.layout, self.layout.pp, self.layout.vpp
+        found: list[Problem] = []
+        if layout.dp is None:
+            found.append(Problem("dp", None, "is open: resolve the layout for a number of devices", (1,)))
+        batch = BatchShape(
+            self.micro_batch_size * self.num_micro_batches,
+            self.micro_batch_size,
+            self.seq_length,
+            vocab_size=self.config.vocab_size,
+        )
+        world_size = None if layout.dp is None else layout.world_size
+        by_split = () if self.split.is_even else ("pp", "vpp", "pp x vpp")
+        fits = layout.problems(world_size=world_size, model=self.config, batch=batch)
+        found += [problem for problem in fits if problem.argument not in by_split]
+        found += self.recompute.problems(layout, self.config)
+        found += schedule_problems(self.schedule, pp, vpp, self.num_micro_batches)
+        return found + ([] if self.split.is_even else self.split.problems(self.config.num_layers, pp, vpp))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step, over all replicas."""
+        return self.micro_batch_size * self.num_micro_batches * self.layout.data_parallel_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all replicas."""
+        return self.global_batch_size * self.seq_length
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.layout.world_size
+
+    @cached_property
+    def stages(self) -> tuple[StageLayers, ...]:
+        """Stages of the pipeline, by stage number."""
+        return self.split.stages(self.config.num_layers, self.layout.pp, self.layout.vpp, self.config.loss_cost)
+
+    def stages_of(self, pipeline_rank: int) -> tuple[StageLayers, ...]:
+        """Stages that a pipeline rank holds, by chunk."""
+        return tuple(stage for stage in self.stages if stage.rank == pipeline_rank)
+
+    @property
+    def schedule_name(self) -> str:
+        """Name of the schedule with the default filled in."""
+        return self.schedule or ("interleaved" if self.layout.vpp > 1 else "1f1b")
+
+    @property
+    def actions(self) -> Schedule:
+        """Actions of every pipeline rank; long for many micro-batches."""
+        return _actions(self.schedule, self.layout.pp, self.layout.vpp, self.num_micro_batches)
+
+
+def unplanned_problems(config: TransformerConfig) -> list[Problem]:
+    """Parts of a model for which there are no formulas; a job of it can be rehearsed, and not be planned."""
+    advice = "there are no formulas for it yet: measure the job without devices, with lightning-megatron rehearse"
+    latents = "attention with latents keeps other tensors, and "
+    found = [Problem("kv_lora_rank", config.kv_lora_rank, latents + advice, (0,))] if config.has_latents else []
+    if config.mtp_num_layers:
+        further = "modules for further tokens add to the last stage, and "
+        found.append(Problem("mtp_num_layers", config.mtp_num_layers, further + advice, (0,)))
+    return found
+
+
+@lru_cache(maxsize=32)
+def _actions(name: str | None, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
+    return build_schedule(name, pp, vpp, num_micro_batches)

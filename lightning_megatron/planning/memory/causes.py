@@ -1,0 +1,35 @@
+"""Names of what takes memory that a formula and a rehearsal have in common.
+
+A formula knows what a tensor is for, a rehearsal which module made it. What both can tell apart are these causes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from lightning_megatron.planning.memory.formulas import BATCH, COMMUNICATION, FP8, PIPELINE
+
+OWNED = ("parameters", "gradients", "main parameters", "optimizer state")
+WORK = "activations, their gradients, temporaries"
+REST = "batch, tables and all else"
+COMMON = (*OWNED, FP8, WORK, PIPELINE, COMMUNICATION, REST)
+"""The causes, in the order in which they are told."""
+_REST = {BATCH, "other", "setup", "optimizer step"}
+
+
+def common_cause(cause: str) -> str:
+    """The common name of a cause of ``memory_of`` or of a rehearsal."""
+    if cause in COMMON:
+        return cause
+    if cause in _REST:
+        return REST
+    return COMMUNICATION if cause.startswith("pieces of sums") else WORK
+
+
+def by_common_cause(by_cause: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by common cause, those with any."""
+    found: Counter[str] = Counter()
+    for cause, size in by_cause.items():
+        found[common_cause(cause)] += size
+    return {cause: found[cause] for cause in COMMON if found[cause]}

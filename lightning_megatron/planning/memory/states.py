@@ -1,0 +1,149 @@
+"""Memory that stays from step to step: parameters, gradients, main parameters and optimizer state, in flat buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.optim.buffers.bucket_plan import default_bucket_size, plan_buckets
+from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.parameters import rank_parameters
+from lightning_megatron.planning.term import Term
+from lightning_megatron.stage import StageLayers
+
+
+@dataclass(frozen=True)
+class PrecisionBytes:
+    """Bytes of a value by its role; they are the dtypes of ``lightning/precision.py``.
+
+    Attributes:
+        params: bytes of a parameter, and of an activation.
+        grads: bytes of an accumulated gradient.
+        main: bytes of a main parameter; 0 where it is the parameter itself.
+        state: bytes of one value of the optimizer's state.
+    """
+
+    params: int
+    grads: int
+    main: int
+    state: int
+
+
+PRECISION_BYTES = {
+    "32-true": PrecisionBytes(4, 4, 0, 4),
+    "bf16-true": PrecisionBytes(2, 2, 0, 2),
+    "bf16-mixed": PrecisionBytes(2, 4, 4, 4),
+    "16-mixed": PrecisionBytes(2, 4, 4, 4),
+}
+"""Bytes by precision."""
+
+
+@dataclass(frozen=True)
+class BufferSizes:
+    """Elements of a rank's flat buffers, with the padding of parameters and buckets.
+
+    Attributes:
+        elements: elements of all buffers.
+        owned: elements that this rank updates: its share of every bucket, or all without a distributed optimizer.
+        sent: elements of buckets that several ranks share, whose gradients are sent.
+        waiting: those of them that are not under way before the gradient of the stage's first parameter is there.
+        late: elements of the largest parameter whose gradient two pipeline stages add up after backward.
+        buckets: number of buckets.
+    """
+
+    elements: int
+    owned: int
+    sent: int
+    waiting: int
+    late: int
+    buckets: int
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that a rank holds from one step to the next.
+
+    Attributes:
+        parameters: parameters in the dtype of the forward.
+        gradients: accumulated gradients.
+        main: main parameters.
+        optimizer: state of the optimizer.
+        sizes: elements of the buffers.
+    """
+
+    parameters: int
+    gradients: int
+    main: int
+    optimizer: int
+    sizes: BufferSizes
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.parameters + self.gradients + self.main + self.optimizer
+
+
+def buffer_sizes(job: PlannedJob, pipeline_rank: int) -> BufferSizes:
+    """Elements of a rank's flat buffers, laid out as ``optim/buffers/buffer.py`` does."""
+    stages = job.stages_of(pipeline_rank)
+    return _sizes(job.config, job.layout, stages, job.distributed_optimizer, job.bucket_size)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(
+    config: TransformerConfig,
+    layout: ParallelLayout,
+    stages: tuple[StageLayers, ...],
+    shard: bool,
+    bucket_size: int | None,
+) -> BufferSizes:
+    dense = layout.data_parallel_size * layout.cp
+    replicas = layout.expert_data_parallel_size
+    # Replicas of an expert are those of dense layers where the experts are shared out as the tensors are.
+    apart = layout.ep * layout.expert_tensor_parallel_size != layout.tp
+    parameters = rank_parameters(config, layout, stages)
+    buffers: dict[tuple[bool, ...], list[int]] = {}
+    for p in parameters:
+        expert = p.expert and apart
+        traits = (p.decay, p.replicated_over_tp, p.grad_sum_over_tp, p.tied_copy, expert, p.reduce_late)
+        buffers.setdefault(traits, []).append(p.size)
+    elements = owned = sent = waiting = count = 0
+    for i, (key, sizes) in enumerate(buffers.items()):
+        ranks = replicas if key[4] else dense
+        plans = plan_buckets(sizes[::-1], bucket_size or default_bucket_size(ranks), ranks)
+        length = plans[-1].end
+        elements += length
+        count += len(plans)
+        owned += length // ranks if shard else length
+        if ranks > 1:
+            sent += length
+            # Sums over tp, or over stages, come first; the first parameter is in the last bucket of its buffer.
+            waiting += length if key[2] or key[5] else (length - plans[-1].start) * (i == 0)
+    late = max((p.size for p in parameters if p.reduce_late), default=0)
+    return BufferSizes(elements, owned, sent, waiting, late, count)
+
+
+def state_bytes(job: PlannedJob, pipeline_rank: int) -> StateBytes:
+    """Bytes of parameters, gradients, main parameters and optimizer state of a rank."""
+    sizes, b = buffer_sizes(job, pipeline_rank), PRECISION_BYTES[job.precision]
+    return StateBytes(
+        parameters=b.params * sizes.elements,
+        gradients=b.grads * sizes.elements,
+        main=b.main * sizes.owned,
+        optimizer=b.state * job.optimizer_states * sizes.owned,
+        sizes=sizes,
+    )
+
+
+def state_terms(job: PlannedJob, states: StateBytes) -> tuple[Term, ...]:
+    """The formulas of :func:`state_bytes`, as text."""
+    b, n, own = PRECISION_BYTES[job.precision], states.sizes.elements, states.sizes.owned
+    share = f"{own:,} elements of this rank's share"
+    return (
+        Term("parameters", f"{b.params} bytes x {n:,} elements, padding included", states.parameters, "bytes"),
+        Term("gradients", f"{b.grads} bytes x {n:,} elements, padding included", states.gradients, "bytes"),
+        Term("main parameters", f"{b.main} bytes x {share}", states.main, "bytes"),
+        Term("optimizer state", f"{job.optimizer_states} x {b.state} bytes x {share}", states.optimizer, "bytes"),
+    )

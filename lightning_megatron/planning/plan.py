@@ -1,0 +1,54 @@
+"""A job with its predicted memory and time, held against the memory that there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_megatron.planning.device_file import DeviceSpec
+from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.memory.estimate import MemoryEstimate
+from lightning_megatron.planning.memory.peak import worst_memory
+from lightning_megatron.planning.memory.shapes import ACCELERATOR, HOST, Kernels
+from lightning_megatron.planning.time.step import TimeEstimate, time_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job, and what it is predicted to need.
+
+    Attributes:
+        job: the job.
+        pipeline_rank: pipeline rank that needs most memory.
+        memory: memory of that rank.
+        limit: bytes that tensors of a rank may take; ``None`` if unknown.
+        time: time of a step; ``None`` where no device is known.
+    """
+
+    job: PlannedJob
+    pipeline_rank: int
+    memory: MemoryEstimate
+    limit: int | None
+    time: TimeEstimate | None
+
+    @property
+    def fits(self) -> bool:
+        """True if the memory is there, or its amount unknown."""
+        return self.limit is None or self.memory.peak <= self.limit
+
+
+def plan_of(job: PlannedJob, limit: int | None, device: DeviceSpec | None = None, *, timed: bool = True) -> Plan:
+    """Predict memory and, on a known device, time of a job.
+
+    Args:
+        job: the job.
+        limit: bytes that tensors of a rank may take; ``None`` for no limit.
+        device: device that it runs on; ``None`` for an accelerator of which nothing is known.
+        timed: False for memory alone.
+    """
+    time = time_of(job, device) if timed and device is not None else None
+    return Plan(job, *worst_memory(job, kernels_of(device)), limit, time)
+
+
+def kernels_of(device: DeviceSpec | None) -> Kernels:
+    """Properties of a device on which memory depends: a CPU keeps other tensors."""
+    return ACCELERATOR if device is None or device.asynchronous else HOST

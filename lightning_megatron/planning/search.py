@@ -1,0 +1,190 @@
+"""Search for the fastest layouts that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.planning.bound import Bound
+from lightning_megatron.planning.candidates import (
+    Candidate,
+    candidates,
+    impossible,
+    job_of_candidate,
+    with_fewer_layers,
+)
+from lightning_megatron.planning.memory.half import OF_LAYERS
+from lightning_megatron.planning.memory.peak import worst_memory
+from lightning_megatron.planning.plan import Plan, kernels_of, plan_of
+from lightning_megatron.planning.request import PlanRequest
+from lightning_megatron.planning.time.step import time_of
+
+TRIALS = 24
+"""Layouts that are timed before the search may stop: their times over their bounds tell how low bounds are."""
+MARGIN = 0.97
+"""Share of the lowest such ratio that the search still believes in."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Layouts of a search.
+
+    Attributes:
+        plans: the fastest layouts that fit, by predicted tokens/s; each with other numbers of ranks.
+        possible: number of candidates.
+        looked_at: number of them of which memory was computed.
+        closest: the layout that needs least memory, if none fits.
+    """
+
+    plans: tuple[Plan, ...]
+    possible: int
+    looked_at: int
+    closest: Plan | None = None
+
+
+@dataclass
+class _State:
+    """Results of a search so far.
+
+    Attributes:
+        best: fastest plan that fits, by numbers of ranks.
+        memories: plans without a time, by candidate; ``None`` for one that is impossible.
+        fitting: least time of those that fit, by candidate without its recomputation; 0 if it fits without any.
+        closest: layout with least memory of those that do not fit.
+        lowest_ratio: least time over its bound.
+        timed: number of times predicted.
+    """
+
+    best: dict[tuple[int, ...], Plan] = field(default_factory=dict)
+    memories: dict[Candidate, Plan | None] = field(default_factory=dict)
+    fitting: dict[Candidate, float] = field(default_factory=dict)
+    closest: Plan | None = None
+    lowest_ratio: float = float("inf")
+    timed: int = 0
+
+    def is_beaten(self, least: float, top: int) -> bool:
+        """True if a candidate that takes at least so long can hardly be among the ``top``."""
+        if self.timed < TRIALS or len(self.best) < top:
+            return False
+        return least * self.lowest_ratio * MARGIN > sorted(map(step_seconds, self.best.values()))[top - 1]
+
+
+def search(request: PlanRequest, top: int = 5) -> Found:
+    """The fastest layouts that fit, one for each choice of numbers of ranks.
+
+    Candidates are taken by the least time that they can take (:class:`Bound`), until no other can be among the ``top``.
+    Of several ways to recompute, those are left out that cannot be faster than one that fits; of whole layers, as few
+    are recomputed as fit.
+
+    Args:
+        request: model, devices and batches.
+        top: number of layouts.
+
+    Raises:
+        ConfigError: if no layout is possible, with the reasons.
+    """
+    bound = Bound(request)
+    ranked = sorted(
+        (bound.seconds(candidate), index, candidate)
+        for index, candidate in enumerate(candidates(request, bound.comm_type))
+    )
+    state = _State()
+    for least, _, candidate in ranked:
+        if state.is_beaten(least, top):
+            break
+        share = _least_share(request, candidate, state)
+        if not share or not state.is_beaten(bound.seconds(candidate, share), top):
+            _look_at(request, candidate, least, state)
+    if not state.best and state.closest is None:
+        raise impossible(request)
+    plans = sorted(state.best.values(), key=step_seconds)
+    looked_at = sum(plan is not None for plan in state.memories.values())
+    closest = None if plans or state.closest is None else plan_of(state.closest.job, request.limit, request.device)
+    return Found(tuple(plans[:top]), len(ranked), looked_at, closest)
+
+
+def step_seconds(plan: Plan) -> float:
+    """Predicted time of a step; all plans of one search take the same tokens."""
+    return float("inf") if plan.time is None else plan.time.step
+
+
+def _least_share(request: PlanRequest, candidate: Candidate, state: _State) -> float:
+    """Share of the layers that must be recomputed for a candidate to fit, at least, where its memory without is known.
+
+    All layers together save no more than all that layers keep.
+    """
+    plain = candidate.without_recompute
+    frugal = plain._replace(vpp=1, schedule=None, micro_batch_size=1)
+    known = next((plan for each in (plain, frugal) if (plan := state.memories.get(each)) is not None), None)
+    if candidate.recompute != "full" or known is None:
+        return 0.0
+    kept = sum(known.memory.by_cause.get(cause, 0) for cause in OF_LAYERS)
+    return min(1.0, max(0.0, (known.memory.peak - request.limit) / kept)) if kept else 0.0
+
+
+def _look_at(request: PlanRequest, candidate: Candidate, least: float, state: _State) -> None:
+    """Predict the memory of one candidate and, if it fits, its time."""
+    plain = candidate.without_recompute
+    if least >= state.fitting.get(plain, float("inf")):
+        return
+    for frugal in _more_frugal(request, candidate):
+        plan = _memory(request, frugal, state)
+        if plan is not None and not plan.fits:
+            return
+    plan = _memory(request, candidate, state)
+    if plan is None or not plan.fits:
+        return
+    plan = _with_fewest_layers(request, candidate, plan, state) or plan
+    plan = replace(plan, time=time_of(plan.job, request.device))
+    seconds = step_seconds(plan)
+    nothing_is_faster = candidate.recompute is None
+    state.fitting[plain] = 0.0 if nothing_is_faster else min(seconds, state.fitting.get(plain, seconds))
+    state.timed += 1
+    state.lowest_ratio = min(state.lowest_ratio, seconds / least)
+    ranks = candidate.ranks
+    if ranks not in state.best or seconds < step_seconds(state.best[ranks]):
+        state.best[ranks] = plan
+
+
+def _with_fewest_layers(request: PlanRequest, candidate: Candidate, whole: Plan, state: _State) -> Plan | None:
+    """The plan that recomputes few layers of each stage and fits; ``None`` if that is all of them.
+
+    Memory falls by about as much for each layer, so that two memories tell how many it takes.
+    """
+    choices = with_fewer_layers(request, candidate)
+    plain = _memory(request, candidate.without_recompute, state) if choices else None
+    if plain is None:
+        return None
+    saved, missing = plain.memory.peak - whole.memory.peak, plain.memory.peak - request.limit
+    first = ceil(missing / saved * (len(choices) + 1)) if saved > 0 else 1
+    for choice in choices[max(0, first - 1) :]:
+        plan = _memory(request, choice, state)
+        if plan is not None and plan.fits:
+            return plan
+    return None
+
+
+def _more_frugal(request: PlanRequest, candidate: Candidate) -> Iterator[Candidate]:
+    """Candidates that need no more memory, from the most frugal on: most are shared by many others."""
+    plain = candidate._replace(vpp=1, schedule=None, recomputed=None)
+    yield plain._replace(micro_batch_size=1, recompute=request.fixed.get("recompute", "full"))
+    yield plain._replace(micro_batch_size=1)
+    yield plain
+
+
+def _memory(request: PlanRequest, candidate: Candidate, state: _State) -> Plan | None:
+    """The memory of a candidate; ``None`` if it is impossible."""
+    if candidate in state.memories:
+        return state.memories[candidate]
+    try:
+        job = job_of_candidate(request, candidate)
+    except ConfigError:
+        state.memories[candidate] = None
+        return None
+    plan = Plan(job, *worst_memory(job, kernels_of(request.device), request.limit), request.limit, None)
+    state.memories[candidate] = plan
+    if not plan.fits and (state.closest is None or plan.memory.peak < state.closest.memory.peak):
+        state.closest = plan
+    return plan

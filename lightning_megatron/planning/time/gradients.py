@@ -1,0 +1,74 @@
+"""Time in which gradients are summed and parameters gathered over data-parallel ranks, and what the step waits for.
+
+Buckets of gradients are sent while the last micro-batch's backward makes the next ones, and buckets of parameters are
+gathered while the first forward runs. So a step waits for what takes longer than that computation, and for one bucket
+that has nothing beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_megatron.planning.device_file import DeviceSpec
+from lightning_megatron.planning.time.communication import Group, Groups
+from lightning_megatron.planning.time.sizes import Sizes
+
+LEAST_BUCKET = 40e6
+BUCKET_OF_A_RANK = 1e6
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Computation of a rank beside which data-parallel communication can run, in seconds.
+
+    Attributes:
+        forward: forward of one micro-batch, all chunks of the rank.
+        backward: backward of one micro-batch.
+    """
+
+    forward: float
+    backward: float
+
+
+def gradient_seconds(
+    sizes: Sizes, device: DeviceSpec, dense: float, experts: float, beside: Overlap
+) -> tuple[float, float]:
+    """Seconds that a step waits for data-parallel communication, and seconds that it takes.
+
+    Args:
+        sizes: sizes of the rank.
+        device: the device.
+        dense: parameters of the rank that all data-parallel ranks share.
+        experts: parameters of its experts.
+        beside: computation that hides it.
+    """
+    job, groups = sizes.job, Groups(sizes)
+    parts = [(groups.dp, dense), (groups.edp, experts)]
+    parts = [(group, count) for group, count in parts if group.size > 1 and count]
+    if not parts:
+        return 0.0, 0.0
+    bucket = job.bucket_size or max(LEAST_BUCKET, BUCKET_OF_A_RANK * groups.dp.size)
+    sums = sum(_seconds(group, device, count, bucket, sizes.sent_grad_bytes) for group, count in parts)
+    gathers = sum(_seconds(group, device, count, bucket, sizes.value_bytes) for group, count in parts)
+    if not job.distributed_optimizer:
+        # An all-reduce is both, of gradients, and there is nothing to gather afterwards.
+        return _waited(
+            2 * sums, beside.backward, bucket, parts, job.overlap_grad_reduce and device.asynchronous
+        ), 2 * sums
+    hides = device.asynchronous
+    waits = _waited(sums, beside.backward, bucket, parts, job.overlap_grad_reduce and hides)
+    waits += _waited(gathers, beside.forward, bucket, parts, job.overlap_param_gather and hides)
+    return waits, sums + gathers
+
+
+def _seconds(group: Group, device: DeviceSpec, count: float, bucket: float, bytes_: int) -> float:
+    buckets = max(1.0, count // bucket)
+    return group.gather(device, count * bytes_) + (buckets - 1) * group.latency(device)
+
+
+def _waited(seconds: float, beside: float, bucket: float, parts: list[tuple[Group, float]], overlaps: bool) -> float:
+    """Part of ``seconds`` that nothing hides: the surplus over ``beside``, and at least one bucket's share."""
+    if not overlaps:
+        return seconds
+    last = min(1.0, bucket / sum(count for _, count in parts))
+    return max(seconds - beside * (1 - last), seconds * last)

@@ -1,0 +1,45 @@
+"""Kernels of a program, in numbers: how often elementwise kernels pass over memory, what runs beside what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Software:
+    """Properties of a program's kernels that the time of a step depends on.
+
+    Attributes:
+        passes: bytes that elementwise kernels move over those that they would if each norm, sum, rotation and
+            activation were one kernel.
+        kernels: kernels of a layer's forward; a backward has twice as many.
+        expert_kernels: kernels that experts add to it.
+        kernels_per_expert: kernels that each expert of the rank adds to them, where each product has one for itself.
+        tp_overlap: share of tensor-parallel communication that runs beside matrix products in both directions.
+        loss_in_forward: True if the output layer computes its gradients together with its logits, chunk by chunk.
+        fused_loss: True if softmax, loss and gradient are one kernel that writes the gradient over the logits.
+        fused_ring: True if the attention of a ring keeps no scores in memory.
+        fused_sum: True if weight gradients are added to their sum by the matrix product.
+        sum_block: elements of a 16-bit weight gradient that one kernel adds to the fp32 sum; 0 for all
+            (``layers/accumulate.py``).
+        loss_chunks: chunks of tokens in which the output layer computes 16-bit losses (``layers/cross_entropy.py``).
+    """
+
+    passes: float = 1.5
+    kernels: int = 40
+    expert_kernels: int = 60
+    kernels_per_expert: int = 0
+    tp_overlap: float = 0.0
+    loss_in_forward: bool = True
+    fused_loss: bool = False
+    fused_ring: bool = False
+    fused_sum: bool = False
+    sum_block: int = 1 << 18
+    loss_chunks: int = 8
+
+
+EAGER = Software()
+"""This library as it runs by default."""
+
+COMPILED = Software(passes=1.0, kernels=15, sum_block=0)
+"""This library with ``compile=True``: compiled layers leave sums of gradients to autograd, which adds them whole."""

@@ -1,0 +1,51 @@
+"""Parameters of all stages of a pipeline, which a rank asks the others for when a run begins."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.recompute_plan import RecomputePlan
+from lightning_megatron.lightning.modules.transformer import TransformerModule
+from lightning_megatron.lightning.placement import Placement
+from lightning_megatron.mesh import ParallelMesh, RehearsedRanks, dense_grid, rank_groups
+from lightning_megatron.params import named_specs
+from lightning_megatron.pipeline.partition import LayerSplit
+from lightning_megatron.rehearsal.errors import RehearsalError
+from lightning_megatron.stage import StageBoundary
+
+
+def stages_of_others(
+    module: object, layout: ParallelLayout, split: LayerSplit, recompute: RecomputePlan
+) -> RehearsedRanks:
+    """Parameters of each pipeline rank, from models without memory.
+
+    Args:
+        module: module of the user.
+        layout: resolved layout.
+        split: share of each stage in the layers.
+        recompute: plan of recomputation.
+
+    Raises:
+        RehearsalError: for a pipeline of a module that builds its stages itself.
+    """
+    if layout.pp == 1:
+        return RehearsedRanks()
+    usual = TransformerModule.configure_model
+    if not isinstance(module, TransformerModule) or type(module).configure_model is not usual:
+        raise RehearsalError(
+            f"{type(module).__name__} builds its pipeline stages itself: the stages of other ranks, which this one asks"
+            " for their parameters, are known for this package's modules and their subclasses with its configure_model"
+        )
+    config, held, tied = module.config, [], set()
+    stages = split.stages(config.num_layers, layout.pp, layout.vpp, config.loss_cost)
+    for rank in rank_groups(dense_grid(layout), ["pp"])[0]:
+        mesh = ParallelMesh(layout, rank)
+        parts = [stage for stage in stages if stage.rank == mesh.pp.rank]
+        with torch.device("meta"):
+            boundary = StageBoundary(layout.pp * layout.vpp)
+            model = module.build_model(Placement(mesh, boundary, tuple(parts), recompute))
+        found = [(f"model.{name}", param, spec) for name, param, spec in named_specs(model)]
+        held.append({name: tuple(param.shape) for name, param, _ in found if param.requires_grad})
+        tied |= {spec.tied_with for _, _, spec in found if spec.tied_with}
+    return RehearsedRanks(frozenset(f"model.{name}" for name in tied), tuple(held))

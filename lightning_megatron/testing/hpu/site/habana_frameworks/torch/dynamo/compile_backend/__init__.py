@@ -1,0 +1,1 @@
+"""Compilation of graphs for the device."""

@@ -1,0 +1,133 @@
+"""Adapters of every family through PEFT's files and into the weights: the same logits everywhere, one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from lightning_megatron import ConfigError, GPTModule, LoRA
+from lightning_megatron.cli.convert import convert_command
+from lightning_megatron.lightning.pretrained.convert_adapter import merge_adapter, peft_to_checkpoint
+from tests.families import TINY, VOCABULARY
+from tests.lora import DORA, LLAMA, MIXTRAL, Case, Kind, make, peft_model
+
+ATTENTION = Kind("deepseek_v3", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"), dora=True)
+KINDS = {
+    "llama": LLAMA,
+    "llama-dora": DORA,
+    "mixtral": MIXTRAL,
+    "gpt2": Kind("gpt2", ("all-linear",), dora=True),
+    "deepseek": ATTENTION,
+    "gemma2": Kind("gemma2", ("all-linear",), dora=True),
+    "bloom": Kind("bloom", ("all-linear", "word_embeddings")),
+    "qwen2": Kind("qwen2", ("q_proj", "v_proj", "embed_tokens", "lm_head"), dora=True),
+    "qwen3": Kind("qwen3", ("all-linear",)),
+    "gpt_oss": Kind("gpt_oss", ("all-linear",), dora=True),
+}
+OFTEN = {"llama-dora", "mixtral", "gpt2", "deepseek"}
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (3, 10), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(path: Any, **options: Any) -> torch.Tensor:
+    return GPTModule.load_from_checkpoint(path, **options).eval()(tokens())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.exhaustive) for name in KINDS]
+)
+def test_peft_computes_what_we_compute_and_what_the_merged_weights_compute(tmp_path, name):
+    from transformers import AutoModelForCausalLM
+
+    case = make(KINDS[name], tmp_path)
+    with torch.no_grad():
+        theirs = peft_model(case, case.peft).eval()(tokens()).logits
+        without = AutoModelForCausalLM.from_pretrained(case.hf).eval()(tokens()).logits
+    assert float((theirs - without).abs().max()) > 0.05
+    torch.testing.assert_close(logits(case.first), theirs, atol=2e-5, rtol=1e-4)
+    assert convert_command(["ckpt-to-peft", str(case.first), str(tmp_path / "again")]) == 0
+    first, again = (tmp_path / each / "adapter_model.safetensors" for each in ("peft", "again"))
+    assert first.read_bytes() == again.read_bytes()
+    tied = TINY[KINDS[name].family].get("tie_word_embeddings", KINDS[name].family in ("bloom", "gpt2", "gemma2"))
+    if tied and {"embed_tokens", "word_embeddings"} & set(KINDS[name].targets):
+        with pytest.raises(ConfigError, match="embedding and output layer are one matrix in this model"):
+            merge_adapter(case.first, tmp_path / "merged.ckpt")
+        return
+    assert convert_command(["merge", str(case.first), str(tmp_path / "merged.ckpt")]) == 0
+    assert convert_command(["ckpt-to-hf", str(tmp_path / "merged.ckpt"), str(tmp_path / "whole")]) == 0
+    torch.testing.assert_close(logits(tmp_path / "merged.ckpt"), theirs, atol=2e-5, rtol=1e-4)
+    with torch.no_grad():
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()(tokens()).logits
+    torch.testing.assert_close(whole, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_a_new_adapter_changes_nothing_and_has_pefts_spread(tmp_path):
+    case = make(LLAMA, tmp_path)
+    module = GPTModule.from_hf(case.hf, lora=replace(LLAMA.lora, dora=True)).eval()
+    with torch.no_grad():
+        found = module(tokens())
+        with module.adapter_off():
+            torch.testing.assert_close(found, module(tokens()))
+    a = module.get_parameter("model.layers.0.mlp.fc1.lora.default.gate_proj.lora_A")
+    assert float(a.abs().max()) <= 32**-0.5
+    assert float(a.std()) == pytest.approx(32**-0.5 / 3**0.5, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", [DORA, MIXTRAL], ids=["dora", "experts"])
+def test_the_owner_of_every_matrix_is_called_where_a_hook_waits_for_its_values(kind):
+    """After a step parameters are gathered while the next forward runs, and hooks before calls wait for them."""
+    from lightning_megatron import TransformerConfig
+    from lightning_megatron.families import FAMILIES
+
+    config = TransformerConfig(**FAMILIES[kind.family].config_from_hf(kind.config))
+    module, called = GPTModule(config, lora=kind.lora), set()
+    module.configure_model()
+    owners = {name: part for name, part in module.named_modules() if list(part.parameters(recurse=False))}
+    for name, part in owners.items():
+        part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    module.loss({"tokens": tokens(), "labels": tokens()})
+    assert {name for name in owners if ".lora." in name} <= called
+
+
+@pytest.mark.slow
+def test_latents_are_decoded_with_their_adapter(tmp_path):
+    """Decoding multiplies by the matrix of keys and values itself, past the layer's forward."""
+    case = make(ATTENTION, tmp_path)
+    module = GPTModule.load_from_checkpoint(case.first).eval()
+    generated = module.generate(tokens(), 6, temperature=0.0)
+    for place in range(10, 16):
+        torch.testing.assert_close(module(generated[:, :place])[:, -1].argmax(-1), generated[:, place])
+
+
+def test_a_file_with_other_tensors_is_refused_by_name(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    case: Case = make(Kind("llama", ("q_proj",)), tmp_path)
+    file = Path(case.peft) / "adapter_model.safetensors"
+    held = load_file(file)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    held["base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"] = held.pop(name)
+    save_file(held, file)
+    with pytest.raises(ConfigError, match=r"(?s)layers\.9.*: unknown.*layers\.0.*: missing"):
+        peft_to_checkpoint(case.peft, tmp_path / "x.ckpt", base=case.hf)
+
+
+def test_a_note_says_what_peft_passes_over(tmp_path, capsys):
+    case = make(Kind("qwen3_moe", ("gate_proj", "up_proj", "down_proj")), tmp_path)
+    assert convert_command(["ckpt-to-peft", str(case.first), str(tmp_path / "again")]) == 0
+    assert "PEFT takes down_proj, gate_proj, up_proj for layers of experts, and passes over" in capsys.readouterr().out
+
+
+def test_rank_and_scale_of_rslora():
+    assert LoRA(rank=16, alpha=8.0, rslora=True).scale == 2.0
+    assert LoRA(rank=16, alpha=8.0).scale == 0.5

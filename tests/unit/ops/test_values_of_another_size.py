@@ -1,0 +1,58 @@
+"""Attention whose values have other numbers of features than keys, by every implementation, against the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.config.score_rule import ScoreRule
+from lightning_megatron.ops.attention import attention_cpu, attention_reference, attention_torch
+from lightning_megatron.ops.blockwise_attention import blockwise_attention
+from lightning_megatron.ops.cpu.attention_blocks import attention_blocks
+
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "torch": attention_torch,
+    "cpu": attention_cpu,
+    "blocks of queries": attention_blocks,
+    "block by block": blockwise_attention,
+}
+
+
+def results(attend: Callable[..., Tensor], shapes: list[tuple[int, ...]], **how: Any) -> list[Tensor]:
+    """Output and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    out = attend(*operands, **how)
+    out.backward(torch.randn(out.shape, generator=generator))
+    return [out, *(operand.grad for operand in operands if operand.grad is not None)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("features", [4, 20])
+@pytest.mark.parametrize("groups", [4, 1])
+@pytest.mark.parametrize(("queries", "first"), [(48, 0), (40, 8), (1, 47)])
+def test_every_implementation_equals_the_definition(
+    kernel: str, features: int, groups: int, queries: int, first: int
+) -> None:
+    shapes = [(queries, 2, 4, 12), (48, 2, groups, 12), (48, 2, groups, features)]
+    how = {"causal": True, "first_query": first}
+    for found, expected in zip(
+        results(KERNELS[kernel], shapes, **how), results(attention_reference, shapes, **how), strict=True
+    ):
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [ScoreRule(scale=0.2), ScoreRule(window=7), ScoreRule(softcap=3.0)])
+def test_rules_of_scores_too(rule: ScoreRule) -> None:
+    shapes = [(33, 1, 4, 12), (33, 1, 2, 12), (33, 1, 2, 5)]
+    for found, expected in zip(
+        results(blockwise_attention, shapes, causal=True, rule=rule),
+        results(attention_reference, shapes, causal=True, rule=rule),
+        strict=True,
+    ):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,269 @@
+"""Rules of the package: imports between layers, names of devices, lengths of files, cost of an import."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import lightning_megatron
+
+PACKAGE = Path(lightning_megatron.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+NATIVE = sorted([*PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h")])
+NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+
+
+def _table() -> Iterator[tuple[int, list[str], str]]:
+    """Rows of the table of layers in docs/design.md: layer, its modules, and what it sees besides the layers below."""
+    page = (PACKAGE.parent / "docs" / "design.md").read_text()
+    for layer, names, sees in re.findall(r"^\| (\d+) \| (.*?) \|.*\| (.*?) ?\|$", page, re.MULTILINE):
+        yield int(layer), [name.rstrip("/") for name in re.findall(r"`(.*?)`", names)], sees
+
+
+LAYERS = {part: layer for layer, modules, _ in _table() for part in modules} | {
+    "": 10
+}  # "" is the package's own __init__
+# Modules that import less than all layers below them: the highest layer that they import.
+HIGHEST = {
+    part: int(sees.split()[-1]) for _, modules, sees in _table() for part in modules if sees.startswith("layers")
+}
+NEIGHBOURS = {
+    (part, other)
+    for _, modules, sees in _table()
+    for part in modules
+    for other in re.findall(r"`(.*?)`", sees)
+    if sees.startswith("also")
+}
+LIGHTNING_MODULES = {"lightning", "rehearsal", "parity", "evaluation", "cli", "testing", ""}
+DEVICE_MODULES = {"device", "ops", "testing"}
+DEVICE_WORDS = {"cuda", "hpu", "nccl", "hccl", "gloo"}
+ANOTHERS_WORDS = ("from_megatron/flags.py", "from_megatron/variables.py")  # names that another program has given
+
+
+def part_of(module: str) -> str:
+    """``lightning_megatron.layers.mlp`` -> ``layers``."""
+    return ([*module.split("."), ""])[1]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Every imported module with its line, those inside functions and under ``TYPE_CHECKING`` too."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            assert node.module is not None
+            yield node.module, node.lineno
+            # `from lightning_megatron import device` names a module where others name a class.
+            yield from ((f"{node.module}.{a.name}", node.lineno) for a in node.names if is_module(node.module, a.name))
+
+
+def imports_when_it_runs(path: Path) -> set[str]:
+    """Without those that only a type checker follows."""
+    for_types = [
+        node
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    lines = {line for node in for_types for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return {module for module, line in imports_of(path) if line not in lines}
+
+
+def is_module(package: str, name: str) -> bool:
+    folder = PACKAGE.parent.joinpath(*package.split("."))
+    return (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
+
+
+def may_import(part: str, other: str) -> bool:
+    if part == other or (part, other) in NEIGHBOURS:
+        return True
+    seen = HIGHEST.get(part, LAYERS[part] - 1)
+    return LAYERS[other] <= seen and LAYERS[other] < LAYERS[part]
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_a_file_imports_only_from_layers_below(path):
+    part = part_of(module_of(path))
+    assert part in LAYERS, f"{path}: on no layer of docs/design.md"
+    for module, line in imports_of(path):
+        if module == "lightning_megatron":  # its modules are looked at one by one; its names are for users
+            continue
+        if module.split(".")[0] == "lightning_megatron":
+            assert may_import(part, part_of(module)), f"{path.name}:{line}: {part or 'the package'} imports {module}"
+        if module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric"):
+            assert part in LIGHTNING_MODULES, f"{path.name}:{line}: {part} imports {module}"
+
+
+def test_the_rules_themselves():
+    assert may_import("mesh", "device")
+    assert may_import("moe", "layers")
+    assert not may_import("layers", "moe")
+    assert not may_import("ops", "mesh")
+    assert not may_import("ops", "comm")
+    assert not may_import("comm", "ops")
+    assert not may_import("optim", "layers")
+    assert not may_import("optim", "checkpoint")
+    assert not may_import("models", "lightning")
+    assert may_import("data", "mesh")
+    assert {part_of(module_of(path)) for path in FILES} <= LAYERS.keys()
+
+
+def test_the_page_on_design_has_every_module_and_no_other():
+    here = {part_of(module_of(path)) for path in FILES} - {""}
+    assert here == LAYERS.keys() - {""}
+    assert HIGHEST == {"ops": 2, "pipeline": 4, "optim": 4, "checkpoint": 4, "data": 4}
+    assert ("moe", "layers") in NEIGHBOURS
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {module_of(path): imports_when_it_runs(path) for path in FILES}
+    edges = {name: sorted(others & graph.keys() - {name, "lightning_megatron"}) for name, others in graph.items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for other in edges[name]:
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+def docstrings(tree: ast.Module) -> set[int]:
+    """Ids of the string nodes that are documentation."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, owners)]
+    return {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name == "__init__.py" and "site" not in p.parts], ids=str)
+def test_no_package_has_a_function_under_the_name_of_one_of_its_modules(path):
+    modules = {p.stem for p in path.parent.iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module != module_of(path):
+            assert not modules & {alias.asname or alias.name for alias in node.names}, ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in FILES if part_of(module_of(p)) not in DEVICE_MODULES and not str(p).endswith(ANOTHERS_WORDS)],
+    ids=str,
+)
+def test_only_the_device_module_and_ops_name_a_device(path):
+    prose = docstrings(tree_of(path))
+    for node in ast.walk(tree_of(path)):
+        place = f"{path.name}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            assert not DEVICE_WORDS & set(re.findall(r"\w+", node.value)), f"{place}: {node.value!r}"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            assert node.attr not in DEVICE_WORDS, f"{place}: torch.{node.attr}"
+
+
+@pytest.mark.parametrize("path", FILES + NATIVE, ids=[str(path.relative_to(PACKAGE)) for path in FILES + NATIVE])
+def test_no_file_is_longer_than_450_lines(path):
+    length = len(path.read_text().splitlines())
+    assert length <= 450
+
+
+SPY = """
+import json, os, resource, subprocess, sys
+runs = []
+class Spy(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        runs.append(str(args[0] if args else kwargs.get("args")))
+        super().__init__(*args, **kwargs)
+subprocess.Popen = Spy
+system = os.system
+os.system = lambda command: runs.append(command) or system(command)
+def seconds():
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+times = [seconds()]
+import torch
+times.append(seconds())
+try:
+    import transformers  # no dependency of ours; where it is installed, torchmetrics loads it
+except ImportError:
+    pass
+times.append(seconds())
+import lightning.pytorch
+times.append(seconds())
+import lightning_megatron
+times.append(seconds())
+spent = dict(zip(("torch", "transformers", "lightning", "ours"), (b - a for a, b in zip(times, times[1:]))))
+print(json.dumps({"seconds": spent, "runs": runs, "modules": sorted(sys.modules)}))
+"""
+QUIET_MACHINE = 1.1  # CPU seconds that torch takes to import on the machine that the limit of 5 s was set on
+
+
+@pytest.mark.slow
+def test_programs_that_this_one_stands_beside_are_not_imported():
+    """Neither at import nor inside a function: their formats are read without them."""
+    modules = {
+        name.split(".")[0]
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
+    }
+    assert "torch" in modules
+    assert modules & {"megatron", "deepspeed", "apex", "transformer_engine", "nemo", "nltk", "mpi4py"} == set()
+
+
+def test_the_package_imports_in_under_5_seconds_without_a_compiler_and_without_the_bridge():
+    done = subprocess.run([sys.executable, "-c", SPY], capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    seconds = found["seconds"]
+    del seconds["transformers"]
+    slowness = max(1.0, seconds["torch"] / QUIET_MACHINE)
+    assert sum(seconds.values()) < 5.0 * slowness, seconds
+    assert seconds["ours"] < 1.0 * slowness, seconds
+    compilers = [run for run in found["runs"] if re.search(r"\b(gcc|g\+\+|cc|c\+\+|clang|nvcc|ninja|make)\b", run)]
+    assert not compilers
+    assert not [name for name in found["modules"] if name.startswith("habana")]
+
+
+@pytest.mark.slow
+def test_modules_below_lightning_need_no_lightning():
+    code = (
+        "import sys\n"
+        "sys.modules['lightning'] = None\n"
+        "import lightning_megatron.models.gpt, lightning_megatron.pipeline.runtime, lightning_megatron.optim.zero\n"
+        "import lightning_megatron.checkpoint, lightning_megatron.data\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_modules_of_the_tests_have_names_of_their_own():
+    """pytest puts all folders on the path; those of devices are collected in sessions of their own."""
+    tests = PACKAGE.parent / "tests"
+    apart = {tests / "device", tests / "unit/checkpoint/formats/golden", tests / "unit/data/golden"}
+    names = [path.name for path in tests.rglob("*.py") if path.parent not in apart and path.name != "conftest.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

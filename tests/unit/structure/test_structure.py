@@ -1,0 +1,52 @@
+"""Limits of the package's structure and prose, per folder; ``python tests/structure.py`` prints the measures."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from structure import ROOT, complex_functions, constructors, cycles, files, fragments, metaphors, questions
+
+PACKAGE = ROOT / "lightning_megatron"
+FOLDERS = sorted({str(path.parent.relative_to(PACKAGE)) for path in files()})
+WIDE = {
+    "BertDataModule",
+    "BertDataset",
+    "ChatDataModule",
+    "ColumnParallelLinear",
+    "GPTDataset",
+    "MegatronDataModule",
+    "MegatronStrategy",
+    "RowParallelLinear",
+    "T5DataModule",
+    "T5Dataset",
+    "TransformerModule",
+    "VocabParallelEmbedding",
+}
+"""Public classes, whose constructors may have more than 8 arguments."""
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_prose_of_a_folder_keeps_the_rules(folder: str) -> None:
+    """No summary line is a question, every entry of Args begins with a noun, and there are no metaphors."""
+    paths = [path for path in files() if path.parent == PACKAGE / folder]
+    found = [text for path in paths for find in (questions, fragments, metaphors) for text in find(path)]
+    assert found == [], "\n".join(found)
+
+
+def test_no_folder_has_more_than_15_files() -> None:
+    folders = Counter(str(path.parent.relative_to(PACKAGE)) for path in files())
+    assert {folder: count for folder, count in folders.items() if count > 15} == {}
+
+
+def test_no_function_is_complex() -> None:
+    assert complex_functions(ROOT, 15) == []
+
+
+def test_only_public_constructors_have_more_than_8_arguments() -> None:
+    wide = {name for path in files() for name, count in constructors(path) if count > 8}
+    assert wide - WIDE == set()
+
+
+def test_no_module_imports_itself_through_others_not_even_for_types() -> None:
+    assert cycles(ROOT, of_types=True) == []
