@@ -191,10 +191,14 @@ class WorkerPool:
         store = self._directory / f"store-{os.getpid()}-{self._calls}-{time.monotonic_ns()}"
         task = _Task(pickle.dumps((function, args, kwargs)), world_size, str(store), self.timeout)
         busy = {rank: self._workers[rank][1] for rank in range(world_size)}
-        for tasks in busy.values():
-            tasks.send(task)
-        outcomes = self._collect(busy)
-        self._see_off(busy)
+        try:
+            for tasks in busy.values():
+                tasks.send(task)
+            outcomes = self._collect(busy)
+            self._see_off(busy)
+        except BaseException:  # an answer that comes later would be taken for the next call's
+            self.close()
+            raise
         store.unlink(missing_ok=True)
         # A rank that fails makes its peers fail in gloo: show the one that began it.
         failed = {rank: value for rank, (fine, value) in outcomes.items() if not fine}
@@ -255,7 +259,11 @@ class WorkerPool:
             process = self._workers[rank][0]
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGUSR2)
-        time.sleep(1.0)
+        files = [self._directory / f"stack-{rank}" for rank in ranks]
+        deadline = time.monotonic() + self.grace
+        while not all(file.stat().st_size for file in files) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(1.0)  # for the rest of them
         for rank in ranks:
             shown.append(f"--- rank {rank} ---\n{(self._directory / f'stack-{rank}').read_text()}")
         return "\n".join(shown)
@@ -265,9 +273,11 @@ class WorkerPool:
         while len(self._workers) < world_size:
             rank = len(self._workers)
             ours, theirs = self._context.Pipe()
+            stacks = self._directory / f"stack-{rank}"
+            stacks.touch()
             process = self._context.Process(
                 target=_serve,
-                args=(rank, theirs, str(self._directory / f"stack-{rank}"), self._cards),
+                args=(rank, theirs, str(stacks), self._cards),
                 daemon=True,
             )
             process.start()

@@ -42,7 +42,6 @@ SIZES: Mapping[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_h
 MODEL: Mapping[str, Any] = {**SIZES, "ffn_hidden_size": 24, "vocab_size": 32, "vocab_multiple": 2, "lr": 1e-3}
 TRAINER: Mapping[str, Any] = {"max_steps": STEPS, "limit_val_batches": 0, "num_sanity_val_steps": 0}
 PATIENCE = 60.0  # seconds
-SOON = 20.0
 
 
 @dataclass(frozen=True)
@@ -403,10 +402,9 @@ def trial(case: Case, layout: str, odd: int, scratch: Path) -> tuple[str, float]
     assert case.named in ending.split("\n  - may_differ=")[0], what
     assert "on rank 0, but" in ending, what
     assert "on rank 1" in ending, what
-    for _, steps, grouped, seconds in answers.values():
+    for _, steps, grouped, _ in answers.values():
         assert steps == 0, what
         assert not grouped or case.late, what
-        assert seconds < SOON, what
     return ending, max(seconds for *_, seconds in answers.values())
 
 

@@ -5,11 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.testing import workers
 from lightning_megatron.testing.workers import WorkerError, WorkerPool, WorkerTimeoutError
 
 
@@ -25,9 +29,10 @@ def fail_on(rank: int) -> None:
     dist.barrier()
 
 
-def hang_on(rank: int) -> None:
+def hang_on(rank: int, hangs: Path) -> None:
     if dist.get_rank() == rank:
-        time.sleep(60)
+        hangs.touch()
+        time.sleep(600)
 
 
 def die_on(rank: int) -> None:
@@ -68,14 +73,23 @@ def test_a_failure_names_its_rank_and_cause_and_the_pool_lives_on(ranks):
     assert ranks(2, sum_of_ranks)[1] == (1, 2, 1.0)
 
 
-def test_a_hang_ends_with_the_stack_of_the_rank_that_hangs():
-    with WorkerPool(2, timeout=300.0) as pool:
-        pool.run(2, sum_of_ranks)
-        pool.timeout = 1.5
+def test_a_hang_ends_with_the_stack_of_the_rank_that_hangs(tmp_path, monkeypatch):
+    hangs = tmp_path / "hangs"
+
+    def time_is_up(unheard: list[Connection], timeout: float) -> list[Any]:
+        """Nothing more comes once rank 0 has answered and rank 1 hangs, however long that takes."""
+        if len(unheard) == 2:
+            return wait(unheard)
+        while not hangs.exists():
+            time.sleep(0.01)
+        return []
+
+    with WorkerPool(2) as pool:
+        monkeypatch.setattr(workers, "wait", time_is_up)
         with pytest.raises(WorkerTimeoutError, match=r"ranks \[1\]") as caught:
-            pool.run(2, hang_on, 1)
+            pool.run(2, hang_on, 1, hangs)
         assert "hang_on" in str(caught.value)
-        pool.timeout = 30.0
+        monkeypatch.undo()
         assert pool.run(2, sum_of_ranks)[0] == (0, 2, 1.0)
 
 
@@ -86,13 +100,17 @@ def test_a_dead_worker_is_reported_with_its_exit_code():
 
 def is_alive(process_id: int) -> bool:
     """True if it still runs; a zombie does not."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(process_id)], capture_output=True, text=True, check=False)
-    return state.stdout.strip()[:1] not in ("", "Z")
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def test_a_group_that_is_never_left_costs_no_answer_and_leaves_no_process():
-    with WorkerPool(2, grace=1.5) as pool:
+    with WorkerPool(2) as pool:
         before = pool.run(2, process_id)
+        pool.grace = 1.5
         assert pool.run(2, hang_in_leaving, 1) == before
         assert not any(is_alive(worker) for worker in before)
         after = pool.run(2, process_id)
@@ -101,10 +119,39 @@ def test_a_group_that_is_never_left_costs_no_answer_and_leaves_no_process():
 
 
 def test_a_worker_that_does_not_end_is_killed():
-    with WorkerPool(2, grace=1.0) as pool:
-        workers = pool.run(2, be_deaf)
-        assert all(is_alive(worker) for worker in workers)
-    assert not any(is_alive(worker) for worker in workers)
+    with WorkerPool(2) as pool:
+        deaf = pool.run(2, be_deaf)
+        assert all(is_alive(worker) for worker in deaf)
+        pool.grace = 1.0
+    assert not any(is_alive(worker) for worker in deaf)
+
+
+@pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt])
+def test_a_call_that_is_interrupted_costs_later_calls_nothing(tmp_path, monkeypatch, error):
+    hangs = tmp_path / "hangs"
+
+    def interrupted(unheard: list[Connection], timeout: float) -> None:
+        while not hangs.exists():
+            time.sleep(0.01)
+        raise error
+
+    with WorkerPool(2) as pool:
+        monkeypatch.setattr(workers, "wait", interrupted)
+        with pytest.raises(error):
+            pool.run(2, hang_on, 1, hangs)
+        monkeypatch.undo()
+        assert pool.run(2, sum_of_ranks)[1] == (1, 2, 1.0)
+
+
+def test_a_worker_that_has_died_between_two_calls_is_replaced():
+    with WorkerPool(2) as pool:
+        before = pool.run(2, process_id)
+        os.kill(before[1], signal.SIGKILL)
+        while is_alive(before[1]):
+            time.sleep(0.01)
+        with pytest.raises(OSError, match=r"pipe|reset"):
+            pool.run(2, sum_of_ranks)
+        assert pool.run(2, sum_of_ranks)[1] == (1, 2, 1.0)
 
 
 @pytest.mark.slow
@@ -122,9 +169,9 @@ os._exit(0)
     words = [sys.executable, "-c", code]
     result = subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=600)
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("workers"))  # gloo may print others
-    workers = [int(word) for word in line.split()[1:]]
-    assert len(workers) == 2
+    left = [int(word) for word in line.split()[1:]]
+    assert len(left) == 2
     deadline = time.monotonic() + 30
-    while any(is_alive(worker) for worker in workers) and time.monotonic() < deadline:
+    while any(map(is_alive, left)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not any(is_alive(worker) for worker in workers)
+    assert not any(map(is_alive, left))

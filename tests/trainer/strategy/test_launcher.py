@@ -23,4 +23,4 @@ def test_one_process_needs_no_launch_and_leaves_no_variable_or_thread(tmp_path: 
     )
     trainer.fit(BoringModel())
     assert dict(os.environ) == environment
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # one of an earlier test may end meanwhile

@@ -8,6 +8,7 @@ import pickle
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,22 +31,43 @@ def victims(dataset: GPTDataset) -> list[Path]:
     return [folder / "x.bin", folder / "x.idx", *(folder / "cache").rglob("*.npy")]
 
 
+class Halting(torch.utils.data.Dataset[Any]):
+    """Has its reader wait before a sample: one that reads while a file is cut off dies of SIGBUS."""
+
+    def __init__(self, dataset: GPTDataset, at: int) -> None:
+        self.dataset, self.at = dataset, at
+        self.stands, self.goes_on = (mp.get_context("fork").Event() for _ in range(2))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.at:
+            self.stands.set()
+            self.goes_on.wait()
+        return self.dataset[index]
+
+
 def read(prefix: str, victim: str, answer: Connection, workers: int) -> None:
     """In a process of its own, which a signal may end: read, cut a file off, read on."""
-    dataset = GPTDataset(IndexedDataset(prefix), seq_length=100)
+    dataset = Halting(GPTDataset(IndexedDataset(prefix), seq_length=100), at=8)
     # Forked workers notice that this process has ended; those of a fork server of its own would not.
     more = {"num_workers": workers, "persistent_workers": True, "multiprocessing_context": "fork"} if workers else {}
     loader = torch.utils.data.DataLoader(dataset, batch_size=4, **more)
     samples = iter(loader)
     next(samples)
-    time.sleep(0.2 * workers)  # until they have read ahead: one that reads at this very moment dies of SIGBUS
+    if workers:  # it reads two batches ahead
+        dataset.stands.wait()
     os.truncate(victim, 0)
     time.sleep(0.05)
+    dataset.goes_on.set()
     try:
         for _ in samples:
             pass
     except DataError as error:
         answer.send(str(error))
+    if workers:
+        samples._shutdown_workers()
     os._exit(0)
 
 
@@ -61,12 +83,14 @@ def test_a_file_cut_off_under_a_run_is_named(dataset: GPTDataset, workers: int) 
         theirs.close()
         try:
             text = ours.recv()
+            job.join()
         except EOFError:
             job.join()
             pytest.fail(f"{victim.name}: the process ended with {job.exitcode}")
+        finally:
+            job.kill()
         assert str(victim) in text
         assert f"cut off while it was in use: 0 bytes, {len(content)} were there" in text
-        job.join()
         victim.write_bytes(content)
 
 

@@ -146,7 +146,7 @@ def test_a_process_is_known_alive_dead_or_out_of_sight() -> None:
     assert far is not None
     assert own == Owner.own()
     assert (dead.is_alive, far.is_alive, own.is_alive) == (False, None, True)
-    assert Owner(own.place, os.getppid(), own.started).is_alive is False, "the number was given to another one"
+    assert Owner(own.place, own.pid, own.started + 1).is_alive is False, "the number was given to another one"
     assert Owner.of_mark("../1-1-1") is None
 
 
