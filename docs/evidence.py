@@ -37,9 +37,8 @@ right calls are made, and nothing about speed, memory or a chip's arithmetic. It
 *Real Gaudi*: none was ever at hand, so nothing has been run there.
 
 A "yes" names tests, not a run of them. {ran}
-`make test-all` runs all. `.ci/run` runs the quick and the slow ones, and of the
-grids and jobs marked `exhaustive` (all pairs of checkpoint layouts, killed jobs, `make demo`) another part with each
-commit; it ends with the features of which tests were left out.
+`make test-all` runs all; `make test`, which every change passes (`.ci/run`), those that take seconds. Whole grids and
+long jobs, as all pairs of checkpoint layouts, killed jobs and `make demo`, are in `make test-all` alone.
 """
 
 

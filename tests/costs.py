@@ -5,7 +5,7 @@ own end, pools and servers included; on a busy machine it says far more than the
 
 Run: ``python tests/costs.py FILE [OTHER FILE]`` to show the dearest files and tests, or what has changed.
 After a session of all tests ``python tests/costs.py FILE --slow > tests/slow.txt`` keeps dear ones out of
-``make test-fast``.
+the gate (``make test``).
 """
 
 from __future__ import annotations

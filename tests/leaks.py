@@ -41,8 +41,8 @@ def look(pool: Iterable[int] = ()) -> dict[str, set[str]]:
     }
 
 
-def left(before: dict[str, set[str]], pool: Iterable[int] = (), patience: float = 2.0) -> list[str]:
-    """Everything that exists now and did not before; threads and processes have some seconds to end.
+def left(before: dict[str, set[str]], pool: Iterable[int] = (), patience: float = 60.0) -> list[str]:
+    """Everything that exists now and did not before; threads, processes and files have some time to go.
 
     Args:
         before: result of :func:`look`.
@@ -54,7 +54,7 @@ def left(before: dict[str, set[str]], pool: Iterable[int] = (), patience: float 
     while True:
         now = look(pool)
         found = [f"{kind} {name}" for kind in now for name in sorted(now[kind] - before[kind])]
-        ending = any(text.startswith(("thread", "process ")) for text in found)
+        ending = any(text.startswith(("thread", "process ", "file")) for text in found)
         if not ending or time.monotonic() > deadline:
             return found
         time.sleep(0.02)

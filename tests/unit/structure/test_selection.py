@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from selection import ROOT, SLOW, Turn, account, features, lacking
+from selection import KINDS, ROOT, SLOW, account, features, lacking, of_part, part
 
 pytest_plugins = ["pytester"]
 TESTS = """
@@ -23,16 +21,20 @@ def test_slow(): pass
 
 
 @pytest.mark.parametrize("parts", [1, 4, 7])
-def test_every_exhaustive_test_is_run_in_exactly_one_turn(parts: int) -> None:
-    tests = {f"tests/test_a.py::test[{number}]" for number in range(30)}
-    ran = [tests - Turn(number, parts).others(tests) for number in range(parts)]
-    assert sorted(test for part in ran for test in part) == sorted(tests)
+def test_every_test_is_in_exactly_one_part(parts: int) -> None:
+    tests = {f"tests/test_a.py::test[{number}]": KINDS[number % 3] for number in range(30)}
+    found = [of_part(tests, number, parts) for number in range(1, parts + 1)]
+    assert sorted(test for each in found for test in each) == sorted(tests)
+    for kind in KINDS:  # each part has its share of the long ones
+        counts = [sum(tests[test] == kind for test in each) for each in found]
+        assert max(counts) - min(counts) <= 1
 
 
-def test_a_turn_begins_at_another_file() -> None:
-    assert Turn.parse("7/4").part == 3
-    assert Turn(7, 4).rotated(list("abcde")) == list("cdeab")
-    assert Turn(7, 4).rotated([]) == []
+def test_parts_are_numbered_from_one() -> None:
+    assert part("2/4") == (2, 4)
+    for wrong in ("0/4", "5/4", "4"):
+        with pytest.raises(ValueError):  # noqa: PT011 - argparse words it
+            part(wrong)
 
 
 @pytest.fixture
@@ -51,14 +53,12 @@ def test_a_session_ends_with_a_line_of_what_it_left_out(project: pytest.Pytester
     done = project.runpytest_inprocess("-m", "not exhaustive")
     done.assert_outcomes(passed=2, deselected=5)
     done.stdout.fnmatch_lines(["left out: 5 exhaustive; `make test-all` runs all tests"])
-    done = project.runpytest_inprocess("--turn", "6/2", "-v")
-    done.assert_outcomes(passed=5, skipped=2)
-    done.stdout.fnmatch_lines(
-        ["*test_quick PASSED*", "*test_grid*", "*test_slow PASSED*", "left out: 2 of other turns; *"]
-    )
-    done = project.runpytest_inprocess("--budget", "0", "-v")
-    done.stdout.fnmatch_lines(["*test_quick SKIPPED*", "*test_slow SKIPPED*", "*test_grid*"])
-    done.stdout.fnmatch_lines(["left out: 7 beyond 0 minutes; *"])
+    done = project.runpytest_inprocess("--part", "2/2", "-v")
+    done.assert_outcomes(passed=2, deselected=5)
+    done.stdout.fnmatch_lines(["*test_grid*", "left out: 5 of other parts; *"])
+    done = project.runpytest_inprocess("-v")
+    done.stdout.fnmatch_lines(["*test_quick PASSED*", "*test_slow PASSED*", "*test_grid*"])
+    done.stdout.no_fnmatch_line("left out*")
     done = project.runpytest_inprocess("-k", "quick", "-m", "not slow")
     done.stdout.no_fnmatch_line("left out*")
 
@@ -78,15 +78,13 @@ def test_features_of_which_tests_were_left_out_are_named() -> None:
     assert account(left_out) == "left out: 1 exhaustive, 1 slow; `make test-all` runs all tests"
 
 
-def test_the_job_that_merges_runs_what_every_feature_rests_on() -> None:
-    """All of ``tests/``, with another part of the exhaustive ones for each commit."""
-    root = Path(__file__).parents[3]
-    job = (root / ".ci" / "run").read_text()
-    assert "make test-all" in job
-    assert "--turn" in job
-    assert "--evidence" in job
-    everything = (root / "Makefile").read_text().partition("\ntest-all:")[2].partition("\n\n")[0]
-    assert " -m " not in everything.replace("python -m pytest", "")
+def test_the_gate_is_the_same_for_every_commit_and_leaves_out_what_test_all_has() -> None:
+    job, targets = ((ROOT / path).read_text() for path in (".ci/run", "Makefile"))
+    assert "for target in lint types test; do" in job
+    assert not any(word in job for word in ("git", "date", "RANDOM"))
+    gate, everything = (targets.partition(f"\n{name}: ")[2].partition("\n\n")[0] for name in ("test", "test-all"))
+    assert '-m "not slow and not exhaustive"' in gate
+    assert " -m " not in everything
     for entry in features():
         assert any(path.startswith("tests/") and path != "tests/cuda/" for path in entry["evidence"]), entry["feature"]
 
