@@ -175,4 +175,4 @@ def test_targets_of_workflows_are_in_the_makefile(path: Path) -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     steps = [step.get("run", "") for job in workflow(path.name)["jobs"].values() for step in job["steps"]]
     assert set(re.findall(r"\bmake ([\w-]+)", "\n".join(steps))) <= set(targets)
-    assert all((ROOT / name).is_file() for name in re.findall(r"^(\.ci/\w+)", "\n".join(steps), re.MULTILINE))
+    assert all((ROOT / name).is_file() for name in re.findall(r"^(\.ci/[\w-]+)", "\n".join(steps), re.MULTILINE))
