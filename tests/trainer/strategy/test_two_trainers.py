@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -101,7 +102,7 @@ def test_a_module_goes_from_trainer_to_trainer(ranks: Any, alone: Any, layouts: 
         assert found == pytest.approx(alone[changed][: len(found)], rel=1e-5)
 
 
-def on_one_rank_only() -> str:
+def on_one_rank_only(is_told: Path) -> str:
     """Train on two ranks, then test on the first alone, as one does with layers that are whole."""
     module = LlamaModule(tiny_llama())
     trainer = quiet_trainer(MegatronStrategy(**TP), max_steps=1)
@@ -109,13 +110,15 @@ def on_one_rank_only() -> str:
     if trainer.is_global_zero:
         with patch.object(placement, "_PATIENCE", timedelta(seconds=1)), pytest.raises(ConfigError) as caught:
             quiet_trainer("auto", devices=1).test(module, DataLoader(rows(), batch_size=4))  # type: ignore[arg-type]
+        is_told.touch()
         return str(caught.value)
-    time.sleep(2)
+    while not is_told.exists():
+        time.sleep(0.02)
     return ""
 
 
-def test_weights_that_lie_on_several_ranks_are_not_waited_for_in_vain(ranks: Any) -> None:
-    told, _ = ranks(2, on_one_rank_only)
+def test_weights_that_lie_on_several_ranks_are_not_waited_for_in_vain(ranks: Any, tmp_path: Path) -> None:
+    told, _ = ranks(2, on_one_rank_only, tmp_path / "is-told")
     assert "its weights are spread over ranks (tp=2), and all of them must run this Trainer" in told
     assert "rank 1" in told.lower()
     assert "load_from_checkpoint" in told
