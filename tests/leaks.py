@@ -23,6 +23,7 @@ OF_A_JOB |= {"TORCHELASTIC_USE_AGENT_STORE", "PT_HPU_RECIPE_CACHE_CONFIG"}
 KEPT_THREADS = ("tqdm", "TMonitor", "SubprocPool", "Thread-1 (_read_thread)", "execnet", "pytest_timeout")
 KEPT_THREADS += ("Dummy-",)  # torch's own, in which the backward of a device runs Python
 KEPT_FILES = ("pymp-", "torchelastic_", "torchinductor_")
+KEPT_FILES += ("lm-workers-", ".actions")  # of the session's own pool, made anew after a failure; records of its runs
 KEPT_PROCESSES = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "compile_worker")
 
 

@@ -147,7 +147,7 @@ def read_run(folder: Path, live: bool = True) -> list[RankView]:
         folder: folder of the run.
         live: True to ask the system about processes on this host, else only what ranks have written is used.
     """
-    found = {int(path.stem): path for path in folder.glob("[0-9]*.actions") if path.stem.isdigit()}
+    found = [int(path.stem) for path in _rank_files(folder) if path.stem.isdigit()]
     views = {rank: view for rank in found if (view := read_rank(folder, rank, live)) is not None}
     newest = max((view.begun for view in views.values()), default=0)
     size = next((view.world_size for view in views.values() if view.begun == newest), 0)
@@ -310,7 +310,7 @@ def runs_below(folder: Path) -> list[Path]:
     Args:
         folder: folder of a run or of all runs, or the ``default_root_dir`` above them.
     """
-    if any(folder.glob("[0-9]*.actions")):
+    if _rank_files(folder):
         return [folder]
     inside = folder / FOLDER if (folder / FOLDER).is_dir() else folder
     written: dict[Path, float] = {}
@@ -323,15 +323,19 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def last_written(run: Path) -> float | None:
-    """Time of the last sign of life in a run's folder, in seconds since the epoch; ``None`` for one without ranks.
-
-    Another process may remove the folder meanwhile.
-    """
+    """Time of the last sign of life in a run's folder, in seconds since the epoch; ``None`` for one without ranks."""
     times = []
-    for file in run.glob("[0-9]*.actions"):
+    for file in _rank_files(run):
         with suppress(FileNotFoundError):
             times.append(file.stat().st_mtime)
     return max(times, default=None)
+
+
+def _rank_files(run: Path) -> list[Path]:
+    """Files in a run's folder, which another process may remove meanwhile."""
+    with suppress(FileNotFoundError):
+        return list(run.glob("[0-9]*.actions"))
+    return []
 
 
 FOLDER = ".actions"

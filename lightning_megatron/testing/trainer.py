@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,6 +101,7 @@ def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
         "accelerator": kind.type,
         "devices": environment.world_size(),
         "plugins": plugins,
+        "default_root_dir": tempfile.gettempdir(),
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

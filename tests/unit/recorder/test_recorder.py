@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +20,7 @@ from lightning_megatron.recorder.call import Call, PeerLostError
 from lightning_megatron.recorder.diagnosis import describe_actions
 from lightning_megatron.recorder.file_format import DEPTH, LAST, Kind, State
 from lightning_megatron.recorder.process import ProcessState, describe_exit
-from lightning_megatron.recorder.reading import FailureProbe, RankView, read_rank, read_run, runs_below
+from lightning_megatron.recorder.reading import FailureProbe, RankView, last_written, read_rank, read_run, runs_below
 from lightning_megatron.recorder.recorder import Recorder, note_process_state
 from lightning_megatron.recorder.runs import remove_finished, remove_old, run_folder
 
@@ -224,6 +227,26 @@ def test_runs_that_go_or_come_meanwhile_are_left_alone(tmp_path: Path) -> None:
     remove_old(tmp_path)
     assert runs_below(tmp_path) == [coming]
     assert runs_below(tmp_path / "gone") == []
+
+
+@pytest.mark.parametrize("look", [read_run, last_written, remove_finished, runs_below], ids=lambda look: look.__name__)
+def test_a_folder_that_another_process_removes_while_it_is_listed_is_a_run_without_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[Path], object]
+) -> None:
+    run = tmp_path / "run-1"
+    run.mkdir()
+    (run / "00000.actions").touch()
+    scandir = os.scandir
+
+    def late(folder: Any) -> Any:
+        if Path(folder) == run:
+            monkeypatch.setattr(os, "scandir", scandir)
+            shutil.rmtree(run)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert not look(run)
+    assert not run.exists()
 
 
 def test_a_record_is_of_one_process_and_goes_on_in_memory_without_a_file(tmp_path: Path) -> None:
