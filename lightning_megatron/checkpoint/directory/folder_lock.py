@@ -126,17 +126,27 @@ class FolderLock:
         """Content of the lock (``None`` without one), and the seconds since its last sign of life."""
         try:
             now = time_of(self._lock.parent)
-            times = self._lock.stat()
+            seen = times = self._lock.stat()
+        except FileNotFoundError:
+            return None, 0.0
+        try:
             with (self._lock / _NOTE).open() as stream:  # opening asks a server for the times that hold now
                 times = os.fstat(stream.fileno())
                 note = json.load(stream)
         except FileNotFoundError:
-            if not self._lock.exists():
+            if not self._is_still(seen):
                 return None, 0.0
             note = {}
         except ValueError:  # a machine went down before it was on the disk
             note = {}
         return note, now - times.st_mtime
+
+    def _is_still(self, seen: os.stat_result) -> bool:
+        """True if the lock is the one that was seen: not gone, and no newer one in its place."""
+        with suppress(FileNotFoundError):
+            now = self._lock.stat()
+            return (now.st_ino, now.st_ctime_ns) == (seen.st_ino, seen.st_ctime_ns)
+        return False
 
     def _is_dead(self, note: dict[str, Any], age: float) -> bool:
         owner = Owner.of_mark(str(note.get("mark")))

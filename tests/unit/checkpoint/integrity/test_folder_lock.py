@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,6 +142,47 @@ def test_a_lock_that_says_nothing_is_held_until_it_is_old(tmp_path: Path, lock_o
     (note_in(tmp_path).parent / "x").touch()
     os.utime(note_in(tmp_path).parent, (1e9, 1e9))
     lock_of(tmp_path).take()
+
+
+def test_a_lock_that_comes_when_another_has_just_gone_is_looked_at_anew(
+    tmp_path: Path, lock_of: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock_of(tmp_path).take()
+    time_of = folder_lock.time_of
+
+    def just_gone(folder: Path) -> float:
+        monkeypatch.setattr(folder_lock, "time_of", time_of)
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(folder_lock, "time_of", just_gone)
+    lock = lock_of(tmp_path)
+    lock.take()
+    assert lock.is_ours()
+
+
+def test_a_new_lock_in_the_place_of_an_old_one_is_not_taken_for_it(
+    tmp_path: Path, lock_of: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one goes, and the new one comes, between two looks at one lock."""
+    lock_of(tmp_path).take()
+    note = note_in(tmp_path)
+    long_ago(tmp_path)
+    os.utime(note.parent, (1e9, 1e9))
+    open_ = Path.open
+
+    def late(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == note:
+            monkeypatch.setattr(Path, "open", open_)
+            note.parent.rename(tmp_path / "gone")
+            note.parent.mkdir()
+            shutil.copy(tmp_path / "gone" / note.name, note)
+            pretend(tmp_path, mark="beef-1-1-1", job="another run")
+            raise FileNotFoundError(path)
+        return open_(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", late)
+    with pytest.raises(FolderInUseError, match="another run"):
+        lock_of(tmp_path).take()
 
 
 def test_a_folder_that_cannot_be_is_no_reason_to_wait(tmp_path: Path) -> None:
