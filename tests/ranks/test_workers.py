@@ -143,6 +143,21 @@ def test_a_call_that_is_interrupted_costs_later_calls_nothing(tmp_path, monkeypa
         assert pool.run(2, sum_of_ranks)[1] == (1, 2, 1.0)
 
 
+def fail_to_join() -> bool:
+    """One rank leaves the group, and cannot join another."""
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+        with pytest.raises((RuntimeError, ValueError)):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=3, world_size=2)
+    return dist.is_initialized()
+
+
+def test_a_group_that_could_not_be_joined_does_not_keep_the_next_ones_from_meeting():
+    with WorkerPool(2, timeout=60) as pool:
+        assert pool.run(2, fail_to_join) == [False, True]
+        assert pool.run(2, sum_of_ranks)[1] == (1, 2, 1.0)
+
+
 def test_a_worker_that_has_died_between_two_calls_is_replaced():
     with WorkerPool(2) as pool:
         before = pool.run(2, process_id)
