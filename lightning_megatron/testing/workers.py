@@ -125,7 +125,8 @@ def _serve(rank: int, tasks: Connection, stacks: str, cards: int) -> None:
         else:
             # A group that could not be joined keeps its number, and this rank would look for the next one under
             # another name than its peers do. The end of any group has torch count from 0 again.
-            dist.init_process_group(devices.CPU.backend, store=dist.HashStore(), rank=0, world_size=1)
+            alone = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(devices.CPU.backend, store=alone, rank=0, world_size=1)
         dist.destroy_process_group()
         # Seeds and the like that a Trainer has left there, of fewer ranks maybe than the next function runs on.
         os.environ.clear()
