@@ -46,7 +46,7 @@ class Meeting(NamedTuple):
         return *lengths, self.first_query
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # torch.compile of torch 2.11 makes a graph for each value of a frozen one
 class Documents:
     """Documents of a batch. They are known on the host, so that no device is waited for.
 

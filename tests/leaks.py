@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 # What libraries set when they are imported, and keep.
 OF_LIBRARIES = {"PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
-OF_LIBRARIES |= {"PT_HPU_WEIGHT_SHARING"}
+OF_LIBRARIES |= {"PT_HPU_WEIGHT_SHARING", "CUDA_DEVICE_ORDER"}
 OF_LIBRARIES |= {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TOKENIZERS_PARALLELISM", "PYTEST_CURRENT_TEST"}
 # What Lightning and torch set for a job, and leave: the guard puts it back after each test.
 OF_A_JOB = {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "GLOBAL_RANK", "GROUP_RANK"}

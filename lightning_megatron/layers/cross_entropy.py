@@ -25,6 +25,7 @@ from lightning_megatron.device import cache_bytes
 from lightning_megatron.layers.accumulate import add_
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.matmul import matmul_fp32, product, upcasts
+from lightning_megatron.ops.result import result
 from lightning_megatron.weight_grad_store import WeightGradStore
 
 IGNORE_INDEX = -100
@@ -263,7 +264,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.weight, ctx.store = weight, store
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return loss
+        return result(loss)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.ops.result import result
+
 
 class _Dropout(torch.autograd.Function):
     """Saves a mask of one byte per element; on a CPU torch saves a scaled mask in the dtype of the input."""
@@ -17,7 +19,7 @@ class _Dropout(torch.autograd.Function):
         mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p)
         ctx.save_for_backward(mask)
         ctx.scale = 1.0 / (1.0 - p)
-        return x.mul(mask).mul_(ctx.scale)
+        return result(x.mul(mask).mul_(ctx.scale))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
