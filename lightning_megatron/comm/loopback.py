@@ -67,7 +67,8 @@ class LoopbackPort:
         if rank == 0:
             held, self._socket = self._socket or _listening(port), None
             listening = held.detach()  # the store closes it
-        return TCPStore(ADDRESS, port, world_size, rank == 0, timeout, master_listen_fd=listening)
+        # libuv takes no socket that listens already in torch 2.6, where it is the default.
+        return TCPStore(ADDRESS, port, world_size, rank == 0, timeout, master_listen_fd=listening, use_libuv=False)
 
 
 def _listening(port: int) -> socket.socket:
