@@ -25,7 +25,6 @@ from lightning_megatron.device import cache_bytes
 from lightning_megatron.layers.accumulate import add_
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.matmul import matmul_fp32, product, upcasts
-from lightning_megatron.ops.result import result
 from lightning_megatron.weight_grad_store import WeightGradStore
 
 IGNORE_INDEX = -100
@@ -252,7 +251,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = multiply(x, rows.t())
             if bias is not None:
                 grad += bias[: part.size]
-            loss += softmax_(grad, labels[some], weights[some], scales[some] if wants_any else None, part, rule)
+            # Not in place: ops/result.py says why.
+            loss = loss + softmax_(grad, labels[some], weights[some], scales[some] if wants_any else None, part, rule)
             if d_hidden is not None:
                 d_hidden[some] = multiply(grad, rows)
             if d_weight is not None:
@@ -264,7 +264,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.weight, ctx.store = weight, store
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return result(loss)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
