@@ -18,21 +18,33 @@ WORKERS ?= 3
 SHARED  := -n $(WORKERS) --dist worksteal
 TESTS   := $(BIN)/python -m pytest $(SHARED)
 
-# The gate: what every change must pass, the same tests for each. They wait for events, not for times.
+# The gate: what every change must pass, the same tests for each, on the CPU and then on a Gaudi in the host's memory
+# (docs/simulated-hpu.md). They wait for events, not for times. A torch that was built for CUDA can simulate no Gaudi.
+GATE      := $(BIN)/python tests/second_look.py $(SHARED) --timeout 300
+PROFILE   ?= 1.24
+PRODUCT   ?= GAUDI2
+GAUDI     := -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) --hpu-sim-device $(PRODUCT)
+ON_GAUDI  := tests/device/ tests/acceptance/ $(addprefix tests/trainer/,\
+	adapters/ callbacks/ checkpointing/ data/ parity/ resume/ strategy/ training/)
+SIMULATES := import torch; raise SystemExit(torch.version.cuda is not None)
+
 test: $(READY)
-	$(BIN)/python tests/second_look.py $(SHARED) -m "not slow and not exhaustive" --timeout 300 $(PYTEST)
+	@status=0; set -x; \
+	$(GATE) -m "gate or not (slow or exhaustive)" $(PYTEST) || status=1; \
+	if $(BIN)/python -c '$(SIMULATES)'; then \
+		$(GATE) $(GAUDI) -m "not (slow or exhaustive)" $(ON_GAUDI) $(PYTEST) || status=1; \
+	fi; \
+	exit $$status
 
 # These and the rest: long ones, whole grids, random moments, many trials. PART=2/4 runs the second of four parts.
 test-all: $(READY)
 	$(TESTS) --hypothesis-profile random $(if $(PART),--part $(PART)) $(PYTEST)
 
-# The Trainer's tests again, on a Gaudi in the host's memory (docs/simulated-hpu.md).
-PROFILE ?= 1.24
-PRODUCT ?= GAUDI2
-ON_HPU  := tests/trainer/ tests/acceptance/
+# The Trainer's tests again, on a Gaudi in the host's memory, slow ones too.
+ON_HPU := tests/trainer/ tests/acceptance/
 
 test-hpu: $(READY)
-	$(TESTS) -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) --hpu-sim-device $(PRODUCT) -m "not exhaustive" $(ON_HPU) $(PYTEST)
+	$(TESTS) $(GAUDI) -m "not exhaustive" $(ON_HPU) $(PYTEST)
 
 # The Trainer's tests again, on CUDA and NCCL: all ranks share the machine's first card.
 test-cuda: $(READY)

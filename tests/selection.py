@@ -1,7 +1,8 @@
 """Order of the tests, parts of them, and account of those that a session leaves out: a pytest plugin.
 
-Quick tests come first, slow ones next, exhaustive ones last. Among the slow ones, those that are marked ``long`` begin
-first: no process is left with one when the others are done. ``--part 2/4`` runs the second of four parts of the tests.
+Slow tests of the gate come first, then quick ones, other slow ones, exhaustive ones. Among the slow ones, those that
+are marked ``long`` begin first: no process is left with one when the others are done. ``--part 2/4`` runs the second of
+four parts of the tests.
 The end of a session counts what was left out; ``--evidence`` names the features that it is evidence of.
 """
 
@@ -58,6 +59,8 @@ def kind_of(item: pytest.Item) -> str:
 
 def rank_of(item: pytest.Item) -> float:
     """Place of a test among those of other kinds."""
+    if item.get_closest_marker("gate") is not None:
+        return -1.0
     kind = kind_of(item)
     return KINDS.index(kind) - 0.5 * (kind == "slow" and item.get_closest_marker("long") is not None)
 

@@ -27,6 +27,7 @@ from lightning_megatron.data.build import (
     parse_split,
     share_problems,
 )
+from lightning_megatron.data.cut_files import name_cut_files
 from lightning_megatron.data.fingerprint import (
     Fingerprint,
     data_fingerprint,
@@ -246,8 +247,10 @@ class MegatronDataModule(LightningDataModule):
             self.trainer.fit_loop.epoch_loop.max_steps = -1
 
     def on_exception(self, exception: BaseException) -> None:
-        """Do what :meth:`teardown` does, which Lightning does not call then."""
+        """Do what :meth:`teardown` does, which Lightning does not call then, and name a file that killed a worker."""
         self.teardown("fit")
+        if isinstance(exception, RuntimeError):  # torch's, of a worker
+            name_cut_files(exception, self._datasets)
 
     @property
     def _counts_samples(self) -> bool:

@@ -18,10 +18,14 @@ EACH_KIND = [
 ]
 
 
-@pytest.mark.slow
-def test_the_others_end_in_time_and_say_who_and_in_what(tmp_path: Path) -> None:
-    for case in EACH_KIND:
-        trial(case, tmp_path)
+# The first two end by an event, the others by a time.
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.gate if case in EACH_KIND[:2] else pytest.mark.slow) for case in EACH_KIND],
+    ids=str,
+)
+def test_the_others_end_in_time_and_say_who_and_in_what(tmp_path: Path, case: Case) -> None:
+    trial(case, tmp_path)
 
 
 @pytest.mark.exhaustive

@@ -111,6 +111,7 @@ def test_a_report_of_a_card_that_deviates(tmp_path: Path) -> None:
     assert "ended the process: " in done.stdout
 
 
+@pytest.mark.gate
 def test_without_a_gaudi_it_says_so(tmp_path: Path) -> None:
     done = session(tmp_path)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

@@ -71,7 +71,7 @@ def load_all(folder, after):
 
 
 @pytest.mark.parametrize(
-    "after", [pytest.param(after, marks=() if after in OFTEN else pytest.mark.slow) for after in LAYOUTS]
+    "after", [pytest.param(after, marks=pytest.mark.gate if after in OFTEN else pytest.mark.slow) for after in LAYOUTS]
 )
 def test_any_layout_loads_into_any_other_bit_equal(after, saved, ranks):
     for found in ranks(world(after), load_all, saved, after):

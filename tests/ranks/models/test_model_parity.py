@@ -86,10 +86,11 @@ def check_models(tp: int, sp: bool) -> dict[str, dict[str, str]]:
     return {case: faults for case, faults in wrong.items() if faults}
 
 
+TP2_SP = pytest.param(2, True, marks=pytest.mark.gate)
 TP4, TP4_SP = (pytest.param(4, sp, marks=pytest.mark.slow) for sp in (False, True))
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True), TP4, TP4_SP])
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), TP2_SP, TP4, TP4_SP])
 def test_loss_logits_and_all_gradients_equal_one_process(ranks, tp, sp):
     assert ranks(tp, check_models, tp, sp) == [{}] * tp
 

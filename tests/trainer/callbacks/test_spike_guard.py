@@ -159,8 +159,10 @@ def check_skipping(name: str, accumulate: int) -> None:
     assert_same_state(guarded, plain)
 
 
-# The quick suite takes one of them.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "dp2" else pytest.mark.slow) for name in LEGS])
+# The gate takes one of them.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.gate if name == "dp2" else pytest.mark.slow) for name in LEGS]
+)
 def test_a_skipped_step_leaves_the_run_as_if_its_samples_had_not_been_there(ranks: Ranks, name: str) -> None:
     ranks(2, check_skipping, name, 2 if name in ("dp2-whole", "tp2") else 1)
 
@@ -215,7 +217,7 @@ def check_going_back(name: str, folder: str, async_save: bool) -> dict[str, Any]
     return {"losses": whole["losses"]}
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("name", ["tp2", "pp2", pytest.param("dp2", marks=pytest.mark.gate)])
 @pytest.mark.slow
 def test_weights_go_back_and_the_run_goes_on_the_same_each_time(ranks: Ranks, name: str, tmp_path: Path) -> None:
     ranks(2, check_going_back, name, str(tmp_path), name == "dp2")

@@ -14,7 +14,7 @@ from lightning_megatron.machine.job_environment import own_environment
 DEMO = Path(__file__).parents[3] / "examples" / "demo.py"
 LAST_LINE = r"demo: val_loss (\d+\.\d+) -> (\d+\.\d+), \d+ tokens/s, checkpoint (\S+)"
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def demo(where: Path) -> str:
@@ -38,6 +38,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return where, demo(where)
 
 
+@pytest.mark.gate
 def test_a_fresh_run_learns_and_ends_with_its_numbers(first: tuple[Path, str]) -> None:
     where, printed = first
     last = re.fullmatch(LAST_LINE, printed.splitlines()[-1])
@@ -52,6 +53,7 @@ def test_a_fresh_run_learns_and_ends_with_its_numbers(first: tuple[Path, str]) -
     assert "def __init__(self, " in printed, "the model continues a prompt"
 
 
+@pytest.mark.exhaustive
 def test_a_second_run_reuses_everything(first: tuple[Path, str]) -> None:
     where, printed = first
     again = demo(where)
@@ -61,6 +63,7 @@ def test_a_second_run_reuses_everything(first: tuple[Path, str]) -> None:
     assert again.splitlines()[-1] == printed.splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_cut_off_goes_on(first: tuple[Path, str]) -> None:
     where, printed = first
     (where / "made/run/result.json").unlink()

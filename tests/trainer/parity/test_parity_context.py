@@ -162,7 +162,7 @@ GRID += [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_covering_layouts_equal_one_process(ranks: Ranks, record_property: Any) -> None:
     check(ranks, QUICK, record_property)
 

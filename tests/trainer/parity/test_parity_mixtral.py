@@ -187,9 +187,10 @@ GROUPED = [
 FAST = [VALIDATED[1], VALIDATED[3], BEYOND[0], BEYOND[5], BEYOND[12], BEYOND[17]]
 
 
+@pytest.mark.parametrize("runs", [pytest.param(FAST[:2], marks=pytest.mark.gate), FAST[2:]])
 @pytest.mark.slow
-def test_experts_on_some_layouts_train_like_one_process(ranks, record_property):
-    check(ranks, FAST, record_property)
+def test_experts_on_some_layouts_train_like_one_process(ranks, record_property, runs):
+    check(ranks, runs, record_property)
 
 
 @pytest.mark.exhaustive

@@ -201,11 +201,18 @@ WITHOUT_SEQUENCE_PARALLEL = [
     run(4, "1f1b", tp=2, options=FLAT, training=Training("gpt", False)),
 ]
 QUICK = [*COVERING, UNEVEN[0], UNEVEN[4], ODD[0], *REPLICATED[:3]]
+OF_TWO_STAGES = [each for each in COVERING if each.pp == 2]
+"""Each schedule once."""
+
+
+@pytest.mark.gate
+def test_each_schedule_equals_one_process(ranks: Callable[..., list[Any]], record_property: Any) -> None:
+    check(ranks, OF_TWO_STAGES, record_property)
 
 
 @pytest.mark.slow
 def test_covering_pipelines_equal_one_process(ranks: Callable[..., list[Any]], record_property: Any) -> None:
-    check(ranks, QUICK, record_property)
+    check(ranks, [each for each in QUICK if each not in OF_TWO_STAGES], record_property)
 
 
 # Half of the grid: every pipeline with two models that differ in family and in ties, another two for another number of

@@ -102,7 +102,7 @@ def run(ranks: Any, names: Sequence[str]) -> None:
         assert ranks(LAYOUTS[name].world_size, differing, name) == [[]] * LAYOUTS[name].world_size, name
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_recomputation_changes_no_bit_of_training(ranks: Any) -> None:
     run(ranks, ["one rank", "interleaved", "zero-bubble"])
 

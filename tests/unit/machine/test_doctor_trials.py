@@ -46,6 +46,7 @@ def faults(found: list[Finding]) -> dict[str, str]:
     return {finding.subject: finding.fault for finding in found if finding.fault}
 
 
+@pytest.mark.gate
 def test_ops_that_are_wrong_or_die_are_found_and_the_others_are_tried(simulate, tmp_path: Path) -> None:
     simulate("die:rms_norm", "wrong:rotary_pos_embedding")
     found = one_by_one(tmp_path, WORDS, ["product", "rms_norm fp32", "rope fp32", "layer_norm fp32"], PATIENCE)
