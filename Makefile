@@ -5,6 +5,8 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
+# Versions of the tools that judge and of what numbers are compared with; none for the newest.
+VERSIONS ?= .ci/versions.txt
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check --retries 10 --timeout 60
 
 .PHONY: demo test test-all test-hpu test-cuda test-eval test-streaming bench docs dist lint types clean
@@ -103,13 +105,21 @@ clean:
 HAS_ACCELERATOR := from runpy import run_path; \
 	raise SystemExit(run_path("lightning_megatron/device/kinds.py")["best_available"]().type == "cpu")
 
-$(READY): setup.cfg pyproject.toml
-	@echo "installing into $(VENV)"
-	@rm -rf $(VENV)
-	@if $(PYTHON) -c '$(HAS_ACCELERATOR)' 2>/dev/null; then \
-		$(PYTHON) -m venv --system-site-packages $(VENV); \
-	else \
-		$(PYTHON) -m venv $(VENV) && $(PIP) install '$(TORCH)'; \
-	fi
-	@$(PIP) install --editable '.[dev]'
-	@touch $@
+# By content: a checkout changes times. An environment that an interrupted run has left, or one of other requirements, is
+# completed.
+NEEDED := setup.cfg pyproject.toml $(VERSIONS)
+SUM    := $(shell cat $(NEEDED) | cksum)
+ITS_PYTHON := import sys; print(sys.version)
+
+$(READY): $(NEEDED)
+	@if [ "$$(cat $@ 2>/dev/null)" != "$(SUM)" ]; then \
+		echo "installing into $(VENV)"; rm -f $@; \
+		old=$$($(BIN)/python -c '$(ITS_PYTHON)' 2>/dev/null); new=$$($(PYTHON) -c '$(ITS_PYTHON)'); \
+		[ "$$old" = "$$new" ] && clear= || clear=--clear; \
+		if $(PYTHON) -c '$(HAS_ACCELERATOR)' 2>/dev/null; then \
+			$(PYTHON) -m venv $$clear --system-site-packages $(VENV); \
+		else \
+			$(PYTHON) -m venv $$clear $(VENV) && $(PIP) install '$(TORCH)'; \
+		fi && { $(PIP) install $(if $(VERSIONS),--constraint $(VERSIONS)) --editable '.[dev]' || \
+			{ echo "not as in $(VERSIONS): with other versions"; $(PIP) install --editable '.[dev]'; }; }; \
+	fi && echo "$(SUM)" > $@

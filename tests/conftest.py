@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,8 @@ settings.load_profile("gate")
 
 Ranks = Callable[..., list[Any]]
 POOL = pytest.StashKey[WorkerPool]()
+LONGEST = 24 * 3600.0
+"""Seconds that no session takes."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,7 +72,11 @@ def _own_temporary_folder(config: pytest.Config) -> None:
     shared = tempfile.gettempdir()
     get_temp_dir()  # the folder of multiprocessing's sockets lives longer than the session
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_tests")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_tests_{os.getuid()}")
+    for old in Path(shared).glob("lm-tests-*"):  # of sessions that were killed
+        with suppress(OSError):
+            if time.time() - old.stat().st_mtime > LONGEST:
+                shutil.rmtree(old, ignore_errors=True)
     folder = tempfile.TemporaryDirectory(prefix="lm-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(folder.cleanup)
     os.environ["TMPDIR"] = tempfile.tempdir = folder.name

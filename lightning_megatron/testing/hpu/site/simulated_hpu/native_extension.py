@@ -8,6 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -23,8 +24,10 @@ class CompileError(RuntimeError):
 
 
 def cache_directory() -> Path:
-    """Where the extension for this source, torch and Python is kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Where the extension for this source, torch and Python is kept; a temporary folder if there is no home."""
+    home = Path.home()
+    own = home / ".cache" if os.access(home, os.W_OK) else Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or own)
     digest = hashlib.sha256()
     for path in sorted((HERE / "native").iterdir()):
         digest.update(path.read_bytes())
