@@ -31,6 +31,7 @@ from lightning_megatron.device.collectives import (
     collective_traits,
 )
 from lightning_megatron.device.execution import (
+    as_result,
     compile_backend,
     compiler_lacks,
     compiles_ends,
@@ -86,6 +87,7 @@ __all__ = [
     "Fp8Arithmetic",
     "SoftwareCounters",
     "allowed_modules",
+    "as_result",
     "barrier_device_ids",
     "begin_read",
     "best_available",

@@ -12,6 +12,7 @@ import sysconfig
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.device.kinds import CPU, CUDA, HPU, WEIGHT_SHARING, prepare_bridge
 
@@ -108,6 +109,16 @@ def recomputes_in_graphs(device: torch.device) -> bool:
     torch's own division into forward and backward does; of Gaudi's backend it is not documented.
     """
     return device.type != HPU.type
+
+
+def as_result(x: Tensor) -> Tensor:
+    """Return ``x`` from the ``forward`` of an autograd function: in a trace as a view.
+
+    ``torch.compile`` of torch 2.11 loses the gradient of a function whose result an operation has given back that it
+    was given, as ``x.mul_(y)`` does, or ``x.to(dtype)`` of that dtype
+    (https://github.com/pytorch/pytorch/issues/180642). A view is a tensor of its own.
+    """
+    return x.view_as(x) if torch.compiler.is_compiling() else x
 
 
 def compiles_ends(device: torch.device) -> bool:

@@ -165,7 +165,7 @@ class HeadAttention(nn.Module):
             if documents is not None:
                 return attend_documents(core, q, k, v, documents=documents, **how)
             # Some implementations are for keys without padding, and most for scores without a bias.
-            how |= {name: value for name, value in (("key_mask", key_mask), ("bias", bias)) if value is not None}
+            how.update({name: value for name, value in (("key_mask", key_mask), ("bias", bias)) if value is not None})
             out: Tensor = core(q, k, v, first_query=first_query, **how)
             return out
 

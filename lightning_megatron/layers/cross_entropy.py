@@ -251,7 +251,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = multiply(x, rows.t())
             if bias is not None:
                 grad += bias[: part.size]
-            # Not in place: ops/result.py says why.
+            # Not in place: `as_result` of device/execution.py says why.
             loss = loss + softmax_(grad, labels[some], weights[some], scales[some] if wants_any else None, part, rule)
             if d_hidden is not None:
                 d_hidden[some] = multiply(grad, rows)

@@ -75,7 +75,7 @@ class LatentAttention(HeadAttention):
         self.kv_down = WholeLinear(c.hidden_size, c.kv_lora_rank + c.rotary_dim, bias=bias, **how)
         self.kv_norm = model_norm(c, c.kv_lora_rank, mesh, sequence_parallel, ops)
         self.kv_up = ColumnParallelLinear(c.kv_lora_rank, heads * (self.unturned + c.value_dim), bias=False, **how)
-        how |= {"init_std": c.init_stds.out}
+        how["init_std"] = c.init_stds.out
         self.out = RowParallelLinear(heads * c.value_dim, c.hidden_size, bias=c.has_attention_out_bias, **how)
 
     def forward(

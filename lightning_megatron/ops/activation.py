@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.config.transformer import GATED, TransformerConfig
-from lightning_megatron.ops.result import result
+from lightning_megatron.device import as_result
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, dim=-1)
-        return result(F.silu(gate).mul_(up))
+        return as_result(F.silu(gate).mul_(up))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class _GEGLU(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.approximate = approximate
         gate, up = x.chunk(2, dim=-1)
-        return result(F.gelu(gate, approximate=approximate).mul_(up))
+        return as_result(F.gelu(gate, approximate=approximate).mul_(up))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -80,7 +80,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.alpha, ctx.limit = alpha, limit
         gate, up = _clamped(x, limit)
-        return result((gate * alpha).sigmoid_().mul_(gate).mul_(up + 1))
+        return as_result((gate * alpha).sigmoid_().mul_(gate).mul_(up + 1))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -89,9 +89,9 @@ def attention(
     """
     choice = ATTENTION.on(q.device.type)
     how: dict[str, Any] = {"causal": causal, "dropout": dropout, "first_query": first_query}
-    how |= {"rule": rule, "sinks": sinks}
+    how.update(rule=rule, sinks=sinks)
     # Some implementations are for keys without padding, and most for scores without a bias.
-    how |= {name: value for name, value in (("key_mask", key_mask), ("bias", bias)) if value is not None}
+    how.update({name: value for name, value in (("key_mask", key_mask), ("bias", bias)) if value is not None})
     out: Tensor = choice(q, k, v, **how)
     return out
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_megatron.by_shape import by_shape
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
-from lightning_megatron.ops.result import result
+from lightning_megatron.device import as_result
 
 BLOCK_BYTES = 4 << 20
 
@@ -221,7 +221,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         attended = attention_forward(q, k, v, **ctx.how)
         out = attended.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, attended.lse)
-        return result(out), result(attended.lse)
+        return as_result(out), as_result(attended.lse)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:

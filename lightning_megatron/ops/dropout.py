@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.ops.result import result
+from lightning_megatron.device import as_result
 
 
 class _Dropout(torch.autograd.Function):
@@ -19,7 +19,7 @@ class _Dropout(torch.autograd.Function):
         mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p)
         ctx.save_for_backward(mask)
         ctx.scale = 1.0 / (1.0 - p)
-        return result(x.mul(mask).mul_(ctx.scale))
+        return as_result(x.mul(mask).mul_(ctx.scale))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

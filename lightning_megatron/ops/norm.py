@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.device import as_result
 from lightning_megatron.ops.hpu_bridge import bridge, requires
 from lightning_megatron.ops.implementation import Implementation, Op
-from lightning_megatron.ops.result import result
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,7 +30,7 @@ class _RMSNorm(torch.autograd.Function):
         mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
         inverse = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return result((wide * inverse).to(x.dtype).mul_(weight))
+        return as_result((wide * inverse).to(x.dtype).mul_(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
