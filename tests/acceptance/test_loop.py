@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -334,12 +333,11 @@ def with_anomalies(layout: Layout, module: type[GPTModule]) -> str:
         text = str(error)
     # A rank of a job would end here, and its peers with it; a worker of a pool only lets go of its connections.
     gc.collect()
-    # On a Gaudi members leave a group together, and the peer may still be waiting for this one.
-    with suppress(RuntimeError) if devices.hpu_available() else nullcontext():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     return text
 
 
+@pytest.mark.skipif(devices.hpu_available(), reason="a Gaudi's group is left by all, and here one waits")
 @pytest.mark.parametrize("owner", [0, 1])
 def test_10_an_anomaly_is_reported_by_the_stage_that_owns_the_operation(ranks: Ranks, owner: int) -> None:
     texts = ranks(2, with_anomalies, PP2, PoisonedLast if owner else Poisoned)
