@@ -7,22 +7,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from socket import socket
 
 import pytest
 from training import STEPS, losses, recipe, runs, steps_done, uninterrupted, variables
 
 from lightning_megatron.cli.launch.recipe import read_job
 from lightning_megatron.launching.kubernetes import manifest
+from lightning_megatron.testing.ports import free_port
 
 
 def start(folder: Path) -> list[subprocess.Popen[str]]:
     """Two pods of one device each."""
     given = {"nodes": 2, "devices_per_node": 1, "image": "x", "python": sys.executable}
     job = manifest(read_job([str(folder / "recipe.yaml")], [], given))
-    with socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = str(listening.getsockname()[1])
+    port = str(free_port())
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     place |= {f"PET_{name}": value for name, value in place.items()}
     place |= {"WORLD_SIZE": "2", "PET_NNODES": "2"}

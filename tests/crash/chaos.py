@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -34,6 +33,8 @@ from faulty import LAYOUTS, STEPS, TIMEOUT, Fault, FaultyJob, work
 from jobs import PATIENCE, Losses, faults, final_names, start, step_of
 from kinds import ENDS, GOES_ON, SAVES, Strike, Trial, plan
 from torch.distributed import TCPStore
+
+from lightning_megatron.testing.ports import free_port
 
 GRACE = 5.0
 AT_ONCE = 2  # trials at a time
@@ -68,7 +69,7 @@ def run_job(
     store = None
     if job.by_torchrun:
         store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=PATIENCE), wait_for_workers=False)
-    job = replace(job, port=store.port if store is not None else _free_port())
+    job = replace(job, port=store.port if store is not None else free_port())
     with _starting:
         processes = start(work, job, job.ranks, daemon=False)
     begun = time.time()
@@ -95,12 +96,6 @@ def run_job(
 
 
 _starting = threading.Lock()
-
-
-def _free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])
 
 
 def _time_of(file: Path) -> float:

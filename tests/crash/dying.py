@@ -14,7 +14,6 @@ import multiprocessing as mp
 import os
 import re
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from lightning_megatron.checkpoint import SaveGuard, saving
 from lightning_megatron.checkpoint.integrity.verify import written_faults
 from lightning_megatron.recorder.diagnosis import diagnose
 from lightning_megatron.recorder.reading import read_run, runs_below
+from lightning_megatron.testing.ports import free_port
 from lightning_megatron.testing.workers import PRELOAD
 
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2, "micro_batch_size": 1}, "dp2": {}}
@@ -242,9 +242,7 @@ def start(case: Case, folder: Path, ckpt_path: str | None = None) -> list[BasePr
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "omegaconf", "fsspec.implementations.local", "lightning_megatron.data"])
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes: list[BaseProcess] = [
         context.Process(target=work, args=(case, rank, port, folder, ckpt_path), daemon=True) for rank in range(2)
     ]

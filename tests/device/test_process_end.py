@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from lightning_megatron.machine.job_environment import own_environment
+from lightning_megatron.testing.ports import free_port
 
 EXIT_SECONDS = 40
 """Seconds that the simulated bridge waits at the end of a process, instead of for ever."""
@@ -126,9 +126,7 @@ def alone() -> None:
 
 def test_the_simulated_bridge_keeps_a_process_that_fails() -> None:
     """What the tests above are about: without the end that we give it, such a process hangs on a Gaudi."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     ranks = []
     for rank in ("0", "1"):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

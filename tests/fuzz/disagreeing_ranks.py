@@ -14,7 +14,6 @@ import multiprocessing as mp
 import os
 import queue
 import random
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron import ConfigError, KillSwitch, LlamaModule, MegatronDataModule, MegatronStrategy
 from lightning_megatron.data import IndexedDatasetWriter
+from lightning_megatron.testing.ports import free_port
 from lightning_megatron.testing.workers import PRELOAD
 
 RANKS, STEPS = 2, 2
@@ -350,12 +350,6 @@ def _rank(job: Job, layout: str, rank: int, port: int, folder: Path, told: Any) 
     os._exit(0)
 
 
-def _port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def trial(case: Case, layout: str, odd: int, scratch: Path) -> tuple[str, float]:
     """One job.
 
@@ -375,7 +369,7 @@ def trial(case: Case, layout: str, odd: int, scratch: Path) -> tuple[str, float]
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "lightning_megatron.data"])
     told: Any = context.Queue()
-    port = _port()
+    port = free_port()
     jobs = [case.other if rank == odd else case.base for rank in range(RANKS)]
     jobs = [replace(job, strategy={**job.strategy}) for job in jobs]
     arguments = [(job, layout, rank, port, folder, told) for rank, job in enumerate(jobs)]

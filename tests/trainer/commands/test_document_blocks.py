@@ -19,7 +19,6 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
-from socket import socket
 from textwrap import dedent, indent
 from typing import Any
 
@@ -35,6 +34,7 @@ from lightning_megatron.data import IndexedDataset
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.recorder.recorder import Recorder
 from lightning_megatron.recorder.runs import run_folder
+from lightning_megatron.testing.ports import free_port
 
 TINY = "num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=300"
 QUIET = 'accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False'
@@ -483,10 +483,7 @@ def test_torchrun_starts_the_script_of_the_page(machines: int, home: Path, tmp_p
     script, each = tmp_path / "train.py", 2 // machines
     script.write_text(text.replace("devices=1", f"devices={each}, num_nodes={machines}"))
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines), "--nproc-per-node", str(each)]
-    with socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    words += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    words += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     nodes = [[*words, "--node-rank", str(rank), str(script)] for rank in range(machines)]
     jobs = [subprocess.Popen(node, env=own_environment(), stderr=subprocess.PIPE, text=True) for node in nodes]
     for job in jobs:
