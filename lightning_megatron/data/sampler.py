@@ -66,7 +66,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         first = batch_size if self._ramp is None else self._ramp.start // max(1, dp_size)
         if drop_last and not problems and num_samples_total < first * dp_size:
             reason = f"{num_samples_total} samples do not fill one global batch of {first} x dp {dp_size}"
-            problems.append(Problem("batch_size", batch_size, f"{reason}; lower it, or use drop_last=False"))
+            problems.append(Problem("batch_size", batch_size, f"{reason}; lower it"))
         raise_if_any(problems)
         # Lightning takes an object with both ``batch_size`` and ``drop_last`` for a plain BatchSampler and may
         # create it again with other arguments. Hence the second one is private.
