@@ -118,6 +118,11 @@ class MegatronSampler(Sampler[list[int | None]]):
         """Samples of this epoch that all ranks together have consumed."""
         return self._consumed
 
+    @property
+    def is_restored(self) -> bool:
+        """True from a restored position until an epoch begins, here or elsewhere."""
+        return self._resuming
+
     def __len__(self) -> int:
         """Number of batches of a whole epoch, at any position."""
         return self._batches(0)
@@ -165,7 +170,9 @@ class MegatronSampler(Sampler[list[int | None]]):
         """
         if self._unfinished:
             self._ahead = epoch - self._epoch
-        elif epoch - self._ahead != self._epoch:
+            return
+        self._ahead *= epoch >= self._ahead  # else another run has begun
+        if epoch - self._ahead != self._epoch:
             self._epoch = epoch - self._ahead
             self._consumed = 0
             self._resuming = False

@@ -233,6 +233,8 @@ class MegatronDataModule(LightningDataModule):
         """Open the data; let training end after ``train_samples``, if nobody has set another end."""
         self._datasets = self._build()
         trainer = self.trainer
+        if stage == "fit":  # a place is that of one run
+            self._train_loader = self._saved_place = None
         if stage == "fit" and trainer is not None and self.sample_plan.ends(trainer, self._counts_samples):
             self._ends_training = True
             steps = self.sample_plan.batches(self._dp_size) // trainer.accumulate_grad_batches
@@ -319,6 +321,8 @@ class MegatronDataModule(LightningDataModule):
         samples = self.sample_plan.train_samples if self._ends_training else None
         loader = self._loader(self._datasets[0], samples, self.sample_plan.ramp(self._dp_size))
         if isinstance(loader, ResumableDataLoader):
+            if self._train_loader is not None and not self._train_loader.position.is_restored:
+                self._saved_place = None  # an epoch has begun there, or another one than that of the place
             self._train_loader = loader
             if self._saved_place is not None:
                 loader.load_state_dict(self._saved_place)

@@ -214,7 +214,7 @@ class CheckpointStrategy(MeshStrategy):
         )
         self._folders.went_on(path, checkpoint.get("global_step", 0))
         pretrained.take_settings(self.lightning_module, checkpoint)
-        self._randomness.load(randomness, self.mesh)
+        self._randomness.load(randomness if self._is_fitting else None, self.mesh)
         self._loaded_model = dict(checkpoint["state_dict"])
         follow_batch_size(checkpoint, getattr(self.lightning_module.trainer, "datamodule", None))
         self._note_path(checkpoint_path, checkpoint)
@@ -369,6 +369,7 @@ class CheckpointStrategy(MeshStrategy):
 
     def _end_saving(self) -> None:
         """Leave whole parameters and durable files, and open their folders to other runs."""
+        self._randomness = ResumedRandomness()  # what was not used is no other run's
         self.finish_param_gather()
         try:
             self._close_writer()
