@@ -107,7 +107,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         datasets: data sets to mix.
         weights: one positive number each; they need not sum to 1. ``None`` means their lengths.
         size: samples of the blend. ``None`` means every sample of every data set once, and takes no weights.
-        least: number of samples with which the blend may end early, before a data set is used up; ``None`` for ``size``.
+        least: number of samples with which the blend may end early, before a data set is used up; ``None``: ``size``.
         split_name: name of the split in the cache and in messages.
         names: names of the data sets in messages; their ``prefix`` is a good name.
         cache_dir: directory of the stored order; ``None`` means that each process computes it.

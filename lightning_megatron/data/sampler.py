@@ -31,8 +31,9 @@ class MegatronSampler(Sampler[list[int | None]]):
         seed: see ``shuffle``.
         drop_last: leave out the samples that do not fill a global batch; else the last one is filled, since ranks must
             have equally many batches.
-        fill: samples that the last batch is filled with: ``"repeat"``, the first samples of the epoch, or ``"none"``,
-            ``None``, which :class:`~lightning_megatron.data.gpt_dataset.GPTDataset` turns into samples without loss.
+        fill: samples that the last batch is filled with: ``"repeat"``, the first samples of the epoch; ``"none"``,
+            ``None``, which :class:`~lightning_megatron.data.gpt_dataset.GPTDataset` turns into samples without loss; or
+            ``"short"``, none at all: the ranks share what is left, and where there are too few, some have no sample.
 
     Raises:
         ConfigError: if the sizes cannot work, or with ``drop_last`` make no batch.
@@ -48,7 +49,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = True,
-        fill: Literal["repeat", "none"] = "repeat",
+        fill: Literal["repeat", "none", "short"] = "repeat",
     ) -> None:
         problems = []
         self._ramp: BatchRamp | None = None
@@ -95,7 +96,13 @@ class MegatronSampler(Sampler[list[int | None]]):
 
     def global_batch_at(self, consumed: int) -> int:
         """Samples that all ranks together take in the batch after ``consumed`` samples of an epoch."""
-        return self.global_batch_size if self._ramp is None else self._ramp.size_at(consumed)
+        size = self.global_batch_size if self._ramp is None else self._ramp.size_at(consumed)
+        if self._drop_last or self._fill != "short":
+            return size
+        left = self.num_samples_total - consumed
+        size = min(size, left)
+        missing = self.dp_size - (left - size)  # for one sample on each rank in the batch after this one
+        return size - missing if size < left and 0 < missing <= size - self.dp_size else size
 
     def consumed_after(self, batches: int) -> int:
         """Samples that all ranks together have consumed after a number of batches from the first epoch on."""
@@ -132,10 +139,10 @@ class MegatronSampler(Sampler[list[int | None]]):
         start = self.start()
         order = self._order()
         for _ in range(self._batches(start)):
-            size = self.global_batch_at(start) // self.dp_size
-            first = start + self.dp_rank * size
-            yield [self._at(order, i) for i in range(first, first + size)]
-            start += size * self.dp_size
+            size = self.global_batch_at(start)
+            first, end = (start + size * rank // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1))
+            yield [self._at(order, i) for i in range(first, end)]
+            start += size
 
     def start(self) -> int:
         """Begin an epoch or continue a restored one; returns the number of its samples that are already consumed."""

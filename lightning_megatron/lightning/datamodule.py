@@ -304,13 +304,19 @@ class MegatronDataModule(LightningDataModule):
         if dataset is None:
             return []
         total = len(dataset) if samples is None else samples
-        sampler = MegatronSampler(
-            total,
-            batch_size=self.sample_plan.batch_of(self._dp_size) if ramp is None else ramp,
-            dp_rank=self._dp_rank,
-            dp_size=self._dp_size,
-            drop_last=samples is not None or total >= self.global_batch_size,
-        )
+        drop_last = samples is not None or total >= self.global_batch_size
+        return self._reading(dataset, total, ramp, drop_last=drop_last)
+
+    def _evaluation_loader(self, dataset: SampleDataset | None) -> Any:
+        """Batches with every sample once; the last ones are shorter, and where a rank has no sample left, of no rows."""
+        return [] if dataset is None else self._reading(dataset, len(dataset), drop_last=False, fill="short")
+
+    def _reading(
+        self, dataset: SampleDataset, total: int, ramp: BatchRamp | None = None, **order: Any
+    ) -> ResumableDataLoader:
+        dp = self._dp_size
+        size = self.sample_plan.batch_of(dp) if ramp is None else ramp
+        sampler = MegatronSampler(total, batch_size=size, dp_rank=self._dp_rank, dp_size=dp, **order)
         return ResumableDataLoader(
             dataset, batch_sampler=sampler, num_workers=self.num_workers, persistent_workers=self.num_workers > 0
         )
@@ -424,26 +430,16 @@ class MegatronDataModule(LightningDataModule):
             )
 
     def val_dataloader(self) -> Any:
-        """Batches of the validation share; none if it is empty."""
-        return self._loader(self._datasets[1])
+        """Batches of the validation share, each sample once; none if it is empty."""
+        return self._evaluation_loader(self._datasets[1])
 
     def test_dataloader(self) -> Any:
-        """Batches of the test share; none if it is empty."""
-        return self._loader(self._datasets[2])
+        """Batches of the test share, each sample once; none if it is empty."""
+        return self._evaluation_loader(self._datasets[2])
 
     def predict_dataloader(self) -> Any:
-        """Batches of the test share; a warning says if its last samples do not fill a batch of all replicas."""
-        loader = self.test_dataloader()
-        if isinstance(loader, ResumableDataLoader):
-            samples = len(loader.dataset)  # type: ignore[arg-type]
-            left = samples - len(loader) * self.global_batch_size
-            size, dp = loader.position.batch_size, self._dp_size
-            if left > 0:
-                rank_zero_warn(
-                    f"{left} of the {samples} samples of the test share do not fill a batch of {size} x dp {dp}, and"
-                    " are not predicted: take a batch_size that divides them"
-                )
-        return loader
+        """Batches of the test share, each sample once; none if it is empty."""
+        return self.test_dataloader()
 
 
 def _path(given: str | os.PathLike[str] | None) -> str | None:

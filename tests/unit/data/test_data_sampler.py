@@ -80,6 +80,26 @@ def test_last_batch_is_filled() -> None:
     assert global_batches(7, 2, batch_size=2) == [[0, 1, 2, 3]]
 
 
+@given(total=st.integers(1, 60), dp=st.integers(1, 5), batch=st.integers(1, 5))
+def test_without_filling_ranks_share_what_is_left(total: int, dp: int, batch: int) -> None:
+    samplers = [
+        MegatronSampler(total, batch_size=batch, dp_rank=rank, dp_size=dp, drop_last=False, fill="short")
+        for rank in range(dp)
+    ]
+    batches = [list(sampler) for sampler in samplers]
+    assert {len(own) for own in batches} == {len(samplers[0])} == {-(-total // (batch * dp))}
+    together = [[sample for rank in range(dp) for sample in batches[rank][k]] for k in range(len(samplers[0]))]
+    assert [sample for one in together for sample in one] == list(range(total))
+    sizes = [[len(own[k]) for own in batches] for k in range(len(samplers[0]))]
+    assert all(max(one) - min(one) <= 1 and max(one) <= batch for one in sizes)
+    assert all(size == batch for one in sizes[:-2] for size in one)
+    if total >= dp and (batch > 1 or total % dp == 0):
+        assert all(min(one) > 0 for one in sizes), "no rank is without a sample"
+    for k, one in enumerate(together):
+        samplers[0].advance()
+        assert samplers[0].consumed_samples == sum(map(len, together[: k + 1])), one
+
+
 def test_epochs_differ_and_repeat() -> None:
     sampler = MegatronSampler(20, batch_size=5, shuffle=True, seed=3)
     first = list(sampler)
