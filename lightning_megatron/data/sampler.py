@@ -34,6 +34,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         fill: samples that the last batch is filled with: ``"repeat"``, the first samples of the epoch; ``"none"``,
             ``None``, which :class:`~lightning_megatron.data.gpt_dataset.GPTDataset` turns into samples without loss; or
             ``"short"``, none at all: the ranks share what is left, and where there are too few, some have no sample.
+        epochs: number of epochs that the data set holds, one behind the other, each of ``num_samples_total``.
 
     Raises:
         ConfigError: if the sizes cannot work, or with ``drop_last`` make no batch.
@@ -50,6 +51,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         seed: int = 0,
         drop_last: bool = True,
         fill: Literal["repeat", "none", "short"] = "repeat",
+        epochs: int = 1,
     ) -> None:
         problems = []
         self._ramp: BatchRamp | None = None
@@ -79,6 +81,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         self._seed = seed
         self._drop_last = drop_last
         self._fill = fill
+        self._epochs = epochs
         self._epoch = 0
         self._consumed = 0
         self._last = range(0)
@@ -212,7 +215,8 @@ class MegatronSampler(Sampler[list[int | None]]):
 
     def _order(self) -> torch.Tensor | range:
         if not self._shuffle:
-            return range(self.num_samples_total)
+            first = self._epoch % self._epochs * self.num_samples_total
+            return range(first, first + self.num_samples_total)
         return torch.randperm(self.num_samples_total, generator=torch.Generator().manual_seed(self._seed + self._epoch))
 
     def _at(self, order: torch.Tensor | range, position: int) -> int | None:

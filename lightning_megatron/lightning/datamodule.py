@@ -52,6 +52,8 @@ ELSEWHERE = {
 }
 """Our arguments, or what to do instead, by the names of Megatron and NeMo."""
 
+ONCE: Mapping[str, Any] = {"drop_last": False, "fill": "short"}
+"""Every sample once: the last batches are shorter, and where a rank has no sample left, of no rows."""
 
 COUNTS = ("train_samples", "val_samples", "test_samples")
 """Arguments with numbers of samples, in the order of the splits."""
@@ -83,9 +85,9 @@ class MegatronDataModule(LightningDataModule):
         batch_size: samples of one batch of one data-parallel replica.
         split: shares of the documents for training, validation and test, if ``data_path`` is for all three.
         train_samples: samples to draw for training, over as many epochs of the data as needed; ``None`` means as many
-            as ``Trainer(max_steps=...)`` consumes, or one epoch of the data without it. Without ``max_steps`` and
-            ``max_epochs`` training ends after them. Where samples are counted (by either of the last two arguments, or
-            a schedule in samples) it is a length of training, and ``max_steps`` beside it an error.
+            as ``Trainer(max_steps=...)`` consumes, or ``max_epochs`` epochs of the data, shuffled as one. Without both
+            training ends after them. Where samples are counted (by either of the last two arguments, or a schedule in
+            samples) it is a length of training, and ``max_steps`` beside it an error.
         val_samples: samples to draw for validation; ``None`` means one epoch of its share, in a weighted blend until
             the first of its members is used up.
         test_samples: samples to draw for test; ``None`` as for ``val_samples``.
@@ -178,6 +180,7 @@ class MegatronDataModule(LightningDataModule):
         self._saved_place: dict[str, Any] | None = None
         self._fingerprint: Fingerprint | None = None
         self._ends_training = False
+        self._epochs_drawn = 1
         raise_if_any(self.sample_plan.own_problems() + self._problems())
 
     def _problems(self) -> list[Problem]:
@@ -264,7 +267,12 @@ class MegatronDataModule(LightningDataModule):
         given = self.data_path, self.val_data_path, self.test_data_path
         whole = given[1] is not None or given[2] is not None
         paths = Paths(None, *given, self.split) if whole else Paths(self.data_path, split=self.split)
-        return self._make_datasets(paths, (train, val, test))
+        datasets = self._make_datasets(paths, (train, val, test))
+        epochs, self._epochs_drawn = self.sample_plan.epochs(self.trainer), 1
+        if train is None and epochs > 1 and (once := datasets[0]) is not None and len(once):
+            datasets = (self._make_datasets(paths, (epochs * len(once), 0, 0))[0] or once, *datasets[1:])
+            self._epochs_drawn = len(datasets[0]) // len(once)
+        return datasets
 
     def _make_datasets(self, paths: Paths, samples: tuple[int | None, ...]) -> tuple[SampleDataset | None, ...]:
         """Data sets of training, validation and test; a subclass has samples of another kind."""
@@ -301,20 +309,17 @@ class MegatronDataModule(LightningDataModule):
         return 0 if self.trainer is None else self.trainer.global_rank
 
     def _loader(self, dataset: SampleDataset | None, samples: int | None = None, ramp: BatchRamp | None = None) -> Any:
-        if dataset is None:
-            return []
-        total = len(dataset) if samples is None else samples
+        epochs = self._epochs_drawn
+        total = len(dataset or ()) // epochs if samples is None else samples
         drop_last = samples is not None or total >= self.global_batch_size
-        return self._reading(dataset, total, ramp, drop_last=drop_last)
-
-    def _evaluation_loader(self, dataset: SampleDataset | None) -> Any:
-        """Batches with every sample once; the last ones are shorter, and where a rank has no sample left, of no rows."""
-        return [] if dataset is None else self._reading(dataset, len(dataset), drop_last=False, fill="short")
+        return self._reading(dataset, total, ramp, drop_last=drop_last, epochs=epochs)
 
     def _reading(
-        self, dataset: SampleDataset, total: int, ramp: BatchRamp | None = None, **order: Any
-    ) -> ResumableDataLoader:
-        dp = self._dp_size
+        self, dataset: SampleDataset | None, total: int | None = None, ramp: BatchRamp | None = None, **order: Any
+    ) -> Any:
+        if dataset is None:
+            return []
+        dp, total = self._dp_size, len(dataset) if total is None else total
         size = self.sample_plan.batch_of(dp) if ramp is None else ramp
         sampler = MegatronSampler(total, batch_size=size, dp_rank=self._dp_rank, dp_size=dp, **order)
         return ResumableDataLoader(
@@ -430,12 +435,12 @@ class MegatronDataModule(LightningDataModule):
             )
 
     def val_dataloader(self) -> Any:
-        """Batches of the validation share, each sample once; none if it is empty."""
-        return self._evaluation_loader(self._datasets[1])
+        """Batches of the validation share, each sample once."""
+        return self._reading(self._datasets[1], **ONCE)
 
     def test_dataloader(self) -> Any:
         """Batches of the test share, each sample once; none if it is empty."""
-        return self._evaluation_loader(self._datasets[2])
+        return self._reading(self._datasets[2], **ONCE)
 
     def predict_dataloader(self) -> Any:
         """Batches of the test share, each sample once; none if it is empty."""

@@ -252,7 +252,7 @@ class ChatDataModule(MegatronDataModule):
         if dataset is None:
             return []
         drop_last = len(dataset) >= self.global_batch_size
-        return self._reading(dataset, len(dataset), shuffle=True, seed=self.seed, drop_last=drop_last)
+        return self._reading(dataset, shuffle=True, seed=self.seed, drop_last=drop_last)
 
     @property
     def fingerprint(self) -> Fingerprint:
