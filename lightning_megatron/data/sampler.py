@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import Sampler
@@ -34,7 +34,6 @@ class MegatronSampler(Sampler[list[int | None]]):
         fill: samples that the last batch is filled with: ``"repeat"``, the first samples of the epoch; ``"none"``,
             ``None``, which :class:`~lightning_megatron.data.gpt_dataset.GPTDataset` turns into samples without loss; or
             ``"short"``, none at all: the ranks share what is left, and where there are too few, some have no sample.
-        epochs: number of epochs that the data set holds, one behind the other, each of ``num_samples_total``.
 
     Raises:
         ConfigError: if the sizes cannot work, or with ``drop_last`` make no batch.
@@ -51,7 +50,6 @@ class MegatronSampler(Sampler[list[int | None]]):
         seed: int = 0,
         drop_last: bool = True,
         fill: Literal["repeat", "none", "short"] = "repeat",
-        epochs: int = 1,
     ) -> None:
         problems = []
         self._ramp: BatchRamp | None = None
@@ -81,7 +79,6 @@ class MegatronSampler(Sampler[list[int | None]]):
         self._seed = seed
         self._drop_last = drop_last
         self._fill = fill
-        self._epochs = epochs
         self._epoch = 0
         self._consumed = 0
         self._last = range(0)
@@ -215,8 +212,7 @@ class MegatronSampler(Sampler[list[int | None]]):
 
     def _order(self) -> torch.Tensor | range:
         if not self._shuffle:
-            first = self._epoch % self._epochs * self.num_samples_total
-            return range(first, first + self.num_samples_total)
+            return range(self.num_samples_total)
         return torch.randperm(self.num_samples_total, generator=torch.Generator().manual_seed(self._seed + self._epoch))
 
     def _at(self, order: torch.Tensor | range, position: int) -> int | None:
@@ -225,3 +221,21 @@ class MegatronSampler(Sampler[list[int | None]]):
                 return None
             position %= self.num_samples_total
         return int(order[position])
+
+
+class ConsecutiveEpochs(MegatronSampler):
+    """Sampler of a data set that holds several epochs, one behind the other.
+
+    Args:
+        num_samples_total: samples of one epoch.
+        epochs: number of epochs; then the first one follows again.
+        **options: further arguments of :class:`MegatronSampler`.
+    """
+
+    def __init__(self, num_samples_total: int, *, epochs: int, **options: Any) -> None:
+        super().__init__(num_samples_total, **options)
+        self._epochs = epochs
+
+    def _order(self) -> range:
+        first = self._epoch % self._epochs * self.num_samples_total
+        return range(first, first + self.num_samples_total)

@@ -34,7 +34,7 @@ from lightning_megatron.data.fingerprint import (
     tokenizer_fingerprint,
 )
 from lightning_megatron.data.resumable_loader import ResumableDataLoader
-from lightning_megatron.data.sampler import MegatronSampler
+from lightning_megatron.data.sampler import ConsecutiveEpochs, MegatronSampler
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer, tokenizer_beside
 from lightning_megatron.errors import ConfigError, DataError, Problem, problems_of, raise_if_any
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
@@ -54,7 +54,6 @@ ELSEWHERE = {
 
 ONCE: Mapping[str, Any] = {"drop_last": False, "fill": "short"}
 """Every sample once: the last batches are shorter, and where a rank has no sample left, of no rows."""
-
 COUNTS = ("train_samples", "val_samples", "test_samples")
 """Arguments with numbers of samples, in the order of the splits."""
 
@@ -271,7 +270,7 @@ class MegatronDataModule(LightningDataModule):
         epochs, self._epochs_drawn = self.sample_plan.epochs(self.trainer), 1
         if train is None and epochs > 1 and (once := datasets[0]) is not None and len(once):
             datasets = (self._make_datasets(paths, (epochs * len(once), 0, 0))[0] or once, *datasets[1:])
-            self._epochs_drawn = len(datasets[0]) // len(once)
+            self._epochs_drawn = len(datasets[0] or once) // len(once)
         return datasets
 
     def _make_datasets(self, paths: Paths, samples: tuple[int | None, ...]) -> tuple[SampleDataset | None, ...]:
@@ -309,10 +308,9 @@ class MegatronDataModule(LightningDataModule):
         return 0 if self.trainer is None else self.trainer.global_rank
 
     def _loader(self, dataset: SampleDataset | None, samples: int | None = None, ramp: BatchRamp | None = None) -> Any:
-        epochs = self._epochs_drawn
-        total = len(dataset or ()) // epochs if samples is None else samples
+        total = len(dataset or ()) // self._epochs_drawn if samples is None else samples
         drop_last = samples is not None or total >= self.global_batch_size
-        return self._reading(dataset, total, ramp, drop_last=drop_last, epochs=epochs)
+        return self._reading(dataset, total, ramp, drop_last=drop_last, epochs=self._epochs_drawn)
 
     def _reading(
         self, dataset: SampleDataset | None, total: int | None = None, ramp: BatchRamp | None = None, **order: Any
@@ -321,7 +319,8 @@ class MegatronDataModule(LightningDataModule):
             return []
         dp, total = self._dp_size, len(dataset) if total is None else total
         size = self.sample_plan.batch_of(dp) if ramp is None else ramp
-        sampler = MegatronSampler(total, batch_size=size, dp_rank=self._dp_rank, dp_size=dp, **order)
+        kind = ConsecutiveEpochs if "epochs" in order else MegatronSampler
+        sampler = kind(total, batch_size=size, dp_rank=self._dp_rank, dp_size=dp, **order)
         return ResumableDataLoader(
             dataset, batch_sampler=sampler, num_workers=self.num_workers, persistent_workers=self.num_workers > 0
         )
@@ -443,7 +442,7 @@ class MegatronDataModule(LightningDataModule):
         return self._reading(self._datasets[2], **ONCE)
 
     def predict_dataloader(self) -> Any:
-        """Batches of the test share, each sample once; none if it is empty."""
+        """Batches of :meth:`test_dataloader`."""
         return self.test_dataloader()
 
 

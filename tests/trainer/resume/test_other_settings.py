@@ -51,7 +51,7 @@ RISING = {"start_weight_decay": 0.01, "weight_decay_schedule": "linear"}
 
 @pytest.mark.parametrize(("old", "new", "names"), [
     (COSINE, {"lr": 3e-5, "min_lr": 2e-5}, ["lr.max_lr 0.0003 (this run: 3e-05)", "lr.min_lr 3e-05 (this run: 2e"]),
-    (COSINE, {"decay_steps": 6, "betas": (0.5, 0.6)}, ["lr.decay 8 (this run: 6)", "betas (0.9, 0.95) (this run: (0.5"]),
+    (COSINE, {"decay_steps": 6, "betas": (0.5, 0.6)}, ["lr.decay 8 (this run: 6)", "betas (0.9, 0.95) (this run: ("]),
     (COSINE | RISING, {"weight_decay": 0.2}, ["wd.end 0.1 (this run: 0.2)"]),
     ({"lr": 1e-3}, {"lr": 1e-2, "weight_decay": 0.3}, ["lr 0.001 (this run: 0.01)", "weight_decay 0.1 (this run: 0"]),
     (COSINE, {}, []),
