@@ -84,7 +84,8 @@ class Loaded:
         layout: fields of the layout at the save.
         per_rank: values of this rank; ``None`` if the layout is another one now, or nothing was saved.
         missing: keys of the state that the checkpoint lacks, left as they were (``strict=False``).
-        unexpected: ``model.*`` keys of the checkpoint that no rank requested (``strict=False``).
+        unexpected: keys of the checkpoint's model, and of kinds of optimizer state, that no rank requested
+            (``strict=False``).
     """
 
     meta: dict[str, Any]
@@ -137,7 +138,10 @@ def load(
         if strict and (needed := [key for key in missing if not Key.parse(key).is_calibration]):
             faults = _missing_faults(needed, list(metadata.state_dict_metadata)) + faults
         if strict:
-            faults += [f"{key}: in the checkpoint, but not in the model" for key in unexpected]
+            where = ("optimizer", "model")
+            faults += [
+                f"{key}: in the checkpoint, but not in the {where[Key.parse(key).is_model]}" for key in unexpected
+            ]
         if faults:
             raise CheckpointError("the checkpoint does not fit:\n" + listed(faults))
         return missing
@@ -162,15 +166,18 @@ def load(
 
 
 def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[str]:
-    """``model.*`` keys of the checkpoint that no rank requests, if any rank requests a model at all."""
+    """Keys that no rank requests, if any requests a model: of the model, and of kinds of state of its optimizers."""
     is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
     requested = {key for keys in all_gather_object(mesh, sorted(state) if is_source else []) for key in keys}
-    if not any(Key.parse(key).is_model for key in requested):
+    wanted = [Key.parse(key) for key in requested]
+    if not any(key.is_model for key in wanted):
         return []
+    families, kinds = {key.family for key in wanted}, {(key.family, key.state) for key in wanted}
     return [
-        key
-        for key in metadata.state_dict_metadata
-        if (parsed := Key.parse(key)).is_model and key not in requested and not parsed.is_calibration
+        text
+        for text in metadata.state_dict_metadata
+        if ((key := Key.parse(text)).is_model and text not in requested and not key.is_calibration)
+        or (key.state and key.family in families and (key.family, key.state) not in kinds)
     ]
 
 

@@ -107,6 +107,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         datasets: data sets to mix.
         weights: one positive number each; they need not sum to 1. ``None`` means their lengths.
         size: samples of the blend. ``None`` means every sample of every data set once, and takes no weights.
+        least: number of samples with which the blend may end early, before a data set is used up; ``None``: ``size``.
         split_name: name of the split in the cache and in messages.
         names: names of the data sets in messages; their ``prefix`` is a good name.
         cache_dir: directory of the stored order; ``None`` means that each process computes it.
@@ -122,6 +123,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         weights: Sequence[float] | None = None,
         size: int | None = None,
         *,
+        least: int | None = None,
         split_name: str = "train",
         names: Sequence[str] | None = None,
         cache_dir: str | Path | None = None,
@@ -136,11 +138,14 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
                 chosen, sample = exhaustive_order(sizes)
             else:
                 chosen, sample = weighted_order(normalized(sizes if weights is None else weights), size)
-            for name, have, need in zip(names, sizes, np.bincount(chosen, minlength=len(sizes)), strict=True):
-                if need > have:
-                    fault = f"the {split_name} blend takes {need} samples, it has {have}"
-                    raise DataError.at(name, fault, do="raise surplus, or lower its weight or the number of samples")
-            return {"dataset_index": chosen, "dataset_sample_index": sample}
+            missing = np.flatnonzero(sample >= np.array(sizes)[chosen])
+            if len(missing) and missing[0] < (len(chosen) if least is None else least):
+                number = chosen[missing[0]]
+                need, have = np.count_nonzero(chosen == number), sizes[number]
+                fault = f"the {split_name} blend takes {need} samples, it has {have}"
+                raise DataError.at(names[number], fault, do="lower its weight or the number of samples")
+            end = missing[0] if len(missing) else len(chosen)
+            return {"dataset_index": chosen[:end], "dataset_sample_index": sample[:end]}
 
         self._chosen, self._sample = self._cached(build, sizes, weights, size, split_name, cache_dir)
         self._mapped = mapped_files((self._chosen, self._sample))

@@ -302,26 +302,25 @@ def _build_split(
         return member(prefixes[0], wanted)
     cache_dir = options["cache_dir"] or default_cache_dir(prefixes[0])
     common = {"split_name": options["split_name"], "cache_dir": cache_dir}
-    if blend.weights is None:
+    weights = None if blend.weights is None else normalized(blend.weights)
+    if weights is None or wanted is None:
         # One epoch of each. A member without a sample for this split is left out of the blend.
-        found = [(p, d) for p in prefixes if (d := member(p, None)) is not None and len(d)]
+        found = [(i, d) for i, p in enumerate(prefixes) if (d := member(p, None)) is not None and len(d)]
         if not found:
             return None
-        names, members = [p for p, _ in found], [d for _, d in found]
-        size = None if wanted is None else min(wanted, sum(map(len, members)))
-        return BlendedDataset(members, None, size, names=names, **common)
-    weights = normalized(blend.weights)
-    if wanted is None:
-        # As many as there are without reading one twice. A member without a sample is left out of the blend.
-        lengths = [0 if (d := member(p, None)) is None else len(d) for p in prefixes]
-        kept = [i for i, length in enumerate(lengths) if length]
-        if not kept:
-            return None
-        prefixes, weights = tuple(prefixes[i] for i in kept), normalized([weights[i] for i in kept])
-        wanted = int(min(lengths[i] / weight for i, weight in zip(kept, weights, strict=True)))
+        size = wanted
+        if weights is not None:  # as many as there are without reading one twice
+            weights = normalized([weights[i] for i, _ in found])
+            size = int(min(len(d) / weight for (_, d), weight in zip(found, weights, strict=True)))
+        elif wanted is not None:
+            size = min(wanted, sum(len(d) for _, d in found))
+        return BlendedDataset([d for _, d in found], weights, size, names=[prefixes[i] for i, _ in found], **common)
     targets = [math.ceil(wanted * w) for w in weights]
     built = [member(p, math.ceil(t * (1 + surplus))) for p, t in zip(prefixes, targets, strict=True)]
-    return BlendedDataset([d for d in built if d is not None], weights, sum(targets), names=prefixes, **common)
+    # As long as Megatron's, whose length is the sum of the members' shares, each rounded up. Of many members these are
+    # far more than were asked for, and more than has been prepared of a large one.
+    members, size = [d for d in built if d is not None], sum(targets)
+    return BlendedDataset(members, weights, size, least=wanted, names=prefixes, **common)
 
 
 def _problems(

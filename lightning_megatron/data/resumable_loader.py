@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_megatron.data.chat.encoded import EncodedChats
@@ -32,6 +33,7 @@ class ResumableDataLoader(DataLoader[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], *, batch_sampler: MegatronSampler, **kwargs: Any) -> None:
+        kwargs.setdefault("collate_fn", partial(_batch, dataset))
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
         self.position = batch_sampler.sampler
         # torch fills ``sampler`` with a placeholder that nothing reads. Lightning looks there to see whether it must
@@ -54,6 +56,12 @@ class ResumableDataLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Set the position at which the next iterator begins."""
         self.position.load_state_dict(state)
+
+
+def _batch(dataset: Dataset[Any], samples: list[Any]) -> Any:
+    """A batch of samples; without any, one of no rows, which has the keys and shapes of others."""
+    batch = default_collate(samples or [dataset[0]])
+    return batch if samples else {name: value[:0] for name, value in batch.items()}
 
 
 class _CountingIterator(Iterator[Any]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import Sampler
@@ -31,8 +31,9 @@ class MegatronSampler(Sampler[list[int | None]]):
         seed: see ``shuffle``.
         drop_last: leave out the samples that do not fill a global batch; else the last one is filled, since ranks must
             have equally many batches.
-        fill: samples that the last batch is filled with: ``"repeat"``, the first samples of the epoch, or ``"none"``,
-            ``None``, which :class:`~lightning_megatron.data.gpt_dataset.GPTDataset` turns into samples without loss.
+        fill: samples that the last batch is filled with: ``"repeat"``, the first samples of the epoch; ``"none"``,
+            ``None``, which :class:`~lightning_megatron.data.gpt_dataset.GPTDataset` turns into samples without loss; or
+            ``"short"``, none at all: the ranks share what is left, and where there are too few, some have no sample.
 
     Raises:
         ConfigError: if the sizes cannot work, or with ``drop_last`` make no batch.
@@ -48,7 +49,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = True,
-        fill: Literal["repeat", "none"] = "repeat",
+        fill: Literal["repeat", "none", "short"] = "repeat",
     ) -> None:
         problems = []
         self._ramp: BatchRamp | None = None
@@ -66,7 +67,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         first = batch_size if self._ramp is None else self._ramp.start // max(1, dp_size)
         if drop_last and not problems and num_samples_total < first * dp_size:
             reason = f"{num_samples_total} samples do not fill one global batch of {first} x dp {dp_size}"
-            problems.append(Problem("batch_size", batch_size, f"{reason}; lower it, or use drop_last=False"))
+            problems.append(Problem("batch_size", batch_size, f"{reason}; lower it"))
         raise_if_any(problems)
         # Lightning takes an object with both ``batch_size`` and ``drop_last`` for a plain BatchSampler and may
         # create it again with other arguments. Hence the second one is private.
@@ -95,7 +96,13 @@ class MegatronSampler(Sampler[list[int | None]]):
 
     def global_batch_at(self, consumed: int) -> int:
         """Samples that all ranks together take in the batch after ``consumed`` samples of an epoch."""
-        return self.global_batch_size if self._ramp is None else self._ramp.size_at(consumed)
+        size = self.global_batch_size if self._ramp is None else self._ramp.size_at(consumed)
+        if self._drop_last or self._fill != "short":
+            return size
+        left = self.num_samples_total - consumed
+        size = min(size, left)
+        missing = self.dp_size - (left - size)  # for one sample on each rank in the batch after this one
+        return size - missing if size < left and 0 < missing <= size - self.dp_size else size
 
     def consumed_after(self, batches: int) -> int:
         """Samples that all ranks together have consumed after a number of batches from the first epoch on."""
@@ -118,6 +125,11 @@ class MegatronSampler(Sampler[list[int | None]]):
         """Samples of this epoch that all ranks together have consumed."""
         return self._consumed
 
+    @property
+    def is_restored(self) -> bool:
+        """True from a restored position until an epoch begins, here or elsewhere."""
+        return self._resuming
+
     def __len__(self) -> int:
         """Number of batches of a whole epoch, at any position."""
         return self._batches(0)
@@ -127,10 +139,10 @@ class MegatronSampler(Sampler[list[int | None]]):
         start = self.start()
         order = self._order()
         for _ in range(self._batches(start)):
-            size = self.global_batch_at(start) // self.dp_size
-            first = start + self.dp_rank * size
-            yield [self._at(order, i) for i in range(first, first + size)]
-            start += size * self.dp_size
+            size = self.global_batch_at(start)
+            first, end = (start + size * rank // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1))
+            yield [self._at(order, i) for i in range(first, end)]
+            start += size
 
     def start(self) -> int:
         """Begin an epoch or continue a restored one; returns the number of its samples that are already consumed."""
@@ -165,7 +177,9 @@ class MegatronSampler(Sampler[list[int | None]]):
         """
         if self._unfinished:
             self._ahead = epoch - self._epoch
-        elif epoch - self._ahead != self._epoch:
+            return
+        self._ahead *= epoch >= self._ahead  # else another run has begun
+        if epoch - self._ahead != self._epoch:
             self._epoch = epoch - self._ahead
             self._consumed = 0
             self._resuming = False
@@ -207,3 +221,21 @@ class MegatronSampler(Sampler[list[int | None]]):
                 return None
             position %= self.num_samples_total
         return int(order[position])
+
+
+class ConsecutiveEpochs(MegatronSampler):
+    """Sampler of a data set that holds several epochs, one behind the other.
+
+    Args:
+        num_samples_total: samples of one epoch.
+        epochs: number of epochs; then the first one follows again.
+        **options: further arguments of :class:`MegatronSampler`.
+    """
+
+    def __init__(self, num_samples_total: int, *, epochs: int, **options: Any) -> None:
+        super().__init__(num_samples_total, **options)
+        self._epochs = epochs
+
+    def _order(self) -> range:
+        first = self._epoch % self._epochs * self.num_samples_total
+        return range(first, first + self.num_samples_total)

@@ -35,7 +35,7 @@ from lightning_megatron.data.fingerprint import (
     tokenizer_fingerprint,
 )
 from lightning_megatron.data.resumable_loader import ResumableDataLoader
-from lightning_megatron.data.sampler import MegatronSampler
+from lightning_megatron.data.sampler import ConsecutiveEpochs, MegatronSampler
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer, tokenizer_beside
 from lightning_megatron.errors import ConfigError, DataError, Problem, problems_of, raise_if_any
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
@@ -53,7 +53,8 @@ ELSEWHERE = {
 }
 """Our arguments, or what to do instead, by the names of Megatron and NeMo."""
 
-
+ONCE: Mapping[str, Any] = {"drop_last": False, "fill": "short"}
+"""Every sample once: the last batches are shorter, and where a rank has no sample left, of no rows."""
 COUNTS = ("train_samples", "val_samples", "test_samples")
 """Arguments with numbers of samples, in the order of the splits."""
 
@@ -84,9 +85,9 @@ class MegatronDataModule(LightningDataModule):
         batch_size: samples of one batch of one data-parallel replica.
         split: shares of the documents for training, validation and test, if ``data_path`` is for all three.
         train_samples: samples to draw for training, over as many epochs of the data as needed; ``None`` means as many
-            as ``Trainer(max_steps=...)`` consumes, or one epoch of the data without it. Without ``max_steps`` and
-            ``max_epochs`` training ends after them. Where samples are counted (by either of the last two arguments, or
-            a schedule in samples) it is a length of training, and ``max_steps`` beside it an error.
+            as ``Trainer(max_steps=...)`` consumes, or ``max_epochs`` epochs of the data, shuffled as one. Without both
+            training ends after them. Where samples are counted (by either of the last two arguments, or a schedule in
+            samples) it is a length of training, and ``max_steps`` beside it an error.
         val_samples: samples to draw for validation; ``None`` means one epoch of its share, in a weighted blend until
             the first of its members is used up.
         test_samples: samples to draw for test; ``None`` as for ``val_samples``.
@@ -179,6 +180,7 @@ class MegatronDataModule(LightningDataModule):
         self._saved_place: dict[str, Any] | None = None
         self._fingerprint: Fingerprint | None = None
         self._ends_training = False
+        self._epochs_drawn = 1
         raise_if_any(self.sample_plan.own_problems() + self._problems())
 
     def _problems(self) -> list[Problem]:
@@ -234,6 +236,8 @@ class MegatronDataModule(LightningDataModule):
         """Open the data; let training end after ``train_samples``, if nobody has set another end."""
         self._datasets = self._build()
         trainer = self.trainer
+        if stage == "fit":  # a place is that of one run
+            self._train_loader = self._saved_place = None
         if stage == "fit" and trainer is not None and self.sample_plan.ends(trainer, self._counts_samples):
             self._ends_training = True
             steps = self.sample_plan.batches(self._dp_size) // trainer.accumulate_grad_batches
@@ -265,7 +269,12 @@ class MegatronDataModule(LightningDataModule):
         given = self.data_path, self.val_data_path, self.test_data_path
         whole = given[1] is not None or given[2] is not None
         paths = Paths(None, *given, self.split) if whole else Paths(self.data_path, split=self.split)
-        return self._make_datasets(paths, (train, val, test))
+        datasets = self._make_datasets(paths, (train, val, test))
+        epochs, self._epochs_drawn = self.sample_plan.epochs(self.trainer), 1
+        if train is None and epochs > 1 and (once := datasets[0]) is not None and len(once):
+            datasets = (self._make_datasets(paths, (epochs * len(once), 0, 0))[0] or once, *datasets[1:])
+            self._epochs_drawn = len(datasets[0] or once) // len(once)
+        return datasets
 
     def _make_datasets(self, paths: Paths, samples: tuple[int | None, ...]) -> tuple[SampleDataset | None, ...]:
         """Data sets of training, validation and test; a subclass has samples of another kind."""
@@ -302,16 +311,19 @@ class MegatronDataModule(LightningDataModule):
         return 0 if self.trainer is None else self.trainer.global_rank
 
     def _loader(self, dataset: SampleDataset | None, samples: int | None = None, ramp: BatchRamp | None = None) -> Any:
+        total = len(dataset or ()) // self._epochs_drawn if samples is None else samples
+        drop_last = samples is not None or total >= self.global_batch_size
+        return self._reading(dataset, total, ramp, drop_last=drop_last, epochs=self._epochs_drawn)
+
+    def _reading(
+        self, dataset: SampleDataset | None, total: int | None = None, ramp: BatchRamp | None = None, **order: Any
+    ) -> Any:
         if dataset is None:
             return []
-        total = len(dataset) if samples is None else samples
-        sampler = MegatronSampler(
-            total,
-            batch_size=self.sample_plan.batch_of(self._dp_size) if ramp is None else ramp,
-            dp_rank=self._dp_rank,
-            dp_size=self._dp_size,
-            drop_last=samples is not None or total >= self.global_batch_size,
-        )
+        dp, total = self._dp_size, len(dataset) if total is None else total
+        size = self.sample_plan.batch_of(dp) if ramp is None else ramp
+        kind = ConsecutiveEpochs if "epochs" in order else MegatronSampler
+        sampler = kind(total, batch_size=size, dp_rank=self._dp_rank, dp_size=dp, **order)
         return ResumableDataLoader(
             dataset, batch_sampler=sampler, num_workers=self.num_workers, persistent_workers=self.num_workers > 0
         )
@@ -322,6 +334,8 @@ class MegatronDataModule(LightningDataModule):
         samples = self.sample_plan.train_samples if self._ends_training else None
         loader = self._loader(self._datasets[0], samples, self.sample_plan.ramp(self._dp_size))
         if isinstance(loader, ResumableDataLoader):
+            if self._train_loader is not None and not self._train_loader.position.is_restored:
+                self._saved_place = None  # an epoch has begun there, or another one than that of the place
             self._train_loader = loader
             if self._saved_place is not None:
                 loader.load_state_dict(self._saved_place)
@@ -423,26 +437,16 @@ class MegatronDataModule(LightningDataModule):
             )
 
     def val_dataloader(self) -> Any:
-        """Batches of the validation share; none if it is empty."""
-        return self._loader(self._datasets[1])
+        """Batches of the validation share, each sample once."""
+        return self._reading(self._datasets[1], **ONCE)
 
     def test_dataloader(self) -> Any:
-        """Batches of the test share; none if it is empty."""
-        return self._loader(self._datasets[2])
+        """Batches of the test share, each sample once; none if it is empty."""
+        return self._reading(self._datasets[2], **ONCE)
 
     def predict_dataloader(self) -> Any:
-        """Batches of the test share; a warning says if its last samples do not fill a batch of all replicas."""
-        loader = self.test_dataloader()
-        if isinstance(loader, ResumableDataLoader):
-            samples = len(loader.dataset)  # type: ignore[arg-type]
-            left = samples - len(loader) * self.global_batch_size
-            size, dp = loader.position.batch_size, self._dp_size
-            if left > 0:
-                rank_zero_warn(
-                    f"{left} of the {samples} samples of the test share do not fill a batch of {size} x dp {dp}, and"
-                    " are not predicted: take a batch_size that divides them"
-                )
-        return loader
+        """Batches of :meth:`test_dataloader`."""
+        return self.test_dataloader()
 
 
 def _path(given: str | os.PathLike[str] | None) -> str | None:

@@ -326,7 +326,7 @@ def _blocks(
     batch, groups, heads, length, _ = queries.shape
     count = keys.shape[2]
     span = min(count, 2 * window) if window else count
-    size = max(1, block_bytes // (batch * groups * heads * span * queries.element_size()))
+    size = max(1, block_bytes // max(1, batch * groups * heads * span * queries.element_size()))
     if window:  # more queries would compute more scores that no query needs
         size = min(size, max(window, 64))
     for start in range(0, length, size):

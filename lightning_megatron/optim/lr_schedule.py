@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
@@ -166,11 +166,16 @@ class MegatronLR(LambdaLR):
         step_size: int = 1,
         last_epoch: int = -1,
     ) -> None:
-        self._wd = wd
+        self._lr, self._wd = lr, wd
         self._step_size = step_size
         self._base_wd = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
         self.position = last_epoch * step_size  # torch's constructor makes one more step
-        super().__init__(optimizer, lambda _: lr.learning_rate(self.position) / lr.max_lr, last_epoch)
+        super().__init__(optimizer, lambda _: self._lr.learning_rate(self.position) / self._lr.max_lr, last_epoch)
+
+    @property
+    def moves_weight_decay(self) -> bool:
+        """True if the weight decay has a schedule, too."""
+        return self._wd is not None
 
     def step(self, epoch: int | None = None, units: int | None = None) -> None:
         """Advance by one optimizer step.
@@ -190,10 +195,15 @@ class MegatronLR(LambdaLR):
                     group["weight_decay"] = base * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state without the weight-decay schedule, which like ``LambdaLR``'s lambdas is the user's code."""
-        return {name: value for name, value in super().state_dict().items() if name != "_wd"}
+        """torch's state, with the schedules."""
+        schedules = {"lr": asdict(self._lr), "wd": None if self._wd is None else asdict(self._wd)}
+        return {name: value for name, value in super().state_dict().items() if name not in ("_lr", "_wd")} | schedules
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at a saved place; earlier versions saved the number of steps alone."""
+        """Go on at a saved place of saved schedules; earlier versions saved neither, but the number of steps."""
         at = state_dict["last_epoch"] * state_dict.get("_step_size", self._step_size)
-        super().load_state_dict({"position": at, **state_dict})
+        state = {"position": at, **state_dict}
+        lr, wd = state.pop("lr", None), state.pop("wd", None)
+        if lr is not None:
+            self._lr, self._wd = LRSchedule(**lr), None if wd is None else WDSchedule(**wd)
+        super().load_state_dict(state)

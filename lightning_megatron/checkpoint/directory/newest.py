@@ -49,7 +49,7 @@ def candidates(places: Iterable[tuple[Path, str]], also: Iterable[Path] = ()) ->
     checkpoint that a crash left renamed while it was being replaced gets its name back. Call it on one rank.
 
     Args:
-        places: folders, and the suffix of names in them.
+        places: folders, which are searched with all folders in them, and the suffix of names there.
         also: further paths, which need not exist.
     """
     paths = [path for folder, suffix in places for path in _recovered(folder, suffix)]
@@ -67,14 +67,14 @@ def newest_good(found: Sequence[Candidate]) -> tuple[Candidate | None, list[Cand
     return best, [candidate for candidate in damaged if candidate.progress is None or candidate.progress >= own]
 
 
-def _recovered(folder: Path, suffix: str) -> Iterator[Path]:
-    if not folder.is_dir():
-        return
-    unfinished = folder / UNFINISHED
-    for entry in sorted(unfinished.iterdir()) if unfinished.is_dir() else ():
-        if (name := Unfinished.parse(entry)) is not None and name.kind == "replaced":
-            recover(name.path)
-    yield from (entry for entry in sorted(folder.iterdir()) if entry.suffix == suffix)
+def _recovered(top: Path, suffix: str) -> Iterator[Path]:
+    for folder, inner, _ in os.walk(top):  # a name with a slash in it, such as that of a metric, makes folders
+        unfinished = Path(folder) / UNFINISHED
+        for entry in sorted(unfinished.iterdir()) if unfinished.is_dir() else ():
+            if (name := Unfinished.parse(entry)) is not None and name.kind == "replaced":
+                recover(name.path)
+        yield from (entry for entry in sorted(Path(folder).iterdir()) if entry.suffix == suffix)
+        inner[:] = [name for name in inner if name != UNFINISHED and Path(name).suffix != suffix]
 
 
 def _place(candidate: Candidate) -> tuple[bool, int, int, bool, str]:

@@ -71,10 +71,12 @@ class MegatronLog(Callback):
         self._losses: Tensor | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse other strategies."""
+        """Refuse other strategies; count anew in a new run."""
         if not isinstance(trainer.strategy, MegatronStrategy):
             reason = "reads numbers of MegatronStrategy: use that strategy, or leave it out"
             raise ConfigError([Problem("callbacks", type(self).__name__, reason)])
+        if stage == "fit" and not trainer.global_step:
+            self.consumed, self._resumed = Work(), False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print what is known at the start; count on from a checkpoint of a run without this callback, too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ MANY = 16
 
 KEPT = 32
 """Number of checkpoints that a checkpoint lists, the newest ones."""
+
+NOTHING_YET: Mapping[str, Any] = {"losses": (), "norms": (), "row": 0, "skipped": (), "returns": (), "checkpoints": {}}
+"""State in the beginning of a run."""
 
 
 class SpikeError(RuntimeError):
@@ -141,10 +144,11 @@ class SpikeGuard(Callback):
         self._warmup = max(2, window // 2) if warmup is None else warmup
         self._stop_after, self._max_returns = stop_after, max_returns
         self._losses, self._norms = Recent(window, LOSS_FLOOR), Recent(window, NORM_FLOOR)
-        self._row = 0
-        self._checkpoints: dict[str, int] = {}
-        self.skipped: list[SkippedStep] = []
-        self.returns: list[Return] = []
+        self._row: int
+        self._checkpoints: dict[str, int]
+        self.skipped: list[SkippedStep]
+        self.returns: list[Return]
+        self.load_state_dict(NOTHING_YET)
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None
         self._begin: tuple[int, int] | None = None  # the first batch of the step, and its first sample's place
@@ -169,6 +173,8 @@ class SpikeGuard(Callback):
             reason = "skips steps of MegatronStrategy: use that strategy, or Lightning's SpikeDetection"
             raise ConfigError([Problem("callbacks", type(self).__name__, reason)])
         if stage == "fit":
+            if not trainer.global_step:  # a new run, or one that goes on from a checkpoint, which is loaded later
+                self.load_state_dict(NOTHING_YET)
             self._trainer, self._loss, self._begin = trainer, None, None
             strategy.precision_plugin.step_gate = self
 
@@ -314,7 +320,7 @@ class SpikeGuard(Callback):
             "checkpoints": dict(sorted(self._known_checkpoints().items(), key=lambda item: item[1])[-KEPT:]),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with it."""
         self._losses.load(state_dict["losses"])
         self._norms.load(state_dict["norms"])

@@ -10,6 +10,7 @@ from lightning_megatron.lazy_exports import exports_of
 if TYPE_CHECKING:
     from lightning_megatron.lightning.checkpointing.hyper_parameters import build_module, read_meta, target_device
     from lightning_megatron.lightning.checkpointing.optimizer_file import export_optimizers, import_optimizers
+    from lightning_megatron.lightning.checkpointing.other_settings import tell_other_settings
     from lightning_megatron.lightning.checkpointing.trainer_state import (
         continue_randomness,
         load_trainer_checkpoint,
@@ -26,6 +27,7 @@ _MODULES = {
         "export_optimizers",
         "import_optimizers",
     ),
+    "other_settings": ("tell_other_settings",),
     "trainer_state": (
         "continue_randomness",
         "load_trainer_checkpoint",
@@ -42,6 +44,7 @@ __all__ = [
     "read_meta",
     "save_trainer_checkpoint",
     "target_device",
+    "tell_other_settings",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one

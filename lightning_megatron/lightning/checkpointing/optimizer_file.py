@@ -8,10 +8,14 @@ from typing import Any
 
 from lightning_megatron.checkpoint import State, refuse_nonfinite
 from lightning_megatron.checkpoint.all_ranks import on_all_ranks
-from lightning_megatron.checkpoint.keys import Key, is_groups
+from lightning_megatron.checkpoint.keys import Key, groups_key, is_groups
 from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory, export_state, import_state
 from lightning_megatron.errors import Problem, raise_if_any
-from lightning_megatron.lightning.checkpointing.trainer_state import continue_optimizer, optimizer_part
+from lightning_megatron.lightning.checkpointing.trainer_state import (
+    continue_optimizer,
+    optimizer_part,
+    take_settings,
+)
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 
@@ -59,6 +63,7 @@ def import_optimizers(
     memory = import_state(path, state, experts, through)
     on_all_ranks(through.mesh, f"loading {path}", lambda: refuse_nonfinite(state, ()))
     for index, optimizer in enumerate(optimizers):
+        take_settings(optimizer, state[groups_key(index)])
         continue_optimizer(index, optimizer, state)
     return memory
 

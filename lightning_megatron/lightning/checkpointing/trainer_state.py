@@ -164,6 +164,10 @@ def load_trainer_checkpoint(
     if optimizers and "optimizer_states" not in meta:
         raise CheckpointError(_weights_alone(path, module))
     rejoin_groups(meta, module, optimizers)
+    groups = {groups_key(index): None for index in range(len(optimizers))}
+    load(path, groups, mesh, strict=False, weights_only=weights_only, check="sizes")
+    for index, optimizer in enumerate(optimizers):
+        take_settings(optimizer, groups[groups_key(index)])
     target = _target(meta, module, optimizers, mesh, sharded)
     loaded = load(path, target.state, mesh, strict=module.strict_loading, weights_only=weights_only, check="sizes")
     if finite:
@@ -275,14 +279,17 @@ def optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh, 
     return state | {whole_state_key(index, name): kept for name, kept in optimizer.whole_state().items()}
 
 
-def continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State) -> None:
-    """Load the scalars of groups (the next step's learning rate) and shared state, and refresh the parameters."""
-    saved = state[groups_key(index)]
-    scalars, notes = regrouped(saved, optimizer.group_names())
+def take_settings(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]] | None) -> None:
+    """Load the scalars of groups (the next step's learning rate), on which it depends what state there is."""
+    scalars, notes = regrouped(saved or (), optimizer.group_names())
     optimizer.load_group_settings(scalars)
-    optimizer.load_whole_state({name: state[whole_state_key(index, name)] for name in optimizer.whole_state()})
     for note in notes:
         rank_zero_warn(note)
+
+
+def continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State) -> None:
+    """Load shared state, and refresh the parameters."""
+    optimizer.load_whole_state({name: state[whole_state_key(index, name)] for name in optimizer.whole_state()})
     known = shared_state(state, index)
     for shard in optimizer.param_shards():
         numbers = {name: value for name, value in shard.shared.items() if isinstance(value, int | float)}

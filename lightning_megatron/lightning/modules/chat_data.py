@@ -23,8 +23,6 @@ from lightning_megatron.data.chat.packed import PackedChats, Packing
 from lightning_megatron.data.chat.selection import LengthRule, Numbers, held_out
 from lightning_megatron.data.chat.sources import chat_template
 from lightning_megatron.data.fingerprint import Fingerprint, tokenizer_fingerprint
-from lightning_megatron.data.resumable_loader import ResumableDataLoader
-from lightning_megatron.data.sampler import MegatronSampler
 from lightning_megatron.data.tokenizers import HuggingFaceTokenizer
 from lightning_megatron.errors import ConfigError, DataError, Problem, problems_of
 from lightning_megatron.lightning.datamodule import MegatronDataModule
@@ -253,20 +251,8 @@ class ChatDataModule(MegatronDataModule):
     def _loader(self, dataset: Any, samples: int | None = None, ramp: BatchRamp | None = None) -> Any:
         if dataset is None:
             return []
-        trains = dataset is self._datasets[0]
-        sampler = MegatronSampler(
-            len(dataset),
-            batch_size=self.batch_size,
-            dp_rank=self._dp_rank,
-            dp_size=self._dp_size,
-            shuffle=trains,
-            seed=self.seed,
-            drop_last=trains and len(dataset) >= self.global_batch_size,
-            fill="repeat" if trains else "none",  # a loss over validation data must not count a row twice
-        )
-        return ResumableDataLoader(
-            dataset, batch_sampler=sampler, num_workers=self.num_workers, persistent_workers=self.num_workers > 0
-        )
+        drop_last = len(dataset) >= self.global_batch_size
+        return self._reading(dataset, shuffle=True, seed=self.seed, drop_last=drop_last)
 
     @property
     def fingerprint(self) -> Fingerprint:

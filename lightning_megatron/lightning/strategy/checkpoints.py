@@ -202,6 +202,7 @@ class CheckpointStrategy(MeshStrategy):
         path, check = str(checkpoint_path), self.load_check
         if self._folders.goes_on_from_last:
             path, check = self._folders.newest_good(check), "sizes"  # its content has been checked
+        settings = [optimizer.group_settings() for optimizer in self.sharded_optimizers]
         checkpoint, randomness = checkpointing.load_trainer_checkpoint(
             self.broadcast(path),
             self.lightning_module,
@@ -212,9 +213,12 @@ class CheckpointStrategy(MeshStrategy):
             check=check,
             finite=self._job.check_for_nan,
         )
+        if self._is_fitting and checkpoint.get("global_step"):
+            schedulers = self.lr_scheduler_configs, checkpoint.get("lr_schedulers", ())
+            checkpointing.tell_other_settings(path, settings, self.sharded_optimizers, *schedulers)
         self._folders.went_on(path, checkpoint.get("global_step", 0))
         pretrained.take_settings(self.lightning_module, checkpoint)
-        self._randomness.load(randomness, self.mesh)
+        self._randomness.load(randomness if self._is_fitting else None, self.mesh)
         self._loaded_model = dict(checkpoint["state_dict"])
         follow_batch_size(checkpoint, getattr(self.lightning_module.trainer, "datamodule", None))
         self._note_path(checkpoint_path, checkpoint)
@@ -369,6 +373,7 @@ class CheckpointStrategy(MeshStrategy):
 
     def _end_saving(self) -> None:
         """Leave whole parameters and durable files, and open their folders to other runs."""
+        self._randomness = ResumedRandomness()  # what was not used is no other run's
         self.finish_param_gather()
         try:
             self._close_writer()

@@ -124,6 +124,12 @@ class SamplePlan:
             return False
         return counts_samples or trainer.max_epochs in ENDLESS
 
+    def epochs(self, trainer: Trainer | None) -> int:
+        """Epochs of a run that somebody has told to end after them, each with samples of its own."""
+        if trainer is None or trainer.overfit_batches or trainer.max_epochs in ENDLESS:  # type: ignore[attr-defined]
+            return 1
+        return trainer.max_epochs or 1
+
     def saved(self, dp: int, accumulated: int) -> dict[str, Any]:
         """State of a checkpoint, by which :meth:`resume_problems` compares."""
         rampup = None if self.rampup is None else list(self.rampup)

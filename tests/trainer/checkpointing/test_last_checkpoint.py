@@ -106,6 +106,45 @@ def test_a_first_run_begins_and_so_does_one_after_a_kill_in_the_first_save(ranks
     assert verify(folder / "last.ckpt") == []
 
 
+class Slashed(BoringModel):
+    first: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.first = self.global_step if self.first is None else self.first
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", super().validation_step(batch, batch_idx)["x"])
+
+
+def begins_at(folder: Path, steps: int, **names: Any) -> int | None:
+    saver = ModelCheckpoint(folder, monitor="val/loss", save_top_k=-1, **names)
+    options = {"max_steps": steps, "val_check_interval": 2, "limit_val_batches": 1, "enable_checkpointing": True}
+    quiet_trainer(MegatronStrategy(), callbacks=[saver], **options).fit(model := Slashed(), ckpt_path="last")
+    return model.first
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed")
+@pytest.mark.parametrize("names", [
+    {"filename": "{step}-{val/loss:.3f}"},
+    {"filename": "at{step}/deep/model", "auto_insert_metric_name": False},
+    {"filename": "{step}/{val/loss:.2f}", "save_last": "link"},
+])  # fmt: skip
+def test_last_finds_names_with_a_slash_and_never_begins_anew_beside_them(tmp_path, names):
+    begins_at(tmp_path, 4, **names)
+    assert begins_at(tmp_path, 6, **names) == 4
+    assert begins_at(tmp_path, 8, filename="{step}") == 6, "whatever names are given now"
+    step_8 = tmp_path / "step=8.ckpt"
+    place = place_for(tmp_path / "inner" / "step=8.ckpt", "replaced")
+    place.parent.mkdir(parents=True)
+    step_8.rename(place)  # a kill while it was being replaced
+    assert begins_at(tmp_path, 10, filename="{step}") == 8
+    for manifest in tmp_path.rglob("manifest.json"):
+        manifest.unlink()
+    with pytest.raises(CheckpointError, match="there are checkpoints in"):
+        begins_at(tmp_path, 12, **names)
+
+
 # What is newer
 
 

@@ -165,8 +165,27 @@ def test_a_blend_takes_what_its_weights_say(write_corpus: WriteCorpus) -> None:
     assert [blended.locate(i)[0] for i in range(12)].count(1) == 9
     assert blended[0]["tokens"].tolist() == members[1][0]["tokens"].tolist()
     assert len(BlendedDataset(members)) == 30
-    with pytest.raises(DataError, match="big: the train blend takes 30 samples, it has 20; raise surplus"):
+    with pytest.raises(DataError, match="big: the train blend takes 30 samples, it has 20; lower its weight"):
         BlendedDataset(members, [1, 3], 40, names=["small", "big"])
+
+
+@pytest.mark.parametrize(("rest", "samples"), [(60, 50), (60, 10), (8, 10), (10, 1000), (40, 1)])
+def test_few_samples_of_many_members_are_drawn_in_megatrons_order(
+    write_corpus: WriteCorpus, rest: int, samples: int
+) -> None:
+    big, path = 0.9, write_corpus([4001])
+    weights = [big, *[(1 - big) / rest] * rest]
+    built, *_ = build_gpt_datasets(
+        train_data_path=[part for weight in weights for part in (weight, path)],
+        seq_length=4,
+        num_samples=(samples, 0, 0),
+    )
+    assert isinstance(built, BlendedDataset)
+    assert samples <= len(built) <= samples + rest + 1
+    drawn = [built.locate(item) for item in range(len(built))]
+    shares = blend.normalized(weights)
+    assert drawn == naive_order(shares, len(built), [len(built)] * len(shares))
+    assert {len(built[item]["tokens"]) for item in range(len(built))} == {4}
 
 
 def test_blend_cache_and_pickle(write_corpus: WriteCorpus, tmp_path: Path) -> None:

@@ -80,6 +80,26 @@ def test_last_batch_is_filled() -> None:
     assert global_batches(7, 2, batch_size=2) == [[0, 1, 2, 3]]
 
 
+@given(total=st.integers(1, 60), dp=st.integers(1, 5), batch=st.integers(1, 5))
+def test_without_filling_ranks_share_what_is_left(total: int, dp: int, batch: int) -> None:
+    samplers = [
+        MegatronSampler(total, batch_size=batch, dp_rank=rank, dp_size=dp, drop_last=False, fill="short")
+        for rank in range(dp)
+    ]
+    batches = [list(sampler) for sampler in samplers]
+    assert {len(own) for own in batches} == {len(samplers[0])} == {-(-total // (batch * dp))}
+    together = [[sample for rank in range(dp) for sample in batches[rank][k]] for k in range(len(samplers[0]))]
+    assert [sample for one in together for sample in one] == list(range(total))
+    sizes = [[len(own[k]) for own in batches] for k in range(len(samplers[0]))]
+    assert all(max(one) - min(one) <= 1 and max(one) <= batch for one in sizes)
+    assert all(size == batch for one in sizes[:-2] for size in one)
+    if total >= dp and (batch > 1 or total % dp == 0):
+        assert all(min(one) > 0 for one in sizes), "no rank is without a sample"
+    for k, one in enumerate(together):
+        samplers[0].advance()
+        assert samplers[0].consumed_samples == sum(map(len, together[: k + 1])), one
+
+
 def test_epochs_differ_and_repeat() -> None:
     sampler = MegatronSampler(20, batch_size=5, shuffle=True, seed=3)
     first = list(sampler)
@@ -92,7 +112,7 @@ def test_epochs_differ_and_repeat() -> None:
 def test_sampler_faults() -> None:
     with pytest.raises(ConfigError, match=r"3 problems(.|\n)*batch_size=0(.|\n)*dp_rank=2: must be in 0..1 where dp=2"):
         MegatronSampler(0, batch_size=0, dp_rank=2, dp_size=2)
-    with pytest.raises(ConfigError, match="7 samples do not fill one global batch of 4 x dp 2; lower it, or use drop_"):
+    with pytest.raises(ConfigError, match="7 samples do not fill one global batch of 4 x dp 2; lower it"):
         MegatronSampler(7, batch_size=4, dp_size=2)
 
 
@@ -195,3 +215,4 @@ def test_epochs_after_one_that_a_limit_of_steps_cut_off_have_their_own_orders():
     assert orders(resumed, [1, 2]) == whole[2:6]
     again.load_state_dict(resumed.state_dict())
     assert orders(again, [3, 4]) == whole[6:]
+    assert orders(again, [0, 1]) == whole[:6], "another run"

@@ -49,7 +49,7 @@ def blank(shapes=SHAPES):
 def test_weights_moments_and_settings_come_out_of_a_file_without_padding(tmp_path):
     path, tensors, saved = file_of(tmp_path)
     state, params, moments, step = blank()
-    loaded = load(path, state, MESH)
+    loaded = load(path, state, MESH, strict=False)  # it asks for one of the two moments alone
     assert params["embed"].equal(tensors["embed"][:5])
     assert params["bias"].equal(tensors["bias"])
     assert moments["embed"].view(5, 2).equal(saved[0]["exp_avg"][:5])

@@ -95,7 +95,7 @@ def test_weights_alone_do_not_count_and_what_says_nothing_of_its_progress_is_ask
 
 
 def test_further_paths_are_looked_at_and_what_was_left_aside_comes_back(folder: Path, tmp_path: Path) -> None:
-    beside = saved(tmp_path / "elsewhere" / "on_exception.ckpt", 10)
+    beside = saved(tmp_path.parent / f"beside-{tmp_path.name}" / "on_exception.ckpt", 10)
     found = candidates([(folder, ".ckpt")], [beside, tmp_path / "none.ckpt"])
     assert found[0].path == beside
     os.rename(folder / "step=9.ckpt", made(place_for(folder / "step=9.ckpt", "replaced"), folder=False))
