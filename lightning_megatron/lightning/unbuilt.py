@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron import device as devices
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 
 _ADVICE = "call module.configure_model() first, or do it in your configure_model after super().configure_model()"
@@ -31,7 +32,7 @@ _FACTS = {
     "size",
     "stride",
 }
-_CASTS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "hpu", "to", "type", "xpu"}
+_CASTS = {"bfloat16", "double", "float", "half", "to", "type", devices.CPU.type, devices.CUDA.type, devices.HPU.type}
 
 
 class Unbuilt(Tensor):

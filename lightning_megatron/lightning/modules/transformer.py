@@ -21,6 +21,7 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.layers.init import weights_follow
 from lightning_megatron.lightning import pretrained
+from lightning_megatron.lightning._private import trainer_of
 from lightning_megatron.lightning.modules.adapted import AdaptedModule, AdaptersLike
 from lightning_megatron.lightning.modules.schedules import ModuleSchedules, samples_of_last_step
 from lightning_megatron.lightning.modules.token_mean import LossReduction
@@ -259,7 +260,7 @@ class TransformerModule(AdaptedModule):
             self.model = self.build_model(now)  # and fp8
         self._attach_adapters(self.model, now.mesh)
         if self._outline is not None:
-            self._outline.give(self.model, every_dtype=self._trainer is None)
+            self._outline.give(self.model, every_dtype=trainer_of(self) is None)
         if model is not None and before is not None:
             carry_over(self, model, before, self.model, now)
         self._megatron_placement = now
