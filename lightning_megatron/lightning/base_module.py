@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -159,6 +160,10 @@ class MegatronModule(LightningModule):
         if strategy is not None:
             strategy.refresh_main_params()
 
+    def _building(self) -> AbstractContextManager[None]:
+        """Context of the outermost ``configure_model``."""
+        return nullcontext()
+
     def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Parameters in two groups: matrices, which decay, and norms and biases, which do not."""
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -177,9 +182,12 @@ def _then_weights(configure_model: Callable[[Any], None]) -> Callable[[Any], Non
 
     @wraps(configure_model)
     def build(self: MegatronModule) -> None:
-        configure_model(self)
-        if type(self).configure_model is build:
-            self._is_built = True
-            self._take_weights()
+        if type(self).configure_model is not build:
+            configure_model(self)
+            return
+        with self._building():
+            configure_model(self)
+        self._is_built = True
+        self._take_weights()
 
     return build

@@ -161,10 +161,14 @@ def carry_over(
         is_last_stage = previous.mesh.pp.rank == previous.mesh.pp.size - 1
         source = model_state(tensors, {}, previous.mesh) if is_last_stage else {}
         reshard(source, model_state(tensors, {}, placement.mesh), mesh)
-    frozen = {name for names in all_gather_object(mesh, _frozen(model) if contributes else []) for name in names}
+    own = (_frozen(model), _modes(model)) if contributes else ([], {})
+    gathered = all_gather_object(mesh, own)
+    frozen = {name for names, _ in gathered for name in names}
     for name, param in built.named_parameters():
         param.requires_grad_(name not in frozen)
-    built.train(model.training)
+    modes = {name: mode for _, each in gathered for name, mode in each.items()}
+    for name, part in built.named_modules():
+        part.training = modes.get(name, model.training)
 
 
 def _outside_model(
@@ -178,6 +182,10 @@ def _outside_model(
 
 def _frozen(model: nn.Module) -> list[str]:
     return [name for name, param in model.named_parameters() if not param.requires_grad]
+
+
+def _modes(model: nn.Module) -> dict[str, bool]:
+    return {name: part.training for name, part in model.named_modules()}
 
 
 def _wait_for_all_ranks(mesh: ParallelMesh) -> None:

@@ -357,7 +357,7 @@ def _silent(module: LightningModule) -> LightningModule:
 
     An attribute of this one object hides the methods of its class, as in ``log_capture.py``.
     """
-    module = copy.deepcopy(module)
+    module = module.unbuilt_copy() if isinstance(module, TransformerModule) else copy.deepcopy(module)
     for name in ("log", "log_dict"):
         object.__setattr__(module, name, _ignore)
     return module

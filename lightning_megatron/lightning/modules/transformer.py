@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,10 +21,12 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.layers.init import weights_follow
 from lightning_megatron.lightning import pretrained
+from lightning_megatron.lightning._private import trainer_of
 from lightning_megatron.lightning.modules.adapted import AdaptedModule, AdaptersLike
 from lightning_megatron.lightning.modules.schedules import ModuleSchedules, samples_of_last_step
 from lightning_megatron.lightning.modules.token_mean import LossReduction
 from lightning_megatron.lightning.placement import Placement, carry_over
+from lightning_megatron.lightning.unbuilt import Outline
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.presets import configuration
 from lightning_megatron.models.stages import StagedModel
@@ -30,6 +34,9 @@ from lightning_megatron.ops.adamw import MakeAdamW, beyond_fused_adamw
 from lightning_megatron.ops.implementation import Selection
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.optim.lr_schedule import LRStyle, MegatronLR, TailStyle, WDStyle
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ConfigLike = str | TransformerConfig | Mapping[str, Any]
 TransformerModuleT = TypeVar("TransformerModuleT", bound="TransformerModule")
@@ -88,6 +95,7 @@ class TransformerModule(AdaptedModule):
     counts_tokens = False
     extra_batch_keys: Collection[str] = ()
     logged: Collection[str] = ("lr", "grad_norm")
+    _outline: Outline | None = None
 
     @checked(
         lr=at_least(0.0),
@@ -181,8 +189,14 @@ class TransformerModule(AdaptedModule):
                 **self._adapter_arguments,
             }
         )
-        self.model: StagedModel | None = None
         self.hf_settings: Mapping[str, Any] = {}
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = self.build_model(Placement(ParallelMesh.single()))
+            self._attach_adapters(model, ParallelMesh.single())
+        self._outline = Outline(model)
+        self.model: StagedModel | None = model
+        self.register_state_dict_pre_hook(_build_first)
+        self.register_load_state_dict_pre_hook(_build_first)
 
     @property
     def loss_reduction(self) -> LossReduction:
@@ -245,7 +259,8 @@ class TransformerModule(AdaptedModule):
         with weights_follow() if loads_all else nullcontext():
             self.model = self.build_model(now)  # and fp8
         self._attach_adapters(self.model, now.mesh)
-        self.model.train(self.training)  # a module may be in evaluation mode before its model is built
+        if self._outline is not None:
+            self._outline.give(self.model, every_dtype=trainer_of(self) is None)
         if model is not None and before is not None:
             carry_over(self, model, before, self.model, now)
         self._megatron_placement = now
@@ -254,6 +269,8 @@ class TransformerModule(AdaptedModule):
 
     def build_model(self, placement: Placement) -> StagedModel:
         """This rank's part of the model.
+
+        ``__init__`` calls it first, on the meta device and for one rank.
 
         Args:
             placement: mesh, stages, and what else a model is built with.
@@ -292,11 +309,43 @@ class TransformerModule(AdaptedModule):
         return self._built().hidden_shape(batch["tokens"] if isinstance(batch, Mapping) else batch)
 
     def _built(self) -> StagedModel:
-        if self.model is None:
+        if self._has_outline:
             self.configure_model()
             assert self.model is not None
-            self.model.to(self.device, self.dtype)
+            self.model.to(self.device)
+        assert self.model is not None
         return self.model
+
+    @property
+    def _has_outline(self) -> bool:
+        return self._outline is not None and self.model is self._outline.model
+
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        outline = self.model if self._has_outline else None
+        if outline is not None:
+            self.model = None  # so that a configure_model knows the first time
+        try:
+            yield
+        finally:
+            if self.model is None:
+                self.model = outline
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Apply a function to the built model and all its parts: one that draws weights draws them whole."""
+        self._built()
+        return super().apply(fn)
+
+    def unbuilt_copy(self) -> Self:
+        """A copy that takes no memory if this module takes none; both may draw other weights when they are built."""
+        copied = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(super().__getstate__(), {id(self): copied}))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and files hold the weights, and so a built model."""
+        self._built()
+        return {**super().__getstate__(), "_outline": None}
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Loss of a batch."""
@@ -373,3 +422,8 @@ class TransformerModule(AdaptedModule):
             return Ops(self.device.type).choose_adamw()
         mode = strategy.precision_plugin.mode
         return strategy.ops.choose_adamw(beyond_fused_adamw(mode.main or mode.params, self.device.type))
+
+
+def _build_first(module: TransformerModule, *_: Any) -> None:
+    """Hook of ``state_dict`` and ``load_state_dict``, also of a module around this one."""
+    module._built()

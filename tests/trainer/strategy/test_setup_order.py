@@ -15,6 +15,7 @@ from lightning_megatron.testing.trainer import quiet_trainer
 
 def test_a_model_is_built_then_fp8_compiled_cast_moved_and_put_on_buffers(monkeypatch):
     seen: list[str] = []
+    module = GPTModule(tiny_llama())
 
     def note(step: str, owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -31,7 +32,6 @@ def test_a_model_is_built_then_fp8_compiled_cast_moved_and_put_on_buffers(monkey
     note("cast", MegatronPrecision, "convert_module")
     note("move", MegatronStrategy, "model_to_device")
     note("buffers", OptimizerSet, "__init__")
-    module = GPTModule(tiny_llama())
     trainer = quiet_trainer(MegatronStrategy(compile="eager"), max_steps=0)
     trainer.fit(module, [])
     assert seen == ["build", "fp8", "compile", "cast", "move", "buffers"]
