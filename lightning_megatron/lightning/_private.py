@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launche
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -31,6 +32,7 @@ __all__ = [
     "MockOptimizer",
     "Recompilation",
     "SubprocessScriptLauncher",
+    "TunerExit",
     "asks_for_upload",
     "checkpoint_folder",
     "compiler_counts",
@@ -127,6 +129,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("_max_depth", "lightning.pytorch.callbacks.ModelSummary", (_HERE,), "its argument"),
     PrivateName("_summarize_kwargs", "lightning.pytorch.callbacks.ModelSummary", (_HERE,), "its arguments"),
     PrivateName("_log_model", "lightning.pytorch.loggers.WandbLogger", (_HERE,), "loggers that upload"),
+    PrivateName(
+        "_TunerExitException", "lightning.pytorch.utilities.exceptions", (_HERE,), "the end of a run that only tunes"
+    ),
     # Metrics
     PrivateName("_forward_cache", _METRIC, (_HERE,), "the value of a step that a metric shows"),
     PrivateName("_update_count", _METRIC, (_HERE,), "no warning of a metric that another stage has updated"),

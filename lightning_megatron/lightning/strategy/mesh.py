@@ -312,7 +312,7 @@ class MeshStrategy(ParallelStrategy):
         self._axis("world").call(Kind.ALL_REDUCE, votes).run(dist.all_reduce, votes)
         return bool(votes == self.world_size) if all else bool(votes > 0)
 
-    def on_exception(self, exception: BaseException) -> None:
+    def _log_error(self, exception: BaseException) -> None:
         """Log the rank that failed, with its place in the model: of many tracebacks one is the cause."""
         if self._mesh is None or not self._mesh.is_distributed or isinstance(exception, SystemExit):
             return
