@@ -10,7 +10,6 @@ from lightning_megatron.recorder.file_format import Kind, State
 from lightning_megatron.recorder.process import ProcessState, describe_exit
 from lightning_megatron.recorder.reading import RankView, Record
 
-
 _TOLD = 4
 """Ranks of which the text names the action."""
 

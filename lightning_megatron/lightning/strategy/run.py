@@ -138,6 +138,7 @@ class RunStrategy(CheckpointStrategy):
             self._take_place(self._before)
             self._connect_groups()
             self._agree_on_seed()
+        self._draw_alike()
 
     def _take_place(self, before: Placement | None) -> None:
         """Make new groups; or keep those of the Trainer before, if its model was built for this layout."""
