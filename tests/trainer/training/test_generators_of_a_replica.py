@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def train(layout: str, folder: str, steps: int, ckpt_path: str | None = None) ->
 
 def resumed(layout: str, folder: str, *steps: int) -> Any:
     found = [train(layout, folder, steps[0])]
-    for before, now in zip(steps, steps[1:], strict=False):
+    for before, now in pairwise(steps):
         found.append(train(layout, folder, now, f"{folder}/{before}.ckpt"))
     return found
 
