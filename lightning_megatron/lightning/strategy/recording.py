@@ -198,12 +198,21 @@ class ActionRecord:
 
     # The end
 
-    def note_error(self, error: BaseException) -> None:
-        """Write down that the run of this rank ends in an error, and the rank that caused it.
+    def note_error(self, error: BaseException) -> bool:
+        """Write down and log that the run of this rank ends in an error, and the rank that caused it.
 
         Args:
             error: error; a lost connection that names no rank gets a note that does.
+
+        Returns:
+            True if all ranks have raised an error in this step, and so can still save together.
         """
+        if error is not self.error:
+            self._write(error)
+            self._strategy._log_error(error)
+        return self.all_have_raised
+
+    def _write(self, error: BaseException) -> None:
         self.error = error
         self._recorder.main.keep_failed(error)
         if self._watch is not None and self._strategy.launcher is not None:
@@ -256,7 +265,7 @@ class ActionRecord:
             with self.during(Kind.END):
                 yield
         except BaseException as error:
-            self.note_error(error)
+            self._write(error)
             raise
         finally:
             self._close()

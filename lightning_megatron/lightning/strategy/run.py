@@ -420,19 +420,9 @@ class RunStrategy(CheckpointStrategy):
     # The end
 
     def note_error(self, error: BaseException) -> bool:
-        """Write down and log, before any hook of Lightning's, that the run of this rank ends in an error.
-
-        Args:
-            error: error; a lost connection that names no rank gets a note that does.
-
-        Returns:
-            True if all ranks have raised an error in this step, and so can still save together.
-        """
-        if error is not self._record.error:
-            self._record.note_error(error)
-            self._end.note_error(error)
-            self._log_error(error)
-        return self._record.all_have_raised
+        """Write down, before any hook, the error that this rank's run ends in; True if all ranks can still save."""
+        self._end.note_error(error)
+        return self._record.note_error(error)
 
     def on_exception(self, exception: BaseException) -> None:
         """Write the error down, if the launcher has not done so."""

@@ -98,9 +98,9 @@ class BatchWatch:
             if len({repr(found[rank][1]) for rank in ranks}) > 1:
                 raise DataError(
                     f"ranks {ranks} are one replica of the model and read different samples:"
-                    f" {', '.join(keys) or 'keys'} differ. Ranks that differ only in tp, pp or cp must read the same ones: divide data by"
-                    " strategy.data_parallel_rank and strategy.data_parallel_size, not by RANK and WORLD_SIZE; and draw"
-                    " random numbers in data in the same way on all ranks"
+                    f" {', '.join(keys) or 'keys'} differ. Ranks that differ only in tp, pp or cp must read the same"
+                    " ones: divide data by strategy.data_parallel_rank and strategy.data_parallel_size, not by RANK and"
+                    " WORLD_SIZE; and draw random numbers in data in the same way on all ranks"
                 )
 
     def look(self, module: object, batch: Any) -> Any:
@@ -176,6 +176,6 @@ def _hash_of(value: Any) -> int:
     if isinstance(value, Tensor):
         about = repr((value.dtype, tuple(value.shape))).encode()
         is_here = value.device.type == "cpu" and value.layout == torch.strided
-        data = value.detach().contiguous().flatten().view(torch.uint8).numpy() if is_here and value.numel() else b""
+        data: Any = value.detach().contiguous().flatten().view(torch.uint8).numpy() if is_here else b""
         return zlib.crc32(data, zlib.crc32(about))
     return zlib.crc32(repr(value if isinstance(value, str | int | float | None) else type(value)).encode())
