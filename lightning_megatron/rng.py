@@ -3,7 +3,8 @@
 Outside tensor-parallel regions every tp rank must draw the same dropout mask, inside they must differ (Megatron-LM,
 https://arxiv.org/abs/1909.08053, section 3). Context-parallel ranks hold other tokens and must differ in both. Draws
 that all ranks share come from torch's default generator, which Lightning seeds equally; the others from separate
-streams that are swapped in within a ``with`` block.
+streams that are swapped in within a ``with`` block. Stages of a pipeline have different layers, so none of those draws
+from the default generator: data and the code of users do, and must draw alike on all stages.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from lightning_megatron import device as devices
 
 # 2718 is Megatron-LM's; all are far enough apart that no two coordinates of a real job share a seed.
-_OFFSETS = {"tensor": 2718, "context": 314}
+_OFFSETS = {"tensor": 2718, "context": 314, "stage": 57721}
 _CONTEXT_STRIDE = 1000
 _STAGE_STRIDE = 100_000
 
 
 class RNGStreams:
-    """Default random stream of a device, and two more that differ between ranks.
+    """Default random stream of a device, and more that differ between ranks.
 
     Attributes:
         replaying: True while a forward is recomputed for its gradients; it must not count anything again.
@@ -33,13 +34,14 @@ class RNGStreams:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
-        self.replaying = False
+        self.replaying = self._is_pipeline = False
         self._states: dict[str, torch.Tensor] = {}
 
-    def seed(self, seed: int, *, tp_rank: int, pp_rank: int = 0, cp_rank: int = 0) -> None:
+    def seed(self, seed: int, *, tp_rank: int, pp_rank: int = 0, cp_rank: int = 0, pp_size: int = 1) -> None:
         """Start the streams that differ between ranks; the default stream keeps its own seed."""
         seed += _CONTEXT_STRIDE * cp_rank + _STAGE_STRIDE * pp_rank
-        seeds = {"tensor": seed + _OFFSETS["tensor"] + tp_rank, "context": seed + _OFFSETS["context"]}
+        seeds = {name: seed + offset + tp_rank * (name == "tensor") for name, offset in _OFFSETS.items()}
+        self._is_pipeline = pp_size > 1
         self._states = {name: devices.seeded_rng_state(value, self.device) for name, value in seeds.items()}
 
     def tensor_parallel(self) -> AbstractContextManager[None]:
@@ -49,6 +51,10 @@ class RNGStreams:
     def context_parallel(self) -> AbstractContextManager[None]:
         """Draw from the stream that differs over cp and not over tp (the default one if never seeded)."""
         return self._swapped("context") if self._states else nullcontext()
+
+    def stage(self) -> AbstractContextManager[None]:
+        """Draw from the stream that differs over pp alone (the default one without a pipeline)."""
+        return self._swapped("stage") if self._is_pipeline else nullcontext()
 
     @contextmanager
     def _swapped(self, name: str) -> Iterator[None]:
@@ -67,7 +73,7 @@ class RNGStreams:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Continue all streams where :meth:`state_dict` was taken."""
         devices.set_rng_state(state["default"].cpu(), self.device)
-        self._states = {name: stream.cpu() for name, stream in state.items() if name != "default"}
+        self._states |= {name: stream.cpu() for name, stream in state.items() if name != "default"}
 
     def replay_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """``context_fn`` for ``torch.utils.checkpoint``: the recomputation draws what the first forward drew.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but no stub says so
 
@@ -38,6 +39,24 @@ class Meeting:
         if self._rank == 0:
             said.set("judgement", judge([said.get(str(rank)).decode() for rank in range(self._size)]))
         return said.get("judgement").decode()
+
+    def all_say(self, own: str, limit: timedelta) -> bool:
+        """Submit a text; True if all ranks submit the same one in time, as rank 0 finds. A rank may stay away.
+
+        Args:
+            own: this rank's text.
+            limit: time that this rank waits for the others.
+        """
+        said, ranks = PrefixStore("all say", self._store), [str(rank) for rank in range(self._size)]
+        said.set(str(self._rank), own)
+        try:
+            if self._rank == 0:
+                said.wait(ranks, limit)
+                said.set("judgement", str(len({said.get(rank) for rank in ranks}) == 1))
+            said.wait(["judgement"], limit)
+            return said.get("judgement") == b"True"
+        except RuntimeError:  # too late, or the process that hosts the store has ended
+            return False
 
     def part(self) -> None:
         """Wait on rank 0, whose process may host the store, until all ranks have called this."""

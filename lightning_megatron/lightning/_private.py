@@ -7,6 +7,8 @@ where the package touches a private name that is not here.
 from __future__ import annotations
 
 import inspect
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launche
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -31,6 +34,8 @@ __all__ = [
     "MockOptimizer",
     "Recompilation",
     "SubprocessScriptLauncher",
+    "TunerExit",
+    "agree_to_validate",
     "asks_for_upload",
     "checkpoint_folder",
     "compiler_counts",
@@ -80,6 +85,7 @@ _REHEARSAL = "rehearsal/torch_private.py"
 _STRATEGY = "lightning.pytorch.strategies.Strategy"
 _PARALLEL = "lightning.pytorch.strategies.ParallelStrategy"
 _MODULE = "lightning.pytorch.LightningModule"
+_TRAINING_LOOP = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 _METRIC = "torchmetrics.Metric"
 _STRATEGIES = ("lightning/strategy/megatron.py", "lightning/strategy/run.py")
 _LAUNCHERS = "lightning.pytorch.strategies.launchers"
@@ -108,6 +114,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     # The Trainer, modules, callbacks, loggers
     PrivateName("_accelerator_connector", "lightning.pytorch.Trainer", (_HERE,), "use_distributed_sampler"),
     PrivateName("_check_config_and_set_final_flags", _CONNECTOR, (), "reads `strategy._accelerator`"),
+    PrivateName("_val_check_time_interval", _TRAINING_LOOP, (_HERE,), "val_check_interval as a time, from 2.6 on"),
+    PrivateName("_last_val_time", _TRAINING_LOOP, (_HERE,), "the clock of each rank for it, from 2.6 on"),
     PrivateName("_data_source", "lightning.pytorch.loops.fit_loop._FitLoop", (_HERE,), "loaders that fit was given"),
     PrivateName(
         "_trainer", _MODULE, (_HERE, "lightning/base_module.py", "lightning/module.py"), "the Trainer, or None"
@@ -127,6 +135,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("_max_depth", "lightning.pytorch.callbacks.ModelSummary", (_HERE,), "its argument"),
     PrivateName("_summarize_kwargs", "lightning.pytorch.callbacks.ModelSummary", (_HERE,), "its arguments"),
     PrivateName("_log_model", "lightning.pytorch.loggers.WandbLogger", (_HERE,), "loggers that upload"),
+    PrivateName(
+        "_TunerExitException", "lightning.pytorch.utilities.exceptions", (_HERE,), "the end of a run that only tunes"
+    ),
     # Metrics
     PrivateName("_forward_cache", _METRIC, (_HERE,), "the value of a step that a metric shows"),
     PrivateName("_update_count", _METRIC, (_HERE,), "no warning of a metric that another stage has updated"),
@@ -225,6 +236,27 @@ def with_other_path(
 def training_data(trainer: Trainer) -> Any:
     """The training data that ``fit`` was given: loaders, or the module or data module that makes them."""
     return trainer.fit_loop._data_source.instance
+
+
+def agree_to_validate(trainer: Trainer, since: float) -> float:
+    """Let rank 0's clock alone decide on a validation, where ``val_check_interval`` is a time; all ranks call this.
+
+    Lightning asks the clock of each rank after each batch. It finds infinities there instead: now, or not yet.
+
+    Args:
+        trainer: Trainer that is fitting.
+        since: what this has returned after the batch before.
+
+    Returns:
+        Begin of the training, or end of the last validation.
+    """
+    interval = getattr(trainer, "_val_check_time_interval", None)
+    if interval is not None:
+        last: float = trainer._last_val_time  # type: ignore[attr-defined]
+        since = last if math.isfinite(last) else since
+        is_due = trainer.strategy.broadcast(time.monotonic() - since >= interval)
+        trainer._last_val_time = -math.inf if is_due else math.inf  # type: ignore[attr-defined]
+    return since
 
 
 def asks_for_upload(logger: Any) -> bool:

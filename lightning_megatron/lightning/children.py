@@ -50,6 +50,10 @@ class Children:
         for process in self._processes:
             process.send_signal(number)
 
+    def let_end(self) -> None:
+        """Let the processes end by themselves, since this one has failed with them: one that fails ends nothing."""
+        self._are_ended.set()
+
     def end(self, grace: float = GRACE) -> list[int]:
         """End the processes that do not end by themselves, and return their ranks.
 

@@ -18,18 +18,15 @@ from lightning_megatron.machine.host import shared_memory, shorten_socket_paths
 from lightning_megatron.mesh import ParallelMesh, coordinate, dense_grid
 
 
-def share_randomness(loader: Any, mesh: ParallelMesh, seed: int) -> Any:
+def share_randomness(loader: Any, mesh: ParallelMesh) -> Any:
     """Make workers of a loader draw the same random numbers on tp, pp and cp peers, and others on other dp ranks.
 
     After ``seed_everything(workers=True)`` Lightning seeds workers by the global rank, so that peers would augment one
-    sample in different ways; a user's own ``worker_init_fn`` is not changed. If there are peers, the loader gets a
-    generator of its own for the numbers that torch draws in each epoch: layers of the user may draw from the default
-    generator, differently on every stage, and then stages would read different samples.
+    sample in different ways; a user's own ``worker_init_fn`` is not changed.
 
     Args:
         loader: any loader; only a ``DataLoader`` is changed.
         mesh: mesh of this rank.
-        seed: seed, equal on all ranks.
 
     Returns:
         The loader.
@@ -38,11 +35,6 @@ def share_randomness(loader: Any, mesh: ParallelMesh, seed: int) -> Any:
         return loader
     if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=mesh.dp.rank)
-    has_peers = mesh.world.size > mesh.dp.size
-    if has_peers and loader.generator is None:
-        loader.generator = torch.Generator().manual_seed(seed)
-        if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
-            loader.sampler.generator = loader.generator
     return loader
 
 

@@ -21,13 +21,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_megatron import device as devices
 from lightning_megatron.comm.loopback import LoopbackPort
 from lightning_megatron.errors import Problem, raise_if_any
-from lightning_megatron.lightning._private import Launcher, SubprocessScriptLauncher, with_other_path
+from lightning_megatron.lightning._private import Launcher, SubprocessScriptLauncher, TunerExit, with_other_path
 from lightning_megatron.lightning.checkpointing.last_checkpoint import warn_of_new_folder
 from lightning_megatron.lightning.children import Children
 from lightning_megatron.lightning.environments.mpi import MpirunEnvironment
 from lightning_megatron.lightning.stopping.signals import handed_on
 
 Begin = Callable[[Trainer, Any], Any]
+_ENDS = (SystemExit, TunerExit)
+"""Exceptions that are no errors: all ranks leave the run with them."""
 _DERIVE_THE_ADDRESS = (SLURMEnvironment, LSFEnvironment, MPIEnvironment, MpirunEnvironment)
 
 
@@ -37,14 +39,15 @@ class LaunchCalls:
 
     Attributes:
         check: called with everything handed to ``trainer.fit`` (module, loaders, data module); raises to stop.
-        note_error: called with the error that the job ends in, before the other processes are ended.
+        note_error: called with the error that a run ends in, before Lightning's ``on_exception`` hooks; it returns True
+            if all ranks have failed together.
         begin: called by all ranks of a fit with the Trainer and ``ckpt_path``; its result replaces ``ckpt_path``.
         compare: called by all ranks, once they have started, with the Trainer and everything handed to it.
         port: port at which the ranks of this machine meet, taken before another process is started.
     """
 
     check: Callable[..., None]
-    note_error: Callable[[BaseException], None]
+    note_error: Callable[[BaseException], bool]
     begin: Begin
     compare: Callable[..., None]
     port: LoopbackPort
@@ -89,9 +92,14 @@ class CheckedLauncher(SubprocessScriptLauncher):
         with handed_on(self.kill):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
-            except Exception as error:
-                self._calls.note_error(error)
-                self.end_children()
+            except _ENDS:
+                raise
+            except BaseException as error:
+                together = self._calls.note_error(error)
+                if together and self._children is not None:
+                    self._children.let_end()
+                elif isinstance(error, Exception):
+                    self.end_children()
                 raise
             finally:
                 self._calls.port.free()
@@ -136,11 +144,17 @@ class JoinedLauncher(Launcher):
         """Compare, check, run ``function``."""
         if self._derives_address:  # else the launcher's own address may look like the bridge's
             devices.drop_default_address(self._device)
-        self._calls.compare(trainer, *args, *kwargs.values())
-        self._calls.check(*args, *kwargs.values(), trainer=trainer)
-        warn_of_new_folder([*args, *kwargs.values()], trainer)
-        keep_recipes(self._device, trainer)
-        return begun(function, trainer, self._calls.begin)(*args, **kwargs)
+        try:
+            self._calls.compare(trainer, *args, *kwargs.values())
+            self._calls.check(*args, *kwargs.values(), trainer=trainer)
+            warn_of_new_folder([*args, *kwargs.values()], trainer)
+            keep_recipes(self._device, trainer)
+            return begun(function, trainer, self._calls.begin)(*args, **kwargs)
+        except _ENDS:
+            raise
+        except BaseException as error:
+            self._calls.note_error(error)
+            raise
 
     def kill(self, signum: Any) -> None:
         """Nothing: it has started no process."""

@@ -10,6 +10,9 @@ from lightning_megatron.recorder.file_format import Kind, State
 from lightning_megatron.recorder.process import ProcessState, describe_exit
 from lightning_megatron.recorder.reading import RankView, Record
 
+_TOLD = 4
+"""Ranks of which the text names the action."""
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -50,9 +53,10 @@ def diagnose(views: Sequence[RankView]) -> Diagnosis:
         return Diagnosis(tuple(roots), False, f"{_about(first)}{for_what}")
     if aborted:
         return Diagnosis(tuple(aborted), True, _about(by_rank[aborted[0]]))
-    at_odds = [view.rank for view in views if view.waits_in is not None]
-    if len(at_odds) > 1 and len({_same(view.waits_in) for view in views if view.waits_in is not None}) > 1:
-        return Diagnosis(tuple(at_odds), False, "ranks wait for each other in different actions")
+    at_odds = {view.rank: view.waits_in for view in views if view.waits_in is not None}
+    if len({_same(record) for record in at_odds.values()}) > 1:
+        told = ", ".join(f"rank {rank} in {record}" for rank, record in list(at_odds.items())[:_TOLD])
+        return Diagnosis(tuple(at_odds), False, f"ranks wait for each other in different actions: {told}")
     return Diagnosis()
 
 

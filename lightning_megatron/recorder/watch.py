@@ -159,6 +159,12 @@ class PeerWatch:
         else:
             _log.error("Rank %d has lost its job: %s", self._rank, diagnosis.reason or "nobody stands out")
 
+    def _report_fact(self) -> None:
+        views = self.views()
+        diagnosis = diagnose(views)
+        if diagnosis.is_fact:
+            self.report(views, diagnosis)
+
     def _look(self) -> None:
         trouble: float | None = None
         while not self._over.wait(self._pause(trouble is not None)):
@@ -167,7 +173,10 @@ class PeerWatch:
             if reason is None:
                 trouble = None
                 continue
-            trouble = time.monotonic() if trouble is None else trouble
+            if trouble is None:
+                trouble = time.monotonic()
+            elif not self._has_reported:  # now, since this process may be ended by another one
+                self._report_fact()
             if time.monotonic() - trouble >= patience and not self._over.is_set():
                 self._end(reason)
 

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_megatron.comm.objects import broadcast_object
+from lightning_megatron.lightning.generators import kept_generators
 from lightning_megatron.lightning.step.log_capture import LogSync
 from lightning_megatron.lightning.step.metric_sync import MetricSync
 from lightning_megatron.lightning.step.micro_batches import split_batch
@@ -101,7 +102,8 @@ class StepEngine:
         work = TrainingWork(module, micro_batches, rest, self._boundary, scale)
         layout, rank = self._mesh.layout, self._mesh.pp.rank
         plan = training_plan(self._schedule, layout.pp, layout.vpp, len(micro_batches), rank)
-        self._runtime.run(plan, work, nullcontext if optimizers is None else optimizers.last_backward)
+        with kept_generators(self._device) if self._is_pipeline else nullcontext():
+            self._runtime.run(plan, work, nullcontext if optimizers is None else optimizers.last_backward)
         if optimizers is not None:
             optimizers.sum_tied()
         self._metrics.step_is_over()
@@ -121,7 +123,8 @@ class StepEngine:
         """
         work = EvaluationWork(module, getattr(module, name), micro_batches, rest, self._boundary)
         layout, axis = self._mesh.layout, self._mesh.pp
-        self._runtime.run(evaluation_plan(layout.pp, layout.vpp, len(micro_batches), axis.rank), work)
+        with kept_generators(self._device) if self._is_pipeline else nullcontext():
+            self._runtime.run(evaluation_plan(layout.pp, layout.vpp, len(micro_batches), axis.rank), work)
         self._metrics.step_is_over()
         self._logs.finish(name, work.logs, [])
         return broadcast_object(work.output(), axis, axis.size - 1, self._device) if broadcast else work.output()

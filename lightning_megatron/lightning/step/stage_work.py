@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_megatron.lightning.generators import seed_generators
 from lightning_megatron.lightning.step.log_capture import LogCapture
 from lightning_megatron.lightning.step.micro_batches import join_outputs
 from lightning_megatron.lightning.step.per_token_loss import (
@@ -50,10 +51,13 @@ class _Work:
         self._module, self._step = module, step
         self._micro_batches, self._rest, self._boundary = micro_batches, rest, boundary
         self.logs = LogCapture(module)
+        self._seed = int(torch.randint(1 << 31, (), device="cpu")) if boundary.num_stages > 1 else None
 
     def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
         """The activation for the next stage; on the last one, the result of :meth:`on_last_stage`."""
         batch, weight = self._micro_batches[microbatch]
+        if self._seed is not None:  # stages take their micro-batches in orders of their own
+            seed_generators(self._seed + microbatch)
         is_last = stage == self._boundary.num_stages - 1
         scale = self.loss_scale(weight) if is_last else self.early_scale(batch, weight)
         with (

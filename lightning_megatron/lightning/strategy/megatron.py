@@ -285,10 +285,11 @@ class MegatronStrategy(RunStrategy):
             steps = self.lightning_module.trainer.global_step
             self._memory.measure(type(self).__name__, steps, self.root_device, self.mesh.pp.rank)
 
-    def on_exception(self, exception: BaseException) -> None:
+    def note_error(self, error: BaseException) -> bool:
         """Write the error down; one for want of memory gets the prediction, and the cheapest ways out."""
-        self._memory.explain(exception)
-        super().on_exception(exception)
+        if error is not self._record.error:
+            self._memory.explain(error)
+        return super().note_error(error)
 
     @property
     def compile_backend(self) -> str | None:

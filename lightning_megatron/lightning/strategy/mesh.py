@@ -35,6 +35,7 @@ from lightning_megatron.lightning.dataloaders import (
     start_workers_safely,
 )
 from lightning_megatron.lightning.environments.mpi import environment_of_ranks
+from lightning_megatron.lightning.generators import generator_hashes, seed_generators
 from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.strategy.process_end import ProcessEnd
 from lightning_megatron.lightning.strategy.settings import JobSettings, LightningParts
@@ -248,7 +249,16 @@ class MeshStrategy(ParallelStrategy):
         if seed != torch.initial_seed():
             torch.manual_seed(seed)
         mesh = self.mesh
-        mesh.rng.seed(seed % (1 << 62), tp_rank=mesh.tp.rank, pp_rank=mesh.pp.rank, cp_rank=mesh.cp.rank)
+        place = {"tp_rank": mesh.tp.rank, "pp_rank": mesh.pp.rank, "cp_rank": mesh.cp.rank, "pp_size": mesh.pp.size}
+        mesh.rng.seed(seed % (1 << 62), **place)
+
+    def _draw_alike(self) -> None:
+        """Ranks that read the same samples must draw the same numbers, whatever their scripts have seeded and drawn."""
+        mesh = self.mesh
+        found = all_gather_object(mesh, (mesh.dp.rank, generator_hashes()))
+        replica = [hashes for dp_rank, hashes in found if dp_rank == mesh.dp.rank]
+        different = [name for name, hashed in replica[0].items() if any(hashes[name] != hashed for hashes in replica)]
+        seed_generators(self._seed + mesh.dp.rank, different)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let ranks that read the same samples read them in one order, and draw the same random numbers in workers."""
@@ -256,7 +266,7 @@ class MeshStrategy(ParallelStrategy):
         start_workers_safely(dataloader, self.root_device)
         if not self.is_distributed and injects_samplers(self.lightning_module):
             shuffle_by_epoch(dataloader)
-        return share_randomness(dataloader, self.mesh, self._seed)
+        return share_randomness(dataloader, self.mesh)
 
     def model_to_device(self) -> None:
         """Move the model to this process's device."""
@@ -312,7 +322,7 @@ class MeshStrategy(ParallelStrategy):
         self._axis("world").call(Kind.ALL_REDUCE, votes).run(dist.all_reduce, votes)
         return bool(votes == self.world_size) if all else bool(votes > 0)
 
-    def on_exception(self, exception: BaseException) -> None:
+    def _log_error(self, exception: BaseException) -> None:
         """Log the rank that failed, with its place in the model: of many tracebacks one is the cause."""
         if self._mesh is None or not self._mesh.is_distributed or isinstance(exception, SystemExit):
             return

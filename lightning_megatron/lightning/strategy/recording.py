@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from lightning_megatron.comm.rendezvous import Meeting, Store
 from lightning_megatron.lightning._private import trainer_of
 from lightning_megatron.lightning.children import GRACE
 from lightning_megatron.lightning.launcher import CheckedLauncher
@@ -28,6 +30,8 @@ from lightning_megatron.recorder.recorder import Recorder, note_process_state
 from lightning_megatron.recorder.runs import remove_finished, remove_old, run_folder
 from lightning_megatron.recorder.watch import PeerWatch
 
+_TOGETHER = timedelta(seconds=3)
+"""Time within which ranks that fail together raise their errors; a rank that does not is then ended by its watch."""
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -57,6 +61,9 @@ class ActionRecord:
     Args:
         strategy: strategy of this rank.
         to_file: True if the record is written to a file.
+
+    Attributes:
+        error: error that the run of this rank ends in.
     """
 
     def __init__(self, strategy: MeshStrategy, to_file: bool) -> None:
@@ -64,6 +71,18 @@ class ActionRecord:
         self._watch: PeerWatch | None = None
         self._marks: HookMarks | None = None
         self._makes_group = False
+        self._failures: Meeting | None = None
+        self._have_all_raised: bool | None = None
+        self.error: BaseException | None = None
+
+    def begin_run(self, store: Store) -> None:
+        """Forget the error of the run before; every rank calls this.
+
+        Args:
+            store: store where all ranks meet.
+        """
+        self.error = self._have_all_raised = None
+        self._failures = Meeting(store, self._strategy.global_rank, self._strategy.world_size, "failures")
 
     @property
     def _recorder(self) -> Recorder:
@@ -179,12 +198,22 @@ class ActionRecord:
 
     # The end
 
-    def note_error(self, error: BaseException) -> None:
-        """Write down that the run of this rank ends in an error, and the rank that caused it.
+    def note_error(self, error: BaseException) -> bool:
+        """Write down and log that the run of this rank ends in an error, and the rank that caused it.
 
         Args:
             error: error; a lost connection that names no rank gets a note that does.
+
+        Returns:
+            True if all ranks have raised an error in this step, and so can still save together.
         """
+        if error is not self.error:
+            self._write(error)
+            self._strategy._log_error(error)
+        return self.all_have_raised
+
+    def _write(self, error: BaseException) -> None:
+        self.error = error
         self._recorder.main.keep_failed(error)
         if self._watch is not None and self._strategy.launcher is not None:
             self._watch.give_time(GRACE)
@@ -204,6 +233,31 @@ class ActionRecord:
         else:
             self._recorder.set_state(State.RAISED, f"{type(error).__name__}: {error}")
 
+    @property
+    def all_have_raised(self) -> bool:
+        """True if all ranks have raised an error in one step; this rank has, and waits a moment for the others."""
+        if self._failures is None:
+            return True
+        if self._have_all_raised is None:
+            step = getattr(trainer_of(self._strategy.lightning_module), "global_step", None)
+            is_first = self._recorder.state != State.LOST
+            self._have_all_raised = is_first and self._failures.all_say(str(step), _TOGETHER)
+        return self._have_all_raised
+
+    def require_peers(self, path: Any) -> None:
+        """Refuse to save on a rank that fails alone: the others would be waited for, and would not come.
+
+        Args:
+            path: path of the checkpoint.
+
+        Raises:
+            BaseException: the error that this rank ends in.
+        """
+        if self.error is not None and not self.all_have_raised:
+            why = "a save needs all ranks, and not all of them have raised an error in this step"
+            _log.error("%s is not saved: %s. The error: %s: %s", path, why, type(self.error).__name__, self.error)
+            raise self.error
+
     @contextmanager
     def ending(self) -> Iterator[None]:
         """Bracket the end of a run, and close the record; a run that all ranks have finished leaves none."""
@@ -211,7 +265,7 @@ class ActionRecord:
             with self.during(Kind.END):
                 yield
         except BaseException as error:
-            self.note_error(error)
+            self._write(error)
             raise
         finally:
             self._close()

@@ -103,6 +103,7 @@ class RunStrategy(CheckpointStrategy):
         self._take_device()
         store, ranks = self._meet(), (self.global_rank, self.world_size)
         if store is not None:
+            self._record.begin_run(store)
             given = self._job.arguments or {}, self._job.layout, *ranks, self.lightning_module, objects
             self._comparison.begin(store, start_statement(*given), trainer, objects)
 
@@ -137,6 +138,7 @@ class RunStrategy(CheckpointStrategy):
             self._take_place(self._before)
             self._connect_groups()
             self._agree_on_seed()
+        self._draw_alike()
 
     def _take_place(self, before: Placement | None) -> None:
         """Make new groups; or keep those of the Trainer before, if its model was built for this layout."""
@@ -242,6 +244,7 @@ class RunStrategy(CheckpointStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a sharded checkpoint, as :class:`CheckpointStrategy` does, with a mark in the record of this rank."""
+        self._record.require_peers(filepath)
         with self.during(Kind.SAVE, str(filepath)):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -416,19 +419,14 @@ class RunStrategy(CheckpointStrategy):
 
     # The end
 
-    def note_error(self, error: BaseException) -> None:
-        """Write down that the run of this rank ends in an error, and the rank that caused it.
-
-        Args:
-            error: error; a lost connection that names no rank gets a note that does.
-        """
-        self._record.note_error(error)
+    def note_error(self, error: BaseException) -> bool:
+        """Write down, before any hook, the error that this rank's run ends in; True if all ranks can still save."""
         self._end.note_error(error)
+        return self._record.note_error(error)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Write the error down before anything else, then log the place of this rank."""
+        """Write the error down, if the launcher has not done so."""
         self.note_error(exception)
-        super().on_exception(exception)
 
     def _end_run(self) -> None:
         with self._record.ending():
