@@ -19,9 +19,11 @@ def name_cut_files(exception: BaseException, data: Any) -> None:
     worker that was killed, and guesses at too little shared memory.
 
     Args:
-        exception: what has ended the run.
+        exception: what has ended the run; torch raises a ``RuntimeError``, wherever the process is.
         data: data set, or sequence of some; anything else has no files.
     """
+    if not isinstance(exception, RuntimeError):
+        return
     try:
         _check(data)
     except DataError as error:

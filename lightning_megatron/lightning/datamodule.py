@@ -171,10 +171,8 @@ class MegatronDataModule(LightningDataModule):
             tokenizer_model = tokenizer_beside(tokenizer_type, folder)
         self._tokenizer_model = tokenizer_model or vocab_file
         if tokenizer_type is not None:
-            vocab, merges = _path(vocab_file), _path(merge_file)
-            self.tokenizer = build_tokenizer(
-                tokenizer_type, _path(tokenizer_model), vocab_file=vocab, merge_file=merges
-            )
+            model, vocab, merges = (_path(file) for file in (tokenizer_model, vocab_file, merge_file))
+            self.tokenizer = build_tokenizer(tokenizer_type, model, vocab_file=vocab, merge_file=merges)
         self._datasets: tuple[SampleDataset | None, ...] = (None, None, None)
         self._train_loader: ResumableDataLoader | None = None
         self._saved_place: dict[str, Any] | None = None
@@ -253,8 +251,7 @@ class MegatronDataModule(LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """Do what :meth:`teardown` does, which Lightning does not call then, and name a file that killed a worker."""
         self.teardown("fit")
-        if isinstance(exception, RuntimeError):  # torch's, of a worker
-            name_cut_files(exception, self._datasets)
+        name_cut_files(exception, self._datasets)
 
     @property
     def _counts_samples(self) -> bool:
