@@ -10,13 +10,13 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_megatron.comm.objects import broadcast_object
-from lightning_megatron.lightning.generators import kept_generators
 from lightning_megatron.lightning.step.log_capture import LogSync
 from lightning_megatron.lightning.step.metric_sync import MetricSync
 from lightning_megatron.lightning.step.micro_batches import split_batch
 from lightning_megatron.lightning.step.optimizers import OptimizerSet
 from lightning_megatron.lightning.step.per_token_loss import num_tokens_in, scale_with_tokens
 from lightning_megatron.lightning.step.stage_work import EvaluationWork, MicroBatches, TrainingWork
+from lightning_megatron.lightning.streams.generators import kept_generators
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan, training_plan
 from lightning_megatron.recorder.file_format import Kind

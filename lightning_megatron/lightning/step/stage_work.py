@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_megatron.lightning.generators import seed_generators
 from lightning_megatron.lightning.step.log_capture import LogCapture
 from lightning_megatron.lightning.step.micro_batches import join_outputs
 from lightning_megatron.lightning.step.per_token_loss import (
@@ -21,6 +20,7 @@ from lightning_megatron.lightning.step.per_token_loss import (
     scale_with_tokens,
     tokens_before,
 )
+from lightning_megatron.lightning.streams.generators import seed_generators
 from lightning_megatron.stage import BackwardScale, StageBoundary, StageReached
 
 MicroBatches = Sequence[tuple[Any, float]]

@@ -35,10 +35,10 @@ from lightning_megatron.lightning.dataloaders import (
     start_workers_safely,
 )
 from lightning_megatron.lightning.environments.mpi import environment_of_ranks
-from lightning_megatron.lightning.generators import generator_hashes, seed_generators
 from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.strategy.process_end import ProcessEnd
 from lightning_megatron.lightning.strategy.settings import JobSettings, LightningParts
+from lightning_megatron.lightning.streams.generators import generator_hashes, seed_generators
 from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.registry import Ops

@@ -275,7 +275,7 @@ class ActionRecord:
             self._marks.detach()
         if self._watch is not None:
             self._watch.stop()
-        self._watch = self._marks = None
+        self._watch = self._marks = self.error = None  # whose traceback holds the frames of the run
         folder = self._recorder.folder
         self._recorder.set_state(State.FINISHED)
         self._recorder.close()

@@ -63,7 +63,9 @@ class BatchWatch:
 
     def _note_hashes(self, module: Any, batch: Any) -> None:
         trainer = trainer_of(module)
-        if trainer is None or not self._has_peers:
+        leaves = list(_leaves(batch, ""))
+        has_values = all(type(leaf) is Tensor for _, leaf in leaves if isinstance(leaf, Tensor))  # none in a rehearsal
+        if trainer is None or not self._has_peers or not has_values:
             return
         if trainer.training:
             number, name = trainer.fit_loop.batch_idx, "batch"
@@ -73,7 +75,7 @@ class BatchWatch:
             number, name = self._evaluated, f"batch {self._evaluated}"
             self._evaluated += 1
         if self._is_due if trainer.training else number < FIRST:
-            self._hashes |= {key: _hash_of(leaf) for key, leaf in _leaves(batch, name)}
+            self._hashes |= {name + key: _hash_of(leaf) for key, leaf in leaves}
 
     def _compare(self) -> None:
         """Compare within each replica, with one message of all ranks.

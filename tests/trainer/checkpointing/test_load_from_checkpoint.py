@@ -215,7 +215,7 @@ def test_arguments_that_no_checkpoint_has(tmp_path: Path) -> None:
 
 def test_saving_before_there_is_anything_to_save(tmp_path: Path) -> None:
     trainer = quiet_trainer(MegatronStrategy())
-    trainer.strategy.connect(LlamaModule(tiny_llama()))
+    trainer.strategy.connect(Pair(4))
     with pytest.raises(RuntimeError, match=r"there are no parameters yet\. They come with the first of these calls"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     trainer = Trainer(strategy=MegatronStrategy(), accelerator=kind_in_tests().type, devices=2, logger=False)

@@ -188,7 +188,7 @@ def test_validate_takes_the_model_from_the_checkpoint(
     assert "val_loss" in expected
     assert main([*alone, "--model=LlamaModule"]) == 0
     assert capsys.readouterr().out == expected
-    with patch.object(module, "GPTModel", side_effect=AssertionError("a model was built")):
+    with patch.object(module.GPTModule, "configure_model", side_effect=AssertionError("a model was built")):
         assert main([*alone, "--model=LlamaModule", "--model.config=llama-tiny"]) == 2
         error = capsys.readouterr().err
         assert "num_layers=8" in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 from collections.abc import Collection, Generator
@@ -19,8 +20,9 @@ def generator_hashes() -> dict[str, str]:
     """Hash of the state of each generator, by name."""
     _, keys, position, *gauss = np.random.get_state()
     numpy = np.asarray(keys).tobytes() + repr((position, *gauss)).encode()
-    states = repr(random.getstate()).encode(), numpy, torch.get_rng_state().numpy().tobytes()
-    hashes = (hashlib.sha256(state).hexdigest() for state in states)
+    state = torch.get_rng_state()  # its bytes without an operation, which in a rehearsal would have no values
+    states = repr(random.getstate()).encode(), numpy, ctypes.string_at(state.data_ptr(), state.numel())
+    hashes = (hashlib.sha256(each).hexdigest() for each in states)
     return dict(zip(_NAMES, hashes, strict=True))
 
 
