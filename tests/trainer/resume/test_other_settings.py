@@ -91,7 +91,7 @@ def weights(make: Any, strategy: Any, path: Path, ckpt_path: Path | None = None)
     model = Plain(make)
     trainer.fit(model, DataLoader(rows), ckpt_path=ckpt_path)  # type: ignore[arg-type]
     trainer.save_checkpoint(path)
-    return model.layer.weight.detach().clone()
+    return model.layer.weight.detach().cpu().clone()
 
 
 MADE: dict[str, Any] = {
