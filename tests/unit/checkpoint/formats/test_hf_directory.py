@@ -223,3 +223,14 @@ def test_shards_are_cut_in_order_and_a_large_tensor_has_its_own() -> None:
     assert [list(shard) for shard in shards] == [["a", "b"], ["c"], ["d"]]
     assert shard_names(1) == ["model.safetensors"]
     assert shard_names(2)[1] == "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("shards_remain", [True, False])
+def test_a_single_file_is_read_before_an_index(shards_remain: bool, tmp_path: Path) -> None:
+    in_several(tmp_path)
+    if not shards_remain:
+        for shard in tmp_path.glob("model-*.safetensors"):
+            shard.unlink()
+    save_file({"model.w": torch.full((5,), 7.0)}, tmp_path / "model.safetensors")
+    found = read_tensors(tmp_path)
+    assert {name: tensor.materialize().tolist() for name, tensor in found.items()} == {"model.w": [7.0] * 5}
