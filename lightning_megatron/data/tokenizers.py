@@ -117,7 +117,8 @@ class FastTokenizer(_Base):
         self._backend, self._file = backend, file
         self._model = backend.model
         self._special_in_text = special_in_text
-        super().__init__(backend.get_vocab_size(with_added_tokens=True), special)
+        ids = backend.get_vocab(with_added_tokens=True).values()  # they may leave numbers out
+        super().__init__(max(ids, default=-1) + 1, special)
 
     def encode(self, text: str) -> list[int]:
         """Token ids."""
@@ -258,7 +259,8 @@ class BertWordPieceTokenizer(FastTokenizer):
         tokenizers = require("tokenizers", extra="data")
         vocab = _existing(vocab_file)
         with _told_by(vocab, "not BERT's vocab.txt, one piece a line"):
-            pieces = {piece: i for i, piece in enumerate(vocab.read_text("utf-8").splitlines())}
+            lines = vocab.read_bytes().decode("utf-8").removesuffix("\n").split("\n")  # a piece may be U+2028
+            pieces = {piece.removesuffix("\r"): i for i, piece in enumerate(lines)}
         missing = [piece for piece in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if piece not in pieces]
         if missing:
             raise DataError.at(vocab, f"has no {', '.join(missing)}", do="give BERT's vocab.txt, one piece a line")

@@ -95,7 +95,7 @@ def _save(
     source: PathLike,
     dtype: torch.dtype | None,
 ) -> None:
-    state = {_PREFIX + name: tensor.to(dtype) for name, tensor in tensors.items()}
+    state = {_PREFIX + name: tensor.to(dtype, name) for name, tensor in tensors.items()}
     known = {IMPORTED_FROM: os.fspath(source), SETTINGS: read_settings(source)}
     meta = fresh_run({"config": asdict(config)}) | known
     save(target, dict(state), meta, ParallelMesh.single())

@@ -139,7 +139,7 @@ def peft_to_checkpoint(source: PathLike, target: PathLike, *, base: PathLike, dt
     mesh = ParallelMesh.single()
     known = {IMPORTED_FROM: os.fspath(source), SETTINGS: settings, ADAPTER_OF: base_of(base, mesh)}
     meta = fresh_run({"config": asdict(config), "lora": {_DEFAULT: lora.plain}}) | known
-    save(target, {_PREFIX + name: tensor.to(dtype) for name, tensor in tensors.items()}, meta, mesh)
+    save(target, {_PREFIX + name: tensor.to(dtype, name) for name, tensor in tensors.items()}, meta, mesh)
 
 
 def merge_adapter(
@@ -178,7 +178,7 @@ def merge_adapter(
             frozen[name].shape, frozen[name].dtype, partial(_merged, layer, frozen[name], opened)
         )
     meta = fresh_run({"config": asdict(opened.config)}) | {IMPORTED_FROM: os.fspath(source), SETTINGS: settings}
-    save(target, {_PREFIX + name: tensor.to(dtype) for name, tensor in tensors.items()}, meta, mesh)
+    save(target, {_PREFIX + name: tensor.to(dtype, name) for name, tensor in tensors.items()}, meta, mesh)
 
 
 def _base_tensors(

@@ -203,3 +203,20 @@ def test_training_faults(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"latin\.txt, line 2: not UTF-8"):
         train_tokenizer([tmp_path / "latin.txt"], tmp_path / "m.model", vocab_size=300)
     assert not list(tmp_path.glob("m.model*"))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("piece", list("\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"))
+def test_only_a_newline_ends_a_piece(piece: str, end: str, tmp_path: Path) -> None:
+    file = tmp_path / "vocab.txt"
+    file.write_bytes("".join(name + end for name in ["[PAD]", "[UNK]", "[CLS]", "[SEP]", piece, "river"]).encode())
+    tokenizer = build_tokenizer("BertWordPieceCase", file)
+    assert (tokenizer.encode("river"), tokenizer.vocab_size) == ([5], 6)
+
+
+def test_size_of_a_vocabulary_with_unused_ids_is_its_largest_id_and_one(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "<|endoftext|>": 2, "ab": 7}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    files = {"vocab_file": tmp_path / "vocab.json", "merge_file": tmp_path / "merges.txt"}
+    tokenizer = build_tokenizer("GPT2BPETokenizer", **files)
+    assert (tokenizer.encode("ab"), tokenizer.vocab_size) == ([7], 8)

@@ -49,7 +49,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, LazyTensor]:
     """All tensors of the directory by name. Only headers are read now; values are read when a tensor is materialized.
 
-    As in transformers, safetensors win over pickled files, and an index over a single file.
+    As in transformers, safetensors win over pickled files, and a single file over an index.
 
     Raises:
         CheckpointError: naming files that are missing or cannot be read, and tensors that are missing, that stand in
@@ -57,10 +57,10 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, LazyTensor]:
     """
     path = Path(path)
     for name, header in ((SAFETENSORS, read_lazily), (PICKLED, _pickled)):
-        if (path / index_name(name)).is_file():
-            return _indexed(path, path / index_name(name), header)
         if (path / name).is_file():
             return header(path / name)
+        if (path / index_name(name)).is_file():
+            return _indexed(path, path / index_name(name), header)
     raise CheckpointError(f"{path} holds no weights: neither {SAFETENSORS} nor {PICKLED}, nor an index of several")
 
 

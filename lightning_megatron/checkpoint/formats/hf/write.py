@@ -21,6 +21,7 @@ from lightning_megatron.checkpoint.directory.leftovers import remove_stale
 from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, SAFETENSORS, index_name
 from lightning_megatron.checkpoint.formats.safetensors_file import header_bytes, num_bytes
 from lightning_megatron.checkpoint.formats.weight_map import Split
+from lightning_megatron.checkpoint.lazy_tensor import cast
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files.writing import writing
 
@@ -48,7 +49,7 @@ def write_hf(
         beside: further files by name: the contents of a JSON file, or the path of a file to copy.
 
     Raises:
-        CheckpointError: if something has the name already.
+        CheckpointError: if something has the name already, or naming a tensor whose values ``dtype`` cannot hold.
     """
     path, splits = Path(path), list(splits)
     if os.path.lexists(path):
@@ -108,8 +109,8 @@ def _write_shard(file: Path, shard: Shard, values: Iterator[Tensor]) -> None:
     with writing(file):
         with file.open("wb") as stream:
             stream.write(header_bytes(shard))
-            for dtype, _ in shard.values():
-                _write_tensor(stream, next(values).to(dtype))
+            for name, (dtype, _) in shard.items():
+                _write_tensor(stream, cast(name, next(values), dtype))
         sync_file(file)
 
 

@@ -223,3 +223,29 @@ def test_shards_are_cut_in_order_and_a_large_tensor_has_its_own() -> None:
     assert [list(shard) for shard in shards] == [["a", "b"], ["c"], ["d"]]
     assert shard_names(1) == ["model.safetensors"]
     assert shard_names(2)[1] == "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("shards_remain", [True, False])
+def test_a_single_file_is_read_before_an_index(shards_remain: bool, tmp_path: Path) -> None:
+    in_several(tmp_path)
+    if not shards_remain:
+        for shard in tmp_path.glob("model-*.safetensors"):
+            shard.unlink()
+    save_file({"model.w": torch.full((5,), 7.0)}, tmp_path / "model.safetensors")
+    found = read_tensors(tmp_path)
+    assert {name: tensor.materialize().tolist() for name, tensor in found.items()} == {"model.w": [7.0] * 5}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cast_that_overflows_names_the_tensor_and_writes_nothing(dtype: torch.dtype, tmp_path: Path) -> None:
+    value = torch.tensor([1.0, torch.finfo(torch.float32).max, torch.inf])
+    with pytest.raises(CheckpointError, match="w: 1 values are beyond"):
+        write_hf(tmp_path / "a", {}, [Split({"model.w": value.to("meta")}, lambda: [value])], dtype=dtype)
+    with pytest.raises(CheckpointError, match="w: 1 values are beyond"):
+        lazy({"model.w": value})["model.w"].to(dtype, "model.w").materialize()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cast_keeps_infinite_values() -> None:
+    value = torch.tensor([1.0, 65504.0, -torch.inf])
+    assert torch.equal(lazy({"w": value})["w"].to(torch.float16).materialize(), value.half())
