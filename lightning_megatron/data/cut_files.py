@@ -25,18 +25,25 @@ def name_cut_files(exception: BaseException, data: Any) -> None:
     if not isinstance(exception, RuntimeError):
         return
     try:
-        _check(data)
+        check_files(data)
     except DataError as error:
         exception.args = (f"{error}\n{exception}",)
 
 
-def _check(data: Any) -> None:
-    """Check the files of data sets, and of all that they are made of."""
+def check_files(data: Any) -> None:
+    """Check the lengths of files that data sets, and all that they are made of, have mapped.
+
+    Args:
+        data: data set, or sequence of some; anything else has no files.
+
+    Raises:
+        DataError: if a file is shorter than it was.
+    """
     if isinstance(data, MappedFiles):
         data.check()
     elif isinstance(data, list | tuple):
         for part in data:
-            _check(part)
+            check_files(part)
     elif isinstance(data, Dataset | IndexedDataset | EncodedChats):
         for part in vars(data).values():
-            _check(part)
+            check_files(part)

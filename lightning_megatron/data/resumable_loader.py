@@ -9,10 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_megatron.data.chat.encoded import EncodedChats
-from lightning_megatron.data.indexed import IndexedDataset
+from lightning_megatron.data.cut_files import check_files
 from lightning_megatron.data.sampler import MegatronSampler
-from lightning_megatron.files.mapped import MappedFiles
 
 
 class ResumableDataLoader(DataLoader[Any]):
@@ -81,7 +79,7 @@ class _CountingIterator(Iterator[Any]):
         try:
             batch = next(self._batches)
         except RuntimeError:  # a worker may have read behind the end of a file, which ends it without a word
-            _check_files(self._loader.dataset)
+            check_files(self._loader.dataset)
             raise
         self._loader.position.advance()
         return batch
@@ -91,18 +89,6 @@ class _CountingIterator(Iterator[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_loader": self._loader, "_batches": None}  # worker processes cannot be copied
-
-
-def _check_files(data: object) -> None:
-    """Check the lengths of files that a data set has mapped, and those of all data sets that it is made of."""
-    if isinstance(data, MappedFiles):
-        data.check()
-    elif isinstance(data, list | tuple):
-        for part in data:
-            _check_files(part)
-    elif isinstance(data, Dataset | IndexedDataset | EncodedChats):
-        for part in vars(data).values():
-            _check_files(part)
 
 
 class _AlreadySharded(DistributedSampler[Any]):

@@ -63,9 +63,10 @@ class BatchWatch:
 
     def _note_hashes(self, module: Any, batch: Any) -> None:
         trainer = trainer_of(module)
+        if trainer is None or not self._has_peers:
+            return
         leaves = list(_leaves(batch, ""))
-        has_values = all(type(leaf) is Tensor for _, leaf in leaves if isinstance(leaf, Tensor))  # none in a rehearsal
-        if trainer is None or not self._has_peers or not has_values:
+        if any(type(leaf) is not Tensor for _, leaf in leaves if isinstance(leaf, Tensor)):  # no values: a rehearsal
             return
         if trainer.training:
             number, name = trainer.fit_loop.batch_idx, "batch"

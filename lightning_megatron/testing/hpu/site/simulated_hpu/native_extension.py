@@ -24,7 +24,7 @@ class CompileError(RuntimeError):
 
 
 def cache_directory() -> Path:
-    """Where the extension for this source, torch and Python is kept; a temporary folder if there is no home."""
+    """Folder of the extension for this source, torch and Python; a temporary one if there is no home."""
     home = Path.home()
     own = home / ".cache" if os.access(home, os.W_OK) else Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or own)
