@@ -16,12 +16,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.arguments import checked
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.device import DeviceKind
 from lightning_megatron.errors import ConfigError, Problem, nearest_names
 from lightning_megatron.lightning.step.step_gate import StepGate
+from lightning_megatron.models.stages import StagedModel
 from lightning_megatron.optim.finite_check import FiniteCheck
 from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -97,6 +99,7 @@ class MegatronPrecision(Precision):
         self.last_grad_norm: Tensor | None = None
         self.step_gate: StepGate | None = None
         self.step_is_refused = self.step_has_overflowed = False
+        self._input_casts: list[RemovableHandle] = []
 
     @classmethod
     def of(cls, plugin: Precision | None) -> MegatronPrecision:
@@ -173,7 +176,7 @@ class MegatronPrecision(Precision):
         return self.tensor_init_context()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast a module to the parameters' dtype; fp32 leaves it as it is.
+        """Cast a module to the parameters' dtype, and have its layers cast their inputs; fp32 leaves it as it is.
 
         Buffers that are weights keep theirs: the bias of an expert moves by steps that 16 bits would round away.
         """
@@ -183,11 +186,26 @@ class MegatronPrecision(Precision):
         module.to(dtype=self.mode.params)
         for part, name, buffer in kept:
             setattr(part, name, buffer)
+        self.teardown()
+        self._input_casts = [
+            layer.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+            for layer in _layers_of_the_user(module)
+            if any(param.dtype == self.mode.params for param in layer.parameters(recurse=False))
+        ]
         return module
 
+    def teardown(self) -> None:
+        """Take back what :meth:`convert_module` has added to layers."""
+        for handle in self._input_casts:
+            handle.remove()
+        self._input_casts = []
+
     def convert_input(self, data: Any) -> Any:
-        """Cast floating-point inputs to the parameters' dtype; ids and masks of other types stay."""
-        if self.mode.params == torch.float32:
+        """Widen floating-point inputs to fp64; 16 bits would round masks, counts and targets.
+
+        So inputs keep their dtype until a layer takes them (:meth:`convert_module`), as under Lightning's autocast.
+        """
+        if self.mode.params != torch.float64:
             return data
         return apply_to_collection(data, Tensor, lambda t: t.to(self.mode.params) if torch.is_floating_point(t) else t)
 
@@ -317,3 +335,16 @@ class MegatronPrecision(Precision):
         """Continue with a saved loss scale."""
         if self.loss_scale is not None and state_dict:
             self.loss_scale.load_state_dict(state_dict)
+
+
+def _layers_of_the_user(module: nn.Module) -> Iterator[nn.Module]:
+    """Parts of a module; those of our models get what they compute with."""
+    for part in module.children():
+        if not isinstance(part, StagedModel):
+            yield part
+            yield from _layers_of_the_user(part)
+
+
+def _cast_inputs(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dtype = next(part.parameters(recurse=False)).dtype
+    return apply_to_collection((args, kwargs), Tensor, lambda t: t.to(dtype) if torch.is_floating_point(t) else t)

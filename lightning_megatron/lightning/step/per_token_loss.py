@@ -163,6 +163,9 @@ class TokenCounter:
 
 def as_count(tokens: Any, device: torch.device) -> Tensor:
     """A number of tokens as an fp32 scalar, which is exact up to 2^24."""
+    if isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.element_size() < 4:
+        reason = f"{tokens.dtype} rounds large counts: sum the mask in fp32, mask.sum(dtype=torch.float32)"
+        raise MisconfigurationException(f"'{NUM_TOKENS}': {reason}")
     count = torch.as_tensor(tokens, device=device).detach().float()
     if count.numel() != 1:
         raise MisconfigurationException(f"'{NUM_TOKENS}' must be one number; got shape {tuple(count.shape)}")

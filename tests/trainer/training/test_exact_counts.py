@@ -1,0 +1,113 @@
+"""Counts, masks and targets of a batch are not rounded to the parameters' 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_megatron import LlamaModule, MegatronStrategy
+from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.testing.trainer import quiet_trainer
+
+KEPT = [32] * 7 + [33]
+"""Tokens that count, by row: 257 together, which bf16 does not have."""
+PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 2, "vocab_size": 64}
+
+
+def rows() -> list[dict[str, Tensor]]:
+    tokens = [(torch.arange(65) * 3 + number) % 64 for number in range(len(KEPT))]
+    masks = [(torch.arange(64) < kept).float() for kept in KEPT]
+    return [{"tokens": t[:-1], "labels": t[1:], "loss_mask": mask} for t, mask in zip(tokens, masks, strict=True)]
+
+
+class Counting(LlamaModule):
+    """The step of docs/batches.md."""
+
+    dtype_of_count: torch.dtype | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = self.token_losses(batch)
+        self.right = float(losses.detach()[batch["loss_mask"] > 0].mean())
+        mask = batch["loss_mask"]
+        return {"loss": (losses * mask).sum(), "num_tokens": mask.sum(dtype=self.dtype_of_count)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.told = float(outputs["num_tokens"]), float(outputs["loss"])
+
+
+def trained(precision: Any, dtype_of_count: torch.dtype | None = None) -> Counting:
+    seed_everything(3, verbose=False)
+    module = Counting("llama-tiny", **SIZES)
+    module.dtype_of_count = dtype_of_count
+    trainer = quiet_trainer(MegatronStrategy(), max_steps=1, precision=precision)
+    trainer.fit(module, DataLoader(rows(), batch_size=8))  # type: ignore[arg-type]
+    return module
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_tokens_of_a_mask_are_counted_exactly(precision: str) -> None:
+    module = trained(precision)
+    assert module.told == (257.0, pytest.approx(module.right, abs=1e-4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_count_in_half_precision_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(MisconfigurationException, match=rf"'num_tokens': {dtype} rounds large counts: sum the mask in"):
+        trained("bf16-mixed", dtype)
+
+
+class Regression(LightningModule):
+    """Layers of torch's and of ours, and one that holds a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.scale = nn.Linear(4, 4), nn.LayerNorm(4), Scale()
+        self.last: nn.Module | None = None
+        self.seen: list[Any] = []
+
+    def configure_model(self) -> None:
+        if self.last is None:
+            strategy = self.trainer.strategy
+            is_ours = isinstance(strategy, MegatronStrategy)
+            self.last = ColumnParallelLinear(4, 1, strategy.mesh) if is_ours else nn.Linear(4, 1)
+
+    def step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.last is not None
+        self.seen.append((batch["y"].dtype, batch["y"].flatten().tolist()))
+        made = self.last(self.scale(self.norm(self.first(batch["x"]))))
+        return nn.functional.mse_loss(made.float(), batch["y"] / 1000)
+
+    training_step = validation_step = step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_targets_of_a_users_own_keep_their_dtype(precision: Any) -> None:
+    data = [{"x": torch.arange(4.0) + number, "y": torch.tensor([1003.0 + number])} for number in range(4)]
+    seen = {}
+    for name, strategy in {"stock": "auto", "ours": MegatronStrategy()}.items():
+        module, loader = Regression(), DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+        stock_precision = "32-true" if name == "stock" else precision
+        quiet_trainer(strategy, max_epochs=1, precision=stock_precision).fit(module, loader, loader)
+        seen[name] = module.seen
+        assert not any(layer._forward_pre_hooks for layer in module.modules())
+    assert seen["ours"] == seen["stock"]
+    assert seen["ours"][0] == (torch.float32, [1003.0, 1004.0])
