@@ -106,9 +106,9 @@ def test_fewer_micro_batches_have_the_peak_of_all(rank: int) -> None:
     few, many = rehearse_job(job, rank), rehearse_job(job, rank, all_micro_batches=True)
     assert few.micro_batches < many.micro_batches == 16
     samples = many.micro_batches - few.micro_batches
-    # Ids, labels, positions, and a mask in bf16; on the last stage scalars, and one message more that is being sent.
+    # Ids, labels, positions, and a mask in fp32; on the last stage scalars, and one message more that is being sent.
     message = 64 * 64 * 2
-    assert many.peak - few.peak == pytest.approx(samples * 64 * (3 * 8 + 2), abs=1.1 * rank * message)
+    assert many.peak - few.peak == pytest.approx(samples * 64 * (3 * 8 + 4), abs=1.1 * rank * message)
 
 
 def test_the_work_is_that_of_the_formula() -> None:
