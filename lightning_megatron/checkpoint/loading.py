@@ -126,7 +126,7 @@ def load(
     def open_it() -> Directory | SingleFile:
         opened: Directory | SingleFile
         if path.is_file():
-            opened = SingleFile.open(path, state, weights_only)
+            opened = SingleFile.open(path, state, weights_only, is_whole=mesh.pp.size == 1)
         else:
             opened = Directory.open(path, weights_only)
         if wrong := type_faults(opened.meta):

@@ -17,6 +17,8 @@ from lightning_megatron.params import ParamShard
 _KERNELS = frozenset({"foreach", "fused", "capturable"})
 """Settings of torch's optimizers that choose a kernel and do not change the result."""
 
+_MEMBERS = frozenset({"params", "param_names"})
+
 NO_PARAMETER = "*"
 """Key of state that belongs to no parameter, in the place of a parameter's name."""
 
@@ -182,20 +184,13 @@ class ShardedState:
     def _names_in_groups(self) -> list[str]:
         return [part.owned.name for group in self._parts_by_group() for part in group if part.owned is not None]
 
-    def group_names(self) -> list[list[str]]:
-        """Global names of the parameters in each of the user's groups, in order of definition."""
-        names: list[list[tuple[int, str]]] = [[] for _ in self.optimizer.param_groups]
-        for bucket in self._mains:
-            names[bucket.key.group] += [(slot.owned.order, slot.owned.name) for slot in bucket.slots]
-        return [[name for _, name in sorted(group)] for group in names]
-
     def group_settings(self) -> list[dict[str, Any]]:
-        """Settings of each of the user's groups, without its parameters: the learning rate and so on.
+        """Settings of each of the user's groups, without its parameters and their names: the learning rate and so on.
 
         The step count of a group is left out for element-wise optimizers: it is saved with each parameter.
         """
         return [
-            {name: value for name, value in group.items() if name != "params" and not (name == STEP and self.is_flat)}
+            {n: value for n, value in group.items() if n not in _MEMBERS and not (n == STEP and self.is_flat)}
             for group in self.optimizer.param_groups
         ]
 

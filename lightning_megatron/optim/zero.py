@@ -141,6 +141,22 @@ class ShardedOptimizer(ShardedState):
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
         return ((bucket, slot) for bucket in self._mains for slot in bucket.slots)
 
+    def group_names(self) -> list[list[str]]:
+        """Global names of the parameters in each of the user's groups, in the user's order; frozen ones too."""
+        names = {id(param): name for name, param, _ in self._named}
+        return [[names[id(p)] for p in group["params"] if id(p) in names] for group in self.optimizer.param_groups]
+
+    @property
+    def trained_names(self) -> set[str]:
+        """Global names of the parameters that it updates."""
+        return {slot.owned.name for slot in self.slots}
+
+    @property
+    def is_in_order(self) -> bool:
+        """True if each group lists its parameters in their order of definition."""
+        place = {name: number for number, (name, _, _) in enumerate(self._named)}
+        return all(group == sorted(group, key=place.__getitem__) for group in self.group_names())
+
     # Gradients
 
     def last_backward(self, last: bool = True) -> AbstractContextManager[None]:

@@ -44,13 +44,15 @@ class SingleFile:
     layout: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: Path, state: State, weights_only: bool) -> SingleFile:
+    def open(cls, path: Path, state: State, weights_only: bool, is_whole: bool = True) -> SingleFile:
         """Read everything but the values of tensors.
 
         Args:
             path: the file.
             state: the state to fill, which tells true shapes and the parameters of each optimizer.
             weights_only: True to refuse a file that holds objects.
+            is_whole: True if the state's groups have parameters in the order of the optimizer, False if they were put
+                together from pipeline stages.
 
         Raises:
             CheckpointError: if it is no such file, or its optimizers do not fit the state's.
@@ -68,7 +70,7 @@ class SingleFile:
         if "optimizer_states" in content:
             for index, saved in enumerate(content["optimizer_states"]):
                 if (groups := state.get(groups_key(index))) is not None:
-                    values |= _optimizer_values(index, saved, groups, values)
+                    values |= _optimizer_values(index, saved, groups, values, is_whole)
             content["optimizer_states"] = []
         true = {key: value.shape for key, value in state.items() if isinstance(value, Fragment)}
         return cls({key: _stripped(value, true.get(key)) for key, value in values.items()}, content, {})
@@ -149,17 +151,21 @@ def _stripped(value: Any, true: tuple[int, ...] | None) -> Any:
 
 
 def _optimizer_values(
-    index: int, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any]
+    index: int, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], is_whole: bool
 ) -> dict[str, Any]:
-    """State of an optimizer by names; the file numbers parameters, in the order of definition inside each group."""
+    """State of an optimizer by names; the file numbers parameters, in the order of each group."""
     prefix = optimizer_family(index)
-    place = {Key.parse(key).name: number for number, key in enumerate(model)}
+    place = {Key.parse(key).name: number for number, key in enumerate(model) if Key.parse(key).is_model}
     if len(groups) != len(saved["param_groups"]):
         raise CheckpointError(f"{prefix} has {len(saved['param_groups'])} groups in the file, {len(groups)} today")
     values: dict[str, Any] = {}
     named = []
     for number, (group, today) in enumerate(zip(saved["param_groups"], groups, strict=True)):
-        names = sorted({name for name in today["params"] if name in place}, key=place.__getitem__)
+        names = [name for name in today["params"] if name in place]
+        if not is_whole:
+            names.sort(key=place.__getitem__)
+        if place.keys() >= set(told := group.get("param_names", ())):
+            names = told or names
         if len(names) != len(group["params"]):
             count = len(group["params"])
             raise CheckpointError(f"{prefix}: group {number} has {count} parameters in the file, {len(names)} today")
@@ -169,7 +175,7 @@ def _optimizer_values(
             for kind, value in saved["state"].get(which, {}).items():
                 if torch.is_tensor(value) and value.dim() and value.shape != whole.shape:
                     shapes = f"{kind} is {list(value.shape)}, the parameter {list(whole.shape)}"
-                    raise CheckpointError(f"{prefix}: groups do not list parameters in their order: {name}: {shapes}")
+                    raise CheckpointError(f"{prefix}: groups list parameters in another order: {name}: {shapes}")
                 values[state_key(index, name, kind)] = value if torch.is_tensor(value) else torch.tensor(value)
         named.append({**group, "params": names})
     return values | {groups_key(index): named}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -164,7 +165,10 @@ def load_trainer_checkpoint(
     if optimizers and "optimizer_states" not in meta:
         raise CheckpointError(_weights_alone(path, module))
     rejoin_groups(meta, module, optimizers)
-    groups = {groups_key(index): None for index in range(len(optimizers))}
+    _refuse_unknown_order(path, optimizers, mesh)
+    groups: State = {}
+    for index, optimizer in enumerate(optimizers):
+        groups |= optimizer_state(index, (), mesh, _groups(optimizer))
     load(path, groups, mesh, strict=False, weights_only=weights_only, check="sizes")
     for index, optimizer in enumerate(optimizers):
         take_settings(optimizer, groups[groups_key(index)])
@@ -181,6 +185,17 @@ def load_trainer_checkpoint(
         if not meta.get("global_step"):
             optimizer.drop_initial_state()
     return _lightning_dictionary(loaded.meta, target, module, optimizers), loaded.per_rank
+
+
+def _refuse_unknown_order(path: str, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh) -> None:
+    def check() -> None:
+        if Path(path).is_file() and mesh.pp.size > 1 and not all(optimizer.is_in_order for optimizer in optimizers):
+            raise CheckpointError(
+                "its optimizer states have numbers for names, and this run's groups list parameters in an order of"
+                " their own, of which a stage knows a part: load it with pp=1, and save a checkpoint of that run"
+            )
+
+    on_all_ranks(mesh, f"loading {path}", check)
 
 
 def _load_foreign(
@@ -245,7 +260,7 @@ def _lightning_dictionary(
 ) -> dict[str, Any]:
     """The dictionary that Lightning's hooks get after a load, with the weights that were saved."""
     if target.edited is not None:
-        fill_untrained(module, target.edited, {name for o in optimizers for names in o.group_names() for name in names})
+        fill_untrained(module, target.edited, {name for o in optimizers for name in o.trained_names})
     checkpoint = {key: value for key, value in meta.items() if key != NOTE}
     for key, version in target.versions.items():
         checkpoint[key] = with_repeats(version, module)
@@ -271,12 +286,13 @@ def continue_randomness(state: dict[str, Any], mesh: ParallelMesh) -> None:
 
 def optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh, sharded: bool) -> State:
     """This rank's part of one optimizer, by checkpoint key; all ranks call this."""
-    groups: list[Mapping[str, Any]] = [
-        {**settings, "params": names}
-        for settings, names in zip(optimizer.group_settings(), optimizer.group_names(), strict=True)
-    ]
-    state = optimizer_state(index, optimizer.param_shards(), mesh, groups, sharded=sharded)
+    state = optimizer_state(index, optimizer.param_shards(), mesh, _groups(optimizer), sharded=sharded)
     return state | {whole_state_key(index, name): kept for name, kept in optimizer.whole_state().items()}
+
+
+def _groups(optimizer: ShardedOptimizer) -> list[Mapping[str, Any]]:
+    parts = zip(optimizer.group_settings(), optimizer.group_names(), strict=True)
+    return [{**settings, "params": names} for settings, names in parts]
 
 
 def take_settings(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]] | None) -> None:

@@ -311,7 +311,7 @@ class OptimizerSet:
             return
         for sharded in self.sharded:
             sharded.inspect_late_grads()
-            own = {name for names in sharded.group_names() for name in names}
+            own = sharded.trained_names
             shared = {name: sharded.main_grad(name) for name in own.intersection(self._shared.names)}
             self._shared.sum_gradients(shared, self._mesh.rng.device)
             if self._mesh.embedding.size > 1:

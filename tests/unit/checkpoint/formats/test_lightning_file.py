@@ -64,7 +64,7 @@ def test_weights_moments_and_settings_come_out_of_a_file_without_padding(tmp_pat
     ("options", "words"),
     [
         ({"fill": 1.0}, r"model.embed: shape \(8, 2\) in the checkpoint, \(5, 2\) in the model"),
-        ({"order": ("bias", "embed")}, "groups do not list parameters in their order: embed"),
+        ({"order": ("bias", "embed")}, "groups list parameters in another order: embed"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, options, words):
