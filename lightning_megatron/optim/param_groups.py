@@ -93,8 +93,14 @@ def optimizer_problems(
     names = {id(param): name for name, param, _ in named_params}
     seen: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
+        foreign = sum(param.device.type == "meta" and id(param) not in names for param in group["params"])
+        if foreign:
+            reason = f"holds {foreign} parameters that other pipeline stages have: make it in configure_optimizers"
+            found.append(Problem(f"param_groups[{index}]", kind, reason))
         for param in group["params"]:
             name = names.get(id(param))
+            if name is None and foreign:
+                continue
             if name is None:
                 reason = f"holds a parameter of shape {tuple(param.shape)} that is not in the model"
                 found.append(Problem(f"param_groups[{index}]", kind, reason))

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import ConfigError, LlamaModule, LoRA, MegatronStrategy
 from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.testing.workers import WorkerError
 from tests.tiny import tiny_llama
 
 TOKENS = torch.arange(16).view(2, 8)
@@ -203,6 +204,24 @@ def test_an_optimizer_made_before_the_build_steps_the_model() -> None:
     before = module.state_dict()["model.head.norm.weight"].clone()
     optimizer.step()
     assert not torch.equal(before, module.state_dict()["model.head.norm.weight"])
+
+
+def stepped(layout: dict[str, Any]) -> float:
+    """Loss after a step of an optimizer that was made before the build."""
+    seed_everything(1, verbose=False)
+    module = LlamaModule(tiny_llama())
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    rows = [{"tokens": row, "labels": row + 1} for row in torch.arange(16).view(2, 8)]
+    trainer = quiet_trainer(MegatronStrategy(**layout), max_steps=2, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    return float(trainer.callback_metrics["train_loss"])
+
+
+def test_an_optimizer_made_before_the_build_in_layouts(ranks: Any) -> None:
+    assert ranks(2, stepped, {"tp": 2}) == pytest.approx([stepped({})] * 2, abs=1e-4)
+    with pytest.raises(WorkerError, match="parameters that other pipeline stages have: make it in conf"):
+        ranks(2, stepped, {"pp": 2})
 
 
 def test_weights_of_no_tensor_are_refused() -> None:
