@@ -17,6 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torchmetrics import Metric
 
 from lightning_megatron.arguments import checked
 from lightning_megatron.config.layout import ParallelLayout
@@ -178,19 +179,25 @@ class MegatronPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast a module to the parameters' dtype, and have its layers cast their inputs; fp32 leaves it as it is.
 
-        Buffers that are weights keep theirs: the bias of an expert moves by steps that 16 bits would round away.
+        What counts or sums keeps its dtype: metrics, and buffers outside of layers that have parameters. So do buffers
+        that are weights: the bias of an expert moves by steps that 16 bits would round away.
         """
         if self.mode.params == torch.float32:
             return module
+        layers = list(_layers_of_the_user(module))
         kept = [(part, name, buffer) for part in module.modules() for name, buffer, _ in declared_buffers(part)]
-        module.to(dtype=self.mode.params)
+        for part in [module, *layers] if self.mode.main is not None else []:
+            if part is module or next(part.parameters(recurse=False), None) is None:
+                kept += [(part, name, buffer) for name, buffer in part.named_buffers(recurse=False)]
+        with _without_metrics(module):
+            module.to(dtype=self.mode.params)
         for part, name, buffer in kept:
             setattr(part, name, buffer)
         self.teardown()
         self._input_casts = [
             layer.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-            for layer in _layers_of_the_user(module)
-            if any(param.dtype == self.mode.params for param in layer.parameters(recurse=False))
+            for layer in layers
+            if any(tensor.is_floating_point() for tensor in _own_tensors(layer))
         ]
         return module
 
@@ -338,13 +345,28 @@ class MegatronPrecision(Precision):
 
 
 def _layers_of_the_user(module: nn.Module) -> Iterator[nn.Module]:
-    """Parts of a module; those of our models get what they compute with."""
+    """Parts of a module; those of our models get what they compute with, and metrics take what they are given."""
     for part in module.children():
-        if not isinstance(part, StagedModel):
+        if not isinstance(part, StagedModel | Metric):
             yield part
             yield from _layers_of_the_user(part)
 
 
+@contextmanager
+def _without_metrics(module: nn.Module) -> Iterator[None]:
+    metrics = [(p, name, m) for p in module.modules() for name, m in p.named_children() if isinstance(m, Metric)]
+    for part, name, _ in metrics:
+        part.register_module(name, None)
+    yield
+    for part, name, metric in metrics:
+        part.register_module(name, metric)
+
+
+def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
+    yield from part.parameters(recurse=False)
+    yield from part.buffers(recurse=False)
+
+
 def _cast_inputs(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dtype = next(part.parameters(recurse=False)).dtype
+    dtype = next(tensor.dtype for tensor in _own_tensors(part) if tensor.is_floating_point())
     return apply_to_collection((args, kwargs), Tensor, lambda t: t.to(dtype) if torch.is_floating_point(t) else t)

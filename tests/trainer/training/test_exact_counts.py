@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.layers.linear import ColumnParallelLinear
@@ -111,3 +112,61 @@ def test_targets_of_a_users_own_keep_their_dtype(precision: Any) -> None:
         assert not any(layer._forward_pre_hooks for layer in module.modules())
     assert seen["ours"] == seen["stock"]
     assert seen["ours"][0] == (torch.float32, [1003.0, 1004.0])
+
+
+class Blur(nn.Module):
+    """A filter and a counter, without parameters."""
+
+    kernel: Tensor
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kernel", torch.ones(1, 1, 3) / 3)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += 257
+        return nn.functional.conv1d(x, self.kernel, padding=1)
+
+
+class Keeper(LightningModule):
+    """Counts in metrics and in buffers; its layers take what their neighbours made in another dtype."""
+
+    rows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(16, 1))
+        self.blur, self.norm = Blur(), nn.BatchNorm1d(1, affine=False)
+        self.count, self.more = SumMetric(), MetricCollection({"sum": SumMetric(), "mean": MeanMetric()})
+        self.register_buffer("rows", torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count.update(batch["mask"].sum())
+        self.more.update(batch["mask"].sum())
+        self.rows += batch["y"].sum(0)
+        made: Tensor = self.net(self.norm(self.blur(batch["x"])))
+        return made.float().square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        found = {"count": self.count.compute(), **self.more.compute()}
+        self.found = [float(value) for value in (*found.values(), self.blur.total, *self.rows)]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_metrics_and_buffers_of_a_users_own_count_exactly(precision: Any) -> None:
+    rows = [
+        {"x": torch.ones(1, 8) * n, "y": torch.tensor([1003.0 + n, 2049.0]), "mask": torch.ones(257)} for n in range(6)
+    ]
+    found = []
+    for strategy, how in (("auto", "32-true"), (MegatronStrategy(), precision)):
+        module = Keeper()
+        trainer = quiet_trainer(strategy, max_epochs=1, precision=how)
+        trainer.fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+        found.append(module.found)
+    exact = 3 if precision == "bf16-true" else None  # there buffers are bf16, as in Lightning
+    assert found[1][:exact] == found[0][:exact]
