@@ -26,8 +26,7 @@ GATE      := $(BIN)/python tests/second_look.py $(SHARED) --timeout 300
 PROFILE   ?= 1.24
 PRODUCT   ?= GAUDI2
 GAUDI     := -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) --hpu-sim-device $(PRODUCT)
-ON_GAUDI  := tests/device/ tests/acceptance/ $(addprefix tests/trainer/,\
-	adapters/ callbacks/ checkpointing/ data/ parity/ resume/ strategy/ training/)
+ON_GAUDI  := tests/device/ tests/acceptance/ $(addprefix tests/trainer/,parity/ resume/ training/)
 SIMULATES := import torch; raise SystemExit(torch.version.cuda is not None)
 
 test: $(READY)
