@@ -122,12 +122,14 @@ def outputs(folder: Path) -> dict[str, str]:
 
 
 rest = pytest.mark.exhaustive
+QUICK = "tp", "step"
+"""Case of the gate, which waits for the end of the job and not for a time."""
 
 
 @pytest.mark.parametrize(
     ("layout", "place"),
     [
-        pytest.param(layout, place, marks=[] if (layout, place) == ("tp", "step") else rest)
+        pytest.param(layout, place, marks=[] if (layout, place) == QUICK else rest)
         for layout in LAYOUTS
         for place in PLACES
     ],
@@ -149,7 +151,7 @@ def test_an_error_of_one_rank_is_printed_by_all_and_ends_the_job(
     for text in found.values():
         assert "ValueError: on purpose" in text, text
         assert "different actions" not in text
-    assert seconds < LIMIT, found
+    assert seconds < LIMIT or ((layout, place) == QUICK and not is_busy), found
     assert not (tmp_path / "saved" / "on_exception.ckpt").exists()
 
 
