@@ -67,10 +67,10 @@ def cast(name: str, value: Tensor, dtype: torch.dtype, others: Iterable[tuple[st
     if not (lost := _lost(value, made)):
         return made
     counts = {name: lost} | {other: _lost(x, x.to(dtype)) for other, x in others}
-    found = [f"{name} ({count} values)" for name, count in counts.items() if count]
+    found = [f"{name} ({count})" for name, count in counts.items() if count]
     shown = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more tensors" if len(found) > _SHOWN else "")
     limit = f"{str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}"
-    raise CheckpointError(f"{limit}, and there are values beyond it in {shown}: write them in fp32 (dtype, --dtype)")
+    raise CheckpointError(f"{limit}, and values are beyond it in {shown}: write them in fp32 (dtype, --dtype)")
 
 
 def _lost(value: Tensor, made: Tensor) -> int:

@@ -139,7 +139,7 @@ def test_values_that_the_dtype_cannot_hold_are_refused_by_name_and_nothing_is_le
     assert convert_command(list(map(str, words))) == 2
     error = capsys.readouterr().err
     names = [f"layers.{n}.attention.qkv" for n in range(2)] if "merge" in way else ["q_proj.lora_A", "q_proj.lora_B"]
-    assert "float16 ends at 65504, and there are values beyond it in" in error
+    assert "float16 ends at 65504, and values are beyond it in" in error
     assert all(name in error for name in names)
     assert sorted(tmp_path.iterdir()) == before
 

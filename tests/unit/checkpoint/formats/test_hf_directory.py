@@ -266,12 +266,12 @@ def test_a_cast_that_overflows_names_the_tensors_and_writes_nothing(dtype: torch
     floats = {name: value for name, value in given.items() if name != "ids"}
     splits = [Split({name: value.to("meta")}, partial(list, [value])) for name, value in floats.items()]
     limit = (
-        f"{str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}, and there are values beyond it in "
+        f"{str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}, and values are beyond it in "
     )
-    named = ", ".join(f"w{i} (2 values)" for i in range(8)) + " and 2 more tensors: write them in fp32"
+    named = ", ".join(f"w{i} (2)" for i in range(8)) + " and 2 more tensors: write them in fp32"
     with pytest.raises(CheckpointError, match=re.escape(limit + named)):
         write_hf(tmp_path / "a", {}, splits, dtype=dtype)
-    with pytest.raises(CheckpointError, match=re.escape(limit + "w9 (2 values), w0 (2 values), w1")):
+    with pytest.raises(CheckpointError, match=re.escape(limit + "w9 (2), w0 (2), w1")):
         in_dtype(lazy(given), dtype)["w9"].materialize()
     assert list(tmp_path.iterdir()) == []
 
