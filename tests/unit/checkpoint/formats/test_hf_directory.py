@@ -265,9 +265,7 @@ def test_a_cast_that_overflows_names_the_tensors_and_writes_nothing(dtype: torch
     given |= {f"w{i}": torch.tensor([1.0, largest, -largest, torch.inf]) for i in range(10)}
     floats = {name: value for name, value in given.items() if name != "ids"}
     splits = [Split({name: value.to("meta")}, partial(list, [value])) for name, value in floats.items()]
-    limit = (
-        f"{str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}, and values are beyond it in "
-    )
+    limit = f"{str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}, and values are beyond it in "
     named = ", ".join(f"w{i} (2)" for i in range(8)) + " and 2 more tensors: write them in fp32"
     with pytest.raises(CheckpointError, match=re.escape(limit + named)):
         write_hf(tmp_path / "a", {}, splits, dtype=dtype)
