@@ -81,7 +81,7 @@ class Pairs(Dataset[dict[str, Tensor]]):
 
     def __init__(self, path: str | Path, tokenizer: Any, seq_length: int) -> None:
         self.tokenizer, self.length = tokenizer, seq_length
-        with open(path, encoding="utf-8") as lines:
+        with open(path, encoding="utf-8", newline="\n") as lines:
             self.pairs = [self._checked(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
     @staticmethod

@@ -29,7 +29,7 @@ class PartTensors:
 
 @torch.no_grad()
 def merged(weight: Tensor, layer: AdaptedLayer, parts: Mapping[str, PartTensors], scale: float) -> Tensor:
-    """The whole weight with an adapter, in its dtype; sums are those of fp32 at least.
+    """The whole weight with an adapter, in fp32 at least.
 
     Args:
         weight: frozen weight.
@@ -42,14 +42,14 @@ def merged(weight: Tensor, layer: AdaptedLayer, parts: Mapping[str, PartTensors]
     if layer.name == EMBEDDING:
         (part,) = parts.values()
         turned = PartTensors(part.a.t(), part.b, part.magnitude)
-        return _merged(weight.to(wide).t(), turned, scale).t().contiguous().to(weight.dtype)
+        return _merged(weight.to(wide).t(), turned, scale).t().contiguous()
     if layer.is_of_experts:
         delta = {name: torch.bmm(part.b.to(wide), part.a.to(wide)) * scale for name, part in parts.items()}
-        return (weight.to(wide) + rows.fused(delta, 1).view_as(weight)).to(weight.dtype)
+        return weight.to(wide) + rows.fused(delta, 1).view_as(weight)
     flat = weight.to(wide).flatten(0, -2)
     found = {part.name: rows.of_part(part.name, flat) for part in layer.parts}
     found |= {name: _merged(found[name], part, scale) for name, part in parts.items()}
-    return rows.fused(found, 0).view_as(weight).to(weight.dtype)
+    return rows.fused(found, 0).view_as(weight)
 
 
 def _merged(weight: Tensor, part: PartTensors, scale: float) -> Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.params import Box
+
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -31,31 +34,44 @@ class LazyTensor:
         """The box of the whole tensor."""
         return Box.whole(self.shape)
 
-    def to(self, dtype: torch.dtype | None, name: str = "a tensor") -> LazyTensor:
-        """This tensor in another dtype, ``None`` for its own; ``name`` is that in the error of :func:`cast`."""
-        if dtype is None or dtype == self.dtype:
-            return self
-        return replace(self, dtype=dtype, materialize=lambda: cast(name, self.materialize(), dtype))
-
     def on_meta(self) -> Tensor:
         """A tensor on the meta device, to work out shapes and dtypes without memory."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-def cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+def in_dtype(tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+    """Tensors in another dtype, ``None`` for their own, that :func:`cast` makes; integers keep theirs."""
+    kinds = {name: dtype if dtype and x.dtype.is_floating_point else x.dtype for name, x in tensors.items()}
+
+    def read(name: str) -> Tensor:
+        others = (other for other in tensors if other != name and kinds[other] == kinds[name])
+        more = ((other, tensors[other].materialize()) for other in others)
+        return cast(name, tensors[name].materialize(), kinds[name], more)
+
+    return {name: replace(x, dtype=kinds[name], materialize=partial(read, name)) for name, x in tensors.items()}
+
+
+def cast(name: str, value: Tensor, dtype: torch.dtype, others: Iterable[tuple[str, Tensor]]) -> Tensor:
     """A tensor in another dtype.
 
     Args:
         name: its name, for the error.
         value: the tensor.
         dtype: the new dtype.
+        others: names and values that are cast to it too; they are read for the error alone.
 
     Raises:
-        CheckpointError: if a finite value becomes infinite or NaN.
+        CheckpointError: naming the tensors of which a finite value becomes infinite or NaN.
     """
     made = value.to(dtype)
-    if made.dtype != value.dtype and (lost := int((value.isfinite() & ~made.isfinite()).sum())):
-        largest, which = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
-        fault = f"{lost} values are beyond {largest:g}, the largest of {which}"
-        raise CheckpointError(f"{name}: {fault}: choose bf16 or fp32, or keep the dtype of the file")
-    return made
+    if not (lost := _lost(value, made)):
+        return made
+    counts = {name: lost} | {other: _lost(x, x.to(dtype)) for other, x in others}
+    found = [f"{name} ({count})" for name, count in counts.items() if count]
+    shown = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more tensors" if len(found) > _SHOWN else "")
+    limit = f"{str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}"
+    raise CheckpointError(f"{limit}, and values are beyond it in {shown}: write them in fp32 (dtype, --dtype)")
+
+
+def _lost(value: Tensor, made: Tensor) -> int:
+    return 0 if made.dtype == value.dtype else int((value.isfinite() & ~made.isfinite()).sum())

@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens; ids are below it."""
+        """Largest id and one: all ids are below it, and not each of them need have a token."""
         ...
 
     @property
@@ -117,7 +117,7 @@ class FastTokenizer(_Base):
         self._backend, self._file = backend, file
         self._model = backend.model
         self._special_in_text = special_in_text
-        ids = backend.get_vocab(with_added_tokens=True).values()  # they may leave numbers out
+        ids = [*self.vocabulary().values(), *self.encode("")]  # what is put around a text may have ids of its own
         super().__init__(max(ids, default=-1) + 1, special)
 
     def encode(self, text: str) -> list[int]:
@@ -259,8 +259,7 @@ class BertWordPieceTokenizer(FastTokenizer):
         tokenizers = require("tokenizers", extra="data")
         vocab = _existing(vocab_file)
         with _told_by(vocab, "not BERT's vocab.txt, one piece a line"):
-            lines = vocab.read_bytes().decode("utf-8").removesuffix("\n").split("\n")  # a piece may be U+2028
-            pieces = {piece.removesuffix("\r"): i for i, piece in enumerate(lines)}
+            pieces = tokenizers.models.WordPiece.read_file(str(vocab))  # it knows where a line ends, and a piece
         missing = [piece for piece in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if piece not in pieces]
         if missing:
             raise DataError.at(vocab, f"has no {', '.join(missing)}", do="give BERT's vocab.txt, one piece a line")

@@ -45,7 +45,7 @@ def read_hosts(path: str | os.PathLike[str]) -> list[Host]:
     found: list[Host] = []
     problems: list[Problem] = []
     lines: dict[str, int] = {}
-    for number, row in enumerate(Path(path).read_text().splitlines(), 1):
+    for number, row in enumerate(Path(path).read_bytes().decode().split("\n"), 1):
         text = row.split("#", 1)[0].strip()
         if not text:
             continue

@@ -22,15 +22,15 @@ class Vocabulary:
     """Tokens that samples are made with.
 
     Attributes:
-        size: number of tokens.
+        ids: ``[n]`` tokens that a piece has; numbers may be left out.
         cls: token that begins a sample.
         sep: token that ends a segment.
         mask: token in the place of one to guess.
         pad: padding.
-        continues: ``[size]``, True for pieces that continue a word.
+        continues: ``[largest id + 1]``, True for pieces that continue a word.
     """
 
-    size: int
+    ids: NDArray[np.int64]
     cls: int
     sep: int
     mask: int
@@ -49,7 +49,7 @@ class Vocabulary:
         continues = np.zeros(tokenizer.vocab_size, bool)
         continues[[number for piece, number in tokenizer.pieces.items() if piece.startswith("##")]] = True
         first, end, pad = (tokenizer.pieces[name] for name in ("[CLS]", "[SEP]", "[PAD]"))
-        return cls(tokenizer.vocab_size, first, end, tokenizer.mask, pad, continues)
+        return cls(np.array(sorted(tokenizer.pieces.values())), first, end, tokenizer.mask, pad, continues)
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,6 @@ def mask_tokens(
     seen, count = tokens.copy(), len(positions)
     becomes_mask = rng.random_sample(count) < _MASKED
     stays = rng.random_sample(count) < _KEPT_OF_REST
-    anything = rng.randint(0, vocabulary.size, count)
+    anything = vocabulary.ids[rng.randint(0, len(vocabulary.ids), count)]
     seen[positions] = np.where(becomes_mask, vocabulary.mask, np.where(stays, tokens[positions], anything))
     return seen, positions

@@ -136,7 +136,7 @@ def _text_lines(files: Sequence[Path], keys: Sequence[str], longest: int) -> Ite
             else:
                 texts = [_decoded(path, number, line)]
             for text in texts:
-                for piece in text.splitlines():
+                for piece in re.split(r"\r?\n", text):
                     # The trainer leaves out lines that are too long; in pieces they count.
                     cuts = range(0, len(piece), _LONGEST_LINE)
                     yield from (piece[i : i + _LONGEST_LINE] for i in cuts if piece.strip())

@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.formats.hf.write import write_hf
 from lightning_megatron.checkpoint.formats.megatron import open_megatron
 from lightning_megatron.checkpoint.keys import model_key
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor, in_dtype
 from lightning_megatron.checkpoint.loading import open_checkpoint
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.families import family_for
@@ -95,10 +95,10 @@ def _save(
     source: PathLike,
     dtype: torch.dtype | None,
 ) -> None:
-    state = {_PREFIX + name: tensor.to(dtype, name) for name, tensor in tensors.items()}
+    state = {_PREFIX + name: tensor for name, tensor in in_dtype(tensors, dtype).items()}
     known = {IMPORTED_FROM: os.fspath(source), SETTINGS: read_settings(source)}
     meta = fresh_run({"config": asdict(config)}) | known
-    save(target, dict(state), meta, ParallelMesh.single())
+    save(target, state, meta, ParallelMesh.single())
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS
 from lightning_megatron.checkpoint.formats.hf.settings import read_settings as hf_settings
 from lightning_megatron.checkpoint.keys import model_key
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor, cast, in_dtype
 from lightning_megatron.checkpoint.loading import open_checkpoint
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, nearest_names, raise_if_any
@@ -94,10 +94,9 @@ def checkpoint_to_peft(
     """
     opened = _Opened(source, adapter)
     rules = peft.adapter_map(opened.plan, opened.config, opened.lora, opened.name)
-    tensors: dict[str, Tensor] = {}
-    for split in rules.to_foreign(opened.tensors):
-        values = zip(split.tensors, split.materialize(), strict=True)
-        tensors |= {name: value.to(dtype or value.dtype) for name, value in values}
+    splits = rules.to_foreign(opened.tensors)
+    values = (pair for split in splits for pair in zip(split.tensors, split.materialize(), strict=True))
+    tensors = {name: cast(name, value, dtype or value.dtype, values) for name, value in values}
     base = (opened.meta.get(ADAPTER_OF) or {}).get("path", "")
     peft.write_adapter(target, peft.settings_of(opened.lora, opened.plan, base), tensors)
     return _notes(opened.plan)
@@ -139,7 +138,7 @@ def peft_to_checkpoint(source: PathLike, target: PathLike, *, base: PathLike, dt
     mesh = ParallelMesh.single()
     known = {IMPORTED_FROM: os.fspath(source), SETTINGS: settings, ADAPTER_OF: base_of(base, mesh)}
     meta = fresh_run({"config": asdict(config), "lora": {_DEFAULT: lora.plain}}) | known
-    save(target, {_PREFIX + name: tensor.to(dtype, name) for name, tensor in tensors.items()}, meta, mesh)
+    save(target, {_PREFIX + name: tensor for name, tensor in in_dtype(tensors, dtype).items()}, meta, mesh)
 
 
 def merge_adapter(
@@ -178,7 +177,7 @@ def merge_adapter(
             frozen[name].shape, frozen[name].dtype, partial(_merged, layer, frozen[name], opened)
         )
     meta = fresh_run({"config": asdict(opened.config)}) | {IMPORTED_FROM: os.fspath(source), SETTINGS: settings}
-    save(target, {_PREFIX + name: tensor.to(dtype, name) for name, tensor in tensors.items()}, meta, mesh)
+    save(target, {_PREFIX + name: tensor for name, tensor in in_dtype(tensors, dtype).items()}, meta, mesh)
 
 
 def _base_tensors(

@@ -122,6 +122,41 @@ def test_a_file_with_other_tensors_is_refused_by_name(tmp_path):
         peft_to_checkpoint(case.peft, tmp_path / "x.ckpt", base=case.hf)
 
 
+@pytest.mark.parametrize("way", ["ckpt-to-peft", "peft-to-ckpt", "merge", "merge into fp16"])
+def test_values_that_the_dtype_cannot_hold_are_refused_by_name_and_nothing_is_left(way, tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+
+    case: Case = make(Kind("llama", ("q_proj",)), tmp_path)
+    weights, adapter = case.hf / "model.safetensors", case.peft / "adapter_model.safetensors"
+    dtype = torch.float16 if way == "merge into fp16" else torch.float32
+    save_file({name: value.to(dtype) for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    save_file({name: value * 1e7 for name, value in load_file(adapter).items()}, adapter, {"format": "pt"})
+    large = tmp_path / "large.ckpt"
+    peft_to_checkpoint(case.peft, large, base=case.hf)
+    before = sorted(tmp_path.iterdir())
+    source = [case.peft, "--base", case.hf] if way == "peft-to-ckpt" else [large]
+    words = [way.split()[0], *source, tmp_path / "out", *([] if " " in way else ["--dtype", "fp16"])]
+    assert convert_command(list(map(str, words))) == 2
+    error = capsys.readouterr().err
+    names = [f"layers.{n}.attention.qkv" for n in range(2)] if "merge" in way else ["q_proj.lora_A", "q_proj.lora_B"]
+    assert "float16 ends at 65504, and values are beyond it in" in error
+    assert all(name in error for name in names)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_merge_into_a_wider_dtype_rounds_once(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    case: Case = make(Kind("llama", ("q_proj",)), tmp_path)
+    weights = case.hf / "model.safetensors"
+    save_file({name: value.bfloat16() for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    peft_to_checkpoint(case.peft, tmp_path / "adapter.ckpt", base=case.hf)
+    merge_adapter(tmp_path / "adapter.ckpt", tmp_path / "merged.ckpt", dtype=torch.float32)
+    with torch.no_grad():
+        theirs = peft_model(case, case.peft).float().merge_and_unload().eval()(tokens()).logits
+    torch.testing.assert_close(logits(tmp_path / "merged.ckpt"), theirs, atol=2e-5, rtol=1e-4)
+
+
 def test_a_note_says_what_peft_passes_over(tmp_path, capsys):
     case = make(Kind("qwen3_moe", ("gate_proj", "up_proj", "down_proj")), tmp_path)
     assert convert_command(["ckpt-to-peft", str(case.first), str(tmp_path / "again")]) == 0

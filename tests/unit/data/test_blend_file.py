@@ -123,6 +123,13 @@ def test_faulty_files(fault: str, tmp_path: Path) -> None:
         MegatronDataModule(str(tmp_path / "blend.yaml"), 8)
 
 
+@pytest.mark.parametrize("name", ["one\u2028two", "one\x85two", "one\x7ftwo"], ids=ascii)
+def test_a_json_file_is_read_as_json(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "blend.json"
+    file.write_text(json.dumps([0.5, name, 0.5, "b"], ensure_ascii=False, indent="\t"), encoding="utf-8")
+    assert parse_data_path(file).prefixes == (str(tmp_path / name), str(tmp_path / "b"))
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data_path='.*none\.json': the file cannot be read: .*No such file"):
         MegatronDataModule(str(tmp_path / "none.json"), 8)

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from lightning_megatron.data import DataError, Tokenizer, build_tokenizer
+from lightning_megatron.data import DataError, IndexedDataset, Tokenizer, build_tokenizer
+from lightning_megatron.data.preprocessing.encode import TokenizerSpec
+from lightning_megatron.data.preprocessing.preprocess import preprocess
 from lightning_megatron.data.preprocessing.train_tokenizer import train_tokenizer
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES
 from lightning_megatron.errors import ConfigError
@@ -220,3 +222,52 @@ def test_size_of_a_vocabulary_with_unused_ids_is_its_largest_id_and_one(tmp_path
     files = {"vocab_file": tmp_path / "vocab.json", "merge_file": tmp_path / "merges.txt"}
     tokenizer = build_tokenizer("GPT2BPETokenizer", **files)
     assert (tokenizer.encode("ab"), tokenizer.vocab_size) == ([7], 8)
+
+
+def test_pieces_of_word_pieces_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "river ", "stone\t", "\u2028", "[MASK]", "cloud"]
+    (tmp_path / "vocab.txt").write_bytes("\n".join(names).encode())  # the last line has no end
+    ours, theirs = build_tokenizer("BertWordPieceCase", tmp_path), transformers.BertTokenizer.from_pretrained(tmp_path)
+    assert (ours.encode("river stone cloud"), ours.vocab_size) == ([4, 5, 8], 9)
+    assert theirs("river stone cloud", add_special_tokens=False).input_ids == [4, 5, 8]
+
+
+@pytest.mark.parametrize("highest", [70, 70_000])
+def test_ids_around_a_text_count_for_the_size(highest: int, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "red": 1}, unk_token="[UNK]"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", highest)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.jsonl").write_text('{"text": "red"}\n')
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tmp_path)
+    assert (tokenizer.encode("red"), tokenizer.vocab_size) == ([highest, 1], highest + 1)
+    spec = TokenizerSpec("HuggingFaceTokenizer", str(tmp_path))
+    preprocess([tmp_path / "text.jsonl"], tmp_path / "out", spec)
+    assert IndexedDataset(tmp_path / "out_text_document")[0].tolist() == [highest, 1]
+
+
+@pytest.mark.parametrize("character", list("\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\r"))
+def test_training_learns_every_character_but_the_newline(character: str, tmp_path: Path) -> None:
+    file = tmp_path / "plain.txt"
+    file.write_bytes("".join(text.replace(",", character) + "\n" for text in TEXTS).encode())
+    options = {"byte_fallback": True, "character_coverage": 0.9995, "normalization_rule_name": "identity"}
+    options |= {"remove_extra_whitespaces": False, "split_digits": True, "allow_whitespace_only_pieces": True}
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(file),
+        model_prefix=str(tmp_path / "theirs"),
+        vocab_size=320,
+        model_type="bpe",
+        minloglevel=2,
+        **options,
+    )
+    ours = train_tokenizer([file], tmp_path / "ours.model", vocab_size=320)
+    found = [
+        [model.id_to_piece(number) for number in range(320)]
+        for path in (ours, tmp_path / "theirs.model")
+        for model in [sentencepiece.SentencePieceProcessor(model_file=str(path))]
+    ]
+    assert found[0] == found[1]
+    assert any(character in piece for piece in found[0])

@@ -17,13 +17,14 @@ import torch
 from numpy.random import RandomState
 
 from lightning_megatron import ConfigError
-from lightning_megatron.data import BertDataset, DataError, IndexedDataset, IndexedDatasetWriter
+from lightning_megatron.data import BertDataset, DataError, IndexedDataset, IndexedDatasetWriter, build_tokenizer
 from lightning_megatron.data.masked.bert_dataset import truncated
 from lightning_megatron.data.masked.masking import MaskingRule, Vocabulary, choose_runs, mask_tokens, words_of
 from lightning_megatron.data.masked.sentence_index import SentenceRule, samples_of_document, usable_documents
+from lightning_megatron.data.tokenizers import BertWordPieceTokenizer
 
 SIZE, CLS, SEP, MASK, PAD = 1000, 1, 2, 3, 0
-WORDS = Vocabulary(SIZE, CLS, SEP, MASK, PAD, np.arange(SIZE) % 3 == 2)
+WORDS = Vocabulary(np.arange(SIZE), CLS, SEP, MASK, PAD, np.arange(SIZE) % 3 == 2)
 Write = Callable[[Sequence[Sequence[int]]], BertDataset]
 
 
@@ -205,6 +206,19 @@ def test_fifteen_percent_are_masked_in_three_ways() -> None:
         kept += int((seen[positions] == text[positions]).sum())
     assert near(masked, chosen, 0.8 + 0.1 / SIZE)
     assert near(kept, chosen, 0.1 + 0.1 / SIZE)
+
+
+def test_a_drawn_token_has_a_piece(tmp_path: Path) -> None:
+    """Of a piece that stands twice in a vocabulary the later line counts, and the first has no piece."""
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *["word"] * 90, "other"]
+    (tmp_path / "vocab.txt").write_text("\n".join(names) + "\n")
+    tokenizer = build_tokenizer("BertWordPieceCase", tmp_path)
+    assert isinstance(tokenizer, BertWordPieceTokenizer)
+    vocabulary = Vocabulary.of(tokenizer)
+    tokens = np.array([2, *tokenizer.encode("word other " * 2000), 3])
+    seen, _ = mask_tokens(tokens, vocabulary, MaskingRule(), RandomState(0))
+    assert set(seen.tolist()) <= {0, 1, 2, 3, 4, 94, 95}
+    assert {0, 1} & set(seen.tolist())
 
 
 def test_runs_of_n_words_have_a_weight_of_one_over_n() -> None:

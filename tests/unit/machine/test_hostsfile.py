@@ -24,6 +24,12 @@ def test_every_spelling(tmp_path: Path) -> None:
     assert slots_of([Host("a"), Host("b")], 8, "hosts") == 4
 
 
+@pytest.mark.parametrize("character", list("\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\r"))
+def test_a_comment_goes_on_to_the_newline(character: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(f"a slots=8\r\n# without{character}b slots=8\r\nc slots=8".encode())
+    assert read_hosts(tmp_path / "hosts") == [Host("a", 8), Host("c", 8)]
+
+
 def test_all_faults_at_once_with_their_lines(tmp_path: Path) -> None:
     path = written(tmp_path, "a slots=8\nb slots=eight\na slots=8\nc:0\n-x\nd gpus=8\n")
     with pytest.raises(ConfigError) as error:

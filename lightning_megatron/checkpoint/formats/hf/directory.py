@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -49,22 +50,24 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, LazyTensor]:
     """All tensors of the directory by name. Only headers are read now; values are read when a tensor is materialized.
 
-    As in transformers, safetensors win over pickled files, and a single file over an index.
+    As in transformers, safetensors win over pickled files, and a single file over an index. An index names files, all
+    of whose tensors count, and the norms in BERT's first files get the names that they have today.
 
     Raises:
-        CheckpointError: naming files that are missing or cannot be read, and tensors that are missing, that stand in
-            two files, or that the index does not know.
+        CheckpointError: naming files that are missing or cannot be read, and tensors that stand in two files.
     """
-    path = Path(path)
     for name, header in ((SAFETENSORS, read_lazily), (PICKLED, _pickled)):
-        if (path / name).is_file():
-            return header(path / name)
-        if (path / index_name(name)).is_file():
-            return _indexed(path, path / index_name(name), header)
+        for file, read in ((name, header), (index_name(name), partial(_indexed, header))):
+            if (Path(path) / file).is_file():
+                return {_todays(tensor): found for tensor, found in read(Path(path) / file).items()}
     raise CheckpointError(f"{path} holds no weights: neither {SAFETENSORS} nor {PICKLED}, nor an index of several")
 
 
-def _indexed(path: Path, index: Path, header: Callable[[Path], dict[str, LazyTensor]]) -> dict[str, LazyTensor]:
+def _todays(name: str) -> str:
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _indexed(header: Callable[[Path], dict[str, LazyTensor]], index: Path) -> dict[str, LazyTensor]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise CheckpointError(f"{index}: it has no weight_map")
@@ -75,24 +78,23 @@ def _indexed(path: Path, index: Path, header: Callable[[Path], dict[str, LazyTen
     ]
     if faults:
         raise _misfits(faults)
-    files: dict[str, dict[str, LazyTensor]] = {}
+    found: dict[str, LazyTensor] = {}
+    files: dict[str, str] = {}
     for name in sorted(set(places.values())):
+        file = index.with_name(name)
         try:
-            files[name] = header(path / name)
+            tensors = header(file)
         except CheckpointError as error:
             faults.append(str(error))
-    for tensor, name in sorted(places.items()):
-        if name in files and tensor not in files[name]:
-            faults.append(f"{path / name}: {tensor} is missing, which {index.name} says is there")
-    for name, tensors in files.items():
-        for tensor in tensors:
-            if tensor not in places:
-                faults.append(f"{path / name}: {tensor} is not in {index.name}")
-            elif places[tensor] != name:
-                faults.append(f"{path / name}: {tensor} is a duplicate of the one in {places[tensor]}")
+            continue
+        faults += [
+            f"{file}: {tensor} is a duplicate of the one in {files[tensor]}" for tensor in tensors if tensor in found
+        ]
+        found |= tensors
+        files |= dict.fromkeys(tensors, name)
     if faults:
         raise _misfits(faults)
-    return {tensor: files[name][tensor] for tensor, name in places.items()}
+    return found
 
 
 def _misfits(faults: Sequence[str]) -> CheckpointError:
@@ -101,8 +103,11 @@ def _misfits(faults: Sequence[str]) -> CheckpointError:
 
 
 def _pickled(file: Path) -> dict[str, LazyTensor]:
+    is_mapped = is_zipfile(file)
     return {
-        name: LazyTensor(tuple(tensor.shape), tensor.dtype, partial(_unpickle, file, name))
+        name: LazyTensor(
+            tuple(tensor.shape), tensor.dtype, partial(_unpickle, file, name) if is_mapped else tensor.clone
+        )
         for name, tensor in _mapped(file).items()
     }
 
@@ -112,10 +117,10 @@ def _unpickle(file: Path, name: str) -> Tensor:
 
 
 def _mapped(file: Path) -> dict[str, Tensor]:
-    """A file of ``torch.save``, mapped: values are read when they are used."""
+    """A file of ``torch.save``, mapped: values are read when they are used. One from before torch 1.6 is read whole."""
     refuse_packed(file)
     try:
-        tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except Exception as error:  # it is a pickle: any error may come out of it
         raise CheckpointError(f"{file}: truncated or no file of its kind: {error}") from None
     if not isinstance(tensors, dict):

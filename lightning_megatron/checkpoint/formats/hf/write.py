@@ -49,7 +49,7 @@ def write_hf(
         beside: further files by name: the contents of a JSON file, or the path of a file to copy.
 
     Raises:
-        CheckpointError: if something has the name already, or naming a tensor whose values ``dtype`` cannot hold.
+        CheckpointError: if something has the name already, or naming tensors whose values ``dtype`` cannot hold.
     """
     path, splits = Path(path), list(splits)
     if os.path.lexists(path):
@@ -62,7 +62,7 @@ def write_hf(
     remove_stale(path.parent)
     directory = prepare(path)
     try:
-        values = (value for split in splits for value in split.materialize())
+        values = (pair for split in splits for pair in zip(split.tensors, split.materialize(), strict=True))
         for name, shard in zip(names, shards, strict=True):
             _write_shard(directory / name, shard, values)
         if len(shards) > 1:
@@ -105,12 +105,12 @@ def shard_names(count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _write_shard(file: Path, shard: Shard, values: Iterator[Tensor]) -> None:
+def _write_shard(file: Path, shard: Shard, values: Iterator[tuple[str, Tensor]]) -> None:
     with writing(file):
         with file.open("wb") as stream:
             stream.write(header_bytes(shard))
-            for name, (dtype, _) in shard.items():
-                _write_tensor(stream, cast(name, next(values), dtype))
+            for dtype, _ in shard.values():
+                _write_tensor(stream, cast(*next(values), dtype, values))
         sync_file(file)
 
 
