@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_megatron.families import family_of_preset
+from lightning_megatron.families import FAMILIES
 from lightning_megatron.models.presets import PRESETS
 
 PAGE = Path(__file__).parent / "models.md"
@@ -80,16 +80,19 @@ def _terms() -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
+def _module(name: str) -> str:
+    return next(family.module for family in FAMILIES.values() if name in family.presets)
+
+
 def _place(name: str) -> tuple[str, int]:
-    return family_of_preset(name).module, PRESETS[name].num_parameters()
+    return _module(name), PRESETS[name].num_parameters()
 
 
 def _row(name: str) -> tuple[str, ...]:
     config = PRESETS[name]
     heads = f"{config.num_attention_heads} ({config.num_query_groups})"
     sizes = (config.num_layers, config.hidden_size, heads, config.ffn_hidden_size, config.vocab_size)
-    module = family_of_preset(name).module
-    return (f"`{name}`", module, _parameters(name), *map(str, sizes), str(config.max_position_embeddings))
+    return (f"`{name}`", _module(name), _parameters(name), *map(str, sizes), str(config.max_position_embeddings))
 
 
 def _parameters(name: str) -> str:

@@ -39,38 +39,6 @@ if TYPE_CHECKING:
     from lightning_megatron.lightning.pretrained.load_module import load_module, read_checkpoint
     from lightning_megatron.lightning.strategy.megatron import MegatronHPUStrategy, MegatronStrategy
 
-_MODULES = {
-    "adapters.lora": ("LoRA",),
-    "config.layout": ("ParallelLayout",),
-    "config.transformer": ("TransformerConfig",),
-    "errors": ("ConfigError",),
-    "layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
-    "lightning.accelerator": ("HPUAccelerator",),
-    "lightning.base_module": ("MegatronModule",),
-    "lightning.callbacks": (
-        "DeviceProfiler",
-        "ExpertTelemetry",
-        "GaudiTelemetry",
-        "KillSwitch",
-        "MegatronLog",
-        "SpikeGuard",
-        "StragglerMonitor",
-        "Throughput",
-        "UploadCheckpoints",
-        "VerifyCheckpoint",
-    ),
-    "lightning.datamodule": ("MegatronDataModule",),
-    "lightning.module": ("BloomModule", "GPTModule", "LlamaModule", "MixtralModule"),
-    "lightning.modules.bert": ("BertModule",),
-    "lightning.modules.bert_data": ("BertDataModule",),
-    "lightning.modules.chat_data": ("ChatDataModule",),
-    "lightning.modules.t5": ("T5Module",),
-    "lightning.modules.t5_data": ("T5DataModule",),
-    "lightning.precision": ("MegatronPrecision",),
-    "lightning.pretrained.load_module": ("load_module", "read_checkpoint"),
-    "lightning.strategy.megatron": ("MegatronHPUStrategy", "MegatronStrategy"),
-}
-
 __all__ = [
     "BertDataModule",
     "BertModule",
@@ -109,6 +77,6 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
-    __getattr__, __dir__ = exports_of(__name__, _MODULES)
+    __getattr__, __dir__ = exports_of(__name__)
 
 register_with_lightning()

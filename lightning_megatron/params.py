@@ -177,25 +177,9 @@ def spec_registry(model: nn.Module) -> dict[str, ParamSpec]:
     return {name: spec for name, _, spec in named_specs(model)}
 
 
-def load_full(model: nn.Module, tensors: Mapping[str, Tensor], ranks: ShardRanks) -> None:
-    """Copy this rank's slices of whole weights into ``model``; the rest of a padded slice becomes zero.
-
-    Args:
-        model: model whose weights (:func:`named_weights`) are filled.
-        tensors: whole weights by global name, without padding; names that this part of the model lacks are ignored.
-        ranks: position of this rank (``ParallelMesh.shard_ranks``).
-
-    Raises:
-        KeyError: for a weight that ``tensors`` does not have.
-        ValueError: for one of another shape.
-    """
-    for name, param, spec in named_weights(model):
-        copy_slice(name, param, spec, tensors[name], ranks)
-
-
 @torch.no_grad()
 def copy_slice(name: str, param: Tensor, spec: ParamSpec, whole: Tensor, ranks: ShardRanks) -> None:
-    """Copy this rank's slice of a whole parameter, as :func:`load_full` does for all of them.
+    """Copy this rank's slice of a whole parameter without padding; the rest of a padded slice becomes zero.
 
     Raises:
         ValueError: if ``whole`` has another shape.

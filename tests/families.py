@@ -15,8 +15,9 @@ from lightning_megatron.config.parameter_specs import weight_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.families import FAMILIES
 from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.params import ShardRanks, load_full, named_weights
+from lightning_megatron.params import ShardRanks, named_weights
 from tests.foreign import to_native
+from tests.whole_weights import load_full
 
 VOCABULARY, POSITIONS = 61, 32
 _SIZES = {

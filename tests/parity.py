@@ -16,9 +16,9 @@ from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.device import hpu_available
 from lightning_megatron.families import FAMILIES
-from lightning_megatron.params import load_full
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 from tests.foreign import to_native
+from tests.whole_weights import load_full
 
 STEPS, BATCH, LENGTH, VOCABULARY, SEED = 10, 8, 12, 131, 5
 LR, DECAY, BETAS, EPS, CLIP = 1e-3, 0.1, (0.9, 0.95), 1e-8, 1.0

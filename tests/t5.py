@@ -14,8 +14,9 @@ from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.families import FAMILIES
 from lightning_megatron.models.t5.model import T5Inputs, T5Model
-from lightning_megatron.params import ShardRanks, load_full
+from lightning_megatron.params import ShardRanks
 from tests.foreign import to_native
+from tests.whole_weights import load_full
 
 VOCABULARY = 61
 _SIZES: dict[str, Any] = {"model_type": "t5", "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 6, "d_ff": 48}

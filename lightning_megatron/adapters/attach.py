@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -291,8 +291,3 @@ def train_only(model: nn.Module, name: str | None) -> None:
     """Have gradients computed for one adapter, and for nothing else of a model."""
     for each, param in model.named_parameters():
         param.requires_grad_(adapter_of(each) == name and name is not None)
-
-
-def names_of(tensors: Mapping[str, Any]) -> set[str]:
-    """Names that are of any adapter."""
-    return {name for name in tensors if adapter_of(name) is not None}

@@ -32,51 +32,6 @@ if TYPE_CHECKING:
         shared_state,
     )
 
-_MODULES = {
-    "background.writer": ("BackgroundWriter",),
-    "directory.atomic_dir": (
-        "remove",
-        "remove_unlinked",
-    ),
-    "directory.leftovers": ("remove_stale",),
-    "directory.newest": (
-        "Candidate",
-        "candidates",
-        "is_checkpoint",
-        "newest_good",
-    ),
-    "fragment": ("Fragment",),
-    "integrity.fault": ("Fault",),
-    "integrity.finite_values": ("refuse_nonfinite",),
-    "integrity.hashes": (
-        "Check",
-        "faults_of",
-    ),
-    "integrity.manifest": (
-        "Progress",
-        "read_manifest",
-    ),
-    "integrity.verify": ("verify",),
-    "loading": (
-        "Loaded",
-        "load",
-    ),
-    "meta": ("objects_in",),
-    "saving": (
-        "PendingSave",
-        "SaveGuard",
-        "save",
-    ),
-    "state_dict": (
-        "State",
-        "local_tensors",
-        "model_state",
-        "optimizer_state",
-        "regrouped",
-        "shared_state",
-    ),
-}
-
 __all__ = [
     "BackgroundWriter",
     "Candidate",
@@ -110,4 +65,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
-    __getattr__, __dir__ = exports_of(__name__, _MODULES)
+    __getattr__, __dir__ = exports_of(__name__)

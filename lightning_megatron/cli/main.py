@@ -10,82 +10,50 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class _Command(NamedTuple):
-    """Module, function and purpose of a command."""
+    """Module below ``cli`` and purpose of a command."""
 
     module: str
-    function: str
     purpose: str
 
+    def function(self, name: str) -> Any:
+        """Function of the command, which has its name.
 
-_TRAINER = "lightning_megatron.cli.trainer"
+        Args:
+            name: name of the command.
+        """
+        name = "trainer" if self.module == _TRAINER else name.replace("-", "_")
+        return getattr(import_module(f"lightning_megatron.cli.{self.module}"), f"{name}_command")
+
+
+_TRAINER = "trainer"
 _COMMANDS = {
-    "fit": _Command(_TRAINER, "trainer_command", "train, from a YAML recipe or arguments"),
-    "validate": _Command(_TRAINER, "trainer_command", "one pass over the validation data"),
-    "test": _Command(_TRAINER, "trainer_command", "one pass over the test data"),
-    "predict": _Command(_TRAINER, "trainer_command", "run predict_step over data"),
-    "train-tokenizer": _Command(
-        "lightning_megatron.cli.data.tokenizer", "train_tokenizer_command", "a sentencepiece model from text"
-    ),
-    "preprocess": _Command(
-        "lightning_megatron.cli.data.preprocess",
-        "preprocess_command",
-        "JSON lines to the token files that training reads",
-    ),
-    "merge": _Command("lightning_megatron.cli.data.merge", "merge_command", "several pairs of token files as one"),
-    "inspect": _Command(
-        "lightning_megatron.cli.data.inspect",
-        "inspect_command",
-        "statistics of token files; a document or sample as text",
-    ),
-    "demo-data": _Command(
-        "lightning_megatron.cli.data.demo", "demo_data_command", "a corpus, a tokenizer and token files for a first try"
-    ),
-    "generate": _Command(
-        "lightning_megatron.cli.inference.generate", "generate_command", "continue a text with a checkpoint"
-    ),
-    "evaluate": _Command(
-        "lightning_megatron.cli.inference.evaluate", "evaluate_command", "perplexity, cloze tests and lm-eval's tasks"
-    ),
-    "convert": _Command(
-        "lightning_megatron.cli.convert", "convert_command", "other programs' models to ours, and back"
-    ),
-    "verify": _Command(
-        "lightning_megatron.cli.verify", "verify_command", "is a checkpoint whole, and what was written?"
-    ),
-    "why": _Command("lightning_megatron.cli.why", "why_command", "which rank hung or died first, and in what?"),
-    "doctor": _Command(
-        "lightning_megatron.cli.doctor.command", "doctor_command", "does what is installed here fit together?"
-    ),
-    "ops": _Command("lightning_megatron.cli.ops", "ops_command", "the implementation of each op on a device, and why"),
-    "recipes": _Command(
-        "lightning_megatron.cli.recipes.command", "recipes_command", "the recipes that `--recipe NAME` knows"
-    ),
-    "launch": _Command(
-        "lightning_megatron.cli.launch.command",
-        "launch_command",
-        "a recipe by Slurm, Kubernetes, torchrun, mpirun",
-    ),
-    "plan": _Command("lightning_megatron.cli.plan.command", "plan_command", "the layout that fits, and how fast it is"),
-    "rehearse": _Command(
-        "lightning_megatron.cli.trials.rehearse",
-        "rehearse_command",
-        "memory and traffic of ranks of a job, without devices",
-    ),
-    "parity": _Command(
-        "lightning_megatron.cli.trials.parity", "parity_command", "two layouts side by side: where do the numbers part?"
-    ),
-    "from-megatron-args": _Command(
-        "lightning_megatron.cli.from_megatron.command",
-        "from_megatron_command",
-        "the recipe that a command line of Megatron stands for",
-    ),
-    "schedule": _Command(
-        "lightning_megatron.cli.schedule", "schedule_command", "print, price and draw a pipeline schedule"
-    ),
+    "fit": _Command(_TRAINER, "train, from a YAML recipe or arguments"),
+    "validate": _Command(_TRAINER, "one pass over the validation data"),
+    "test": _Command(_TRAINER, "one pass over the test data"),
+    "predict": _Command(_TRAINER, "run predict_step over data"),
+    "train-tokenizer": _Command("data.tokenizer", "a sentencepiece model from text"),
+    "preprocess": _Command("data.preprocess", "JSON lines to the token files that training reads"),
+    "merge": _Command("data.merge", "several pairs of token files as one"),
+    "inspect": _Command("data.inspect", "statistics of token files; a document or sample as text"),
+    "demo-data": _Command("data.demo", "a corpus, a tokenizer and token files for a first try"),
+    "generate": _Command("inference.generate", "continue a text with a checkpoint"),
+    "evaluate": _Command("inference.evaluate", "perplexity, cloze tests and lm-eval's tasks"),
+    "convert": _Command("convert", "other programs' models to ours, and back"),
+    "verify": _Command("verify", "is a checkpoint whole, and what was written?"),
+    "why": _Command("why", "which rank hung or died first, and in what?"),
+    "doctor": _Command("doctor.command", "does what is installed here fit together?"),
+    "ops": _Command("ops", "the implementation of each op on a device, and why"),
+    "recipes": _Command("recipes.command", "the recipes that `--recipe NAME` knows"),
+    "launch": _Command("launch.command", "a recipe by Slurm, Kubernetes, torchrun, mpirun"),
+    "plan": _Command("plan.command", "the layout that fits, and how fast it is"),
+    "rehearse": _Command("trials.rehearse", "memory and traffic of ranks of a job, without devices"),
+    "parity": _Command("trials.parity", "two layouts side by side: where do the numbers part?"),
+    "from-megatron-args": _Command("from_megatron.command", "the recipe that a command line of Megatron stands for"),
+    "schedule": _Command("schedule", "print, price and draw a pipeline schedule"),
 }
 
 
@@ -114,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command = _COMMANDS[name]
     with _collecting_later(is_own_process=argv is None):
-        function = getattr(import_module(command.module), command.function)
+        function = command.function(name)
     # LightningCLI starts the other processes of a job with the words of this process; None tells it to use them.
     arguments = words if command.module == _TRAINER else words[1:]
     try:

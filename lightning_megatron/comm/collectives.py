@@ -27,6 +27,8 @@ from lightning_megatron.recorder.file_format import Kind
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_OverAxis = Callable[[Tensor, Axis], Tensor]
+
 
 class Work(Protocol):
     """The part of ``torch.distributed.Work`` that is used."""
@@ -227,81 +229,33 @@ def local_shard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return x.narrow(dim, axis.rank * length, length)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+def _own_sequence(x: Tensor, axis: Axis) -> Tensor:
+    return local_shard(x, axis).contiguous()
+
+
+def _own_features(x: Tensor, axis: Axis) -> Tensor:
+    return local_shard(x, axis, dim=-1).contiguous()
+
+
+def _all_features(x: Tensor, axis: Axis) -> Tensor:
+    return torch.cat(all_gather(x.unsqueeze(0), axis).unbind(0), dim=-1)
+
+
+def _as_it_is(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
+
+
+class _Pair(torch.autograd.Function):
+    """A function of a tensor over an axis, and the one of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.axis), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: _OverAxis, backward: _OverAxis) -> Tensor:
+        ctx.axis, ctx.backward_over = axis, backward
+        return forward(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grad, ctx.axis), None
-
-
-class _JoinSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return local_shard(grad, ctx.axis).contiguous(), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.axis), None
-
-
-class _GatherFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        pieces = all_gather(x.unsqueeze(0), axis)
-        return torch.cat(pieces.unbind(0), dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return local_shard(grad, ctx.axis, dim=-1).contiguous(), None
-
-
-class _SplitFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return local_shard(x, axis, dim=-1).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.cat(all_gather(grad.unsqueeze(0), ctx.axis).unbind(0), dim=-1), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.backward_over(grad, ctx.axis), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -317,49 +271,49 @@ class _AllToAll(torch.autograd.Function):
         return all_to_all_no_grad(grad, ctx.axis, ctx.output_splits, ctx.input_splits), None, None, None
 
 
-def _apply(function: type[torch.autograd.Function], x: Tensor, axis: Axis) -> Tensor:
-    return x if axis.size == 1 else _outside_of_graphs(function, x, axis)
+def _apply(x: Tensor, axis: Axis, forward: _OverAxis, backward: _OverAxis) -> Tensor:
+    return x if axis.size == 1 else _outside_of_graphs(x, axis, forward, backward)
 
 
 @torch.compiler.disable  # one break; inside, every function around the collective would be one
-def _outside_of_graphs(function: type[torch.autograd.Function], x: Tensor, axis: Axis) -> Tensor:
-    out: Tensor = function.apply(x, axis)
+def _outside_of_graphs(x: Tensor, axis: Axis, forward: _OverAxis, backward: _OverAxis) -> Tensor:
+    out: Tensor = _Pair.apply(x, axis, forward, backward)
     return out
 
 
 def copy_to_region(x: Tensor, axis: Axis) -> Tensor:
     """``f``: identity forward, sum of gradients backward. Enters a region where each rank does part of the work."""
-    return _apply(_Copy, x, axis)
+    return _apply(x, axis, _as_it_is, all_reduce)
 
 
 def reduce_from_region(x: Tensor, axis: Axis) -> Tensor:
     """``g``: sum forward, identity backward. Leaves such a region with the whole result on every rank."""
-    return _apply(_Reduce, x, axis)
+    return _apply(x, axis, all_reduce, _as_it_is)
 
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """``[S/R, ...] -> [S, ...]``; backward sums and scatters, since the ranks go on to do different work."""
-    return _apply(_GatherSequence, x, axis)
+    return _apply(x, axis, all_gather, reduce_scatter)
 
 
 def join_sequence(x: Tensor, axis: Axis) -> Tensor:
     """``[S/R, ...] -> [S, ...]`` for a consumer that does the same work on all ranks; backward slices."""
-    return _apply(_JoinSequence, x, axis)
+    return _apply(x, axis, all_gather, _own_sequence)
 
 
 def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     """``[S, ...] -> [S/R, ...]``, summed over ranks; backward gathers."""
-    return _apply(_ReduceScatterSequence, x, axis)
+    return _apply(x, axis, reduce_scatter, all_gather)
 
 
 def gather_features(x: Tensor, axis: Axis) -> Tensor:
     """``[..., F/R] -> [..., F]`` for a consumer that does the same work on all ranks; backward slices."""
-    return _apply(_GatherFeatures, x, axis)
+    return _apply(x, axis, _all_features, _own_features)
 
 
 def split_features(x: Tensor, axis: Axis) -> Tensor:
     """``[..., F] -> [..., F/R]`` of a tensor that is equal on all ranks; backward gathers."""
-    return _apply(_SplitFeatures, x, axis)
+    return _apply(x, axis, _own_features, _all_features)
 
 
 def all_to_all(

@@ -22,31 +22,6 @@ if TYPE_CHECKING:
     from lightning_megatron.data.sampler import MegatronSampler
     from lightning_megatron.data.tokenizers import Tokenizer, build_tokenizer
 
-_MODULES = {
-    "blend": ("BlendedDataset",),
-    "build": ("build_gpt_datasets",),
-    "chat.packed": ("PackedChats",),
-    "fingerprint": (
-        "data_fingerprint",
-        "fingerprint_problems",
-        "tokenizer_fingerprint",
-    ),
-    "gpt_dataset": ("GPTDataset",),
-    "indexed": (
-        "IndexedDataset",
-        "optimal_dtype",
-    ),
-    "indexed_writer": ("IndexedDatasetWriter",),
-    "masked.bert_dataset": ("BertDataset",),
-    "masked.t5_dataset": ("T5Dataset",),
-    "resumable_loader": ("ResumableDataLoader",),
-    "sampler": ("MegatronSampler",),
-    "tokenizers": (
-        "Tokenizer",
-        "build_tokenizer",
-    ),
-}
-
 __all__ = [
     "BertDataset",
     "BlendedDataset",
@@ -68,4 +43,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
-    __getattr__, __dir__ = exports_of(__name__, _MODULES)
+    __getattr__, __dir__ = exports_of(__name__)

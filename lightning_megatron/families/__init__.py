@@ -88,15 +88,3 @@ def module_of(config: TransformerConfig) -> str:
     """Name of the LightningModule for a configuration; any decoder is trained by the same."""
     kind = type(config)
     return next((family.module for family in FAMILIES.values() if family.config_class is kind), "GPTModule")
-
-
-def family_of_preset(name: str) -> Family:
-    """The family whose file has a preset.
-
-    Raises:
-        KeyError: for an unknown name.
-    """
-    for family in FAMILIES.values():
-        if name in family.presets:
-            return family
-    raise KeyError(name)

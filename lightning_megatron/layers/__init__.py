@@ -4,7 +4,7 @@ Each takes a :class:`~lightning_megatron.mesh.ParallelMesh`; on a mesh of one ra
 the reference for every other layout. Activations are ``[S, B, H]``, under sequence parallelism ``[S/tp, B, H]``.
 """
 
-from lightning_megatron.layers.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+from lightning_megatron.layers.cross_entropy import linear_cross_entropy
 from lightning_megatron.layers.embedding import VocabParallelEmbedding, padded_vocab_size
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
@@ -17,5 +17,4 @@ __all__ = [
     "VocabParallelEmbedding",
     "linear_cross_entropy",
     "padded_vocab_size",
-    "vocab_parallel_cross_entropy",
 ]

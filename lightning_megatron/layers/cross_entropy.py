@@ -130,55 +130,6 @@ def _gradient_(chunk: _Chunk, scale: Tensor, part: VocabSlice, smoothing: float)
     return grad if chunk.steepness is None else grad.mul_(chunk.steepness)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, part: VocabSlice, smoothing: float, ignore: int) -> Tensor:
-        own = logits.flatten(0, -2)[:, : part.size].to(torch.float32, copy=True)
-        targets = labels.flatten()
-        kept = targets != ignore
-        chunk = _losses_(own, targets * kept, part, _Rule(smoothing))
-        ctx.save_for_backward(chunk.exps, chunk.peak, chunk.log_sum_exp, chunk.local_target, chunk.is_here, kept)
-        ctx.part, ctx.smoothing, ctx.shape, ctx.dtype = part, smoothing, logits.shape, logits.dtype
-        return (chunk.loss * kept).view(labels.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        exps, peak, log_sum_exp, target, here, kept = ctx.saved_tensors
-        chunk = _Chunk(exps.clone(), peak, log_sum_exp, log_sum_exp, target, here)
-        real = _gradient_(chunk, grad.flatten() * kept, ctx.part, ctx.smoothing)
-        out = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
-        out.flatten(0, -2)[:, : ctx.part.size] = real
-        return out, None, None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    axis: Axis,
-    vocab_size: int | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    ignore_index: int = IGNORE_INDEX,
-) -> Tensor:
-    """Per-token cross entropy of logits whose vocabulary is cut over ``axis``.
-
-    Args:
-        logits: ``[..., V/R]``, this rank's slice (it may end in padding).
-        labels: ``[...]`` token ids of the whole vocabulary.
-        axis: ranks that share the vocabulary.
-        vocab_size: true size of the vocabulary; ``None`` if there is no padding.
-        label_smoothing: share of the target's probability, as in ``torch.nn.functional.cross_entropy``.
-        ignore_index: label whose loss and gradient are zero.
-
-    Returns:
-        ``[...]`` fp32, equal on all ranks of the axis.
-    """
-    total = logits.shape[-1] * axis.size if vocab_size is None else vocab_size
-    part = VocabSlice.of(axis, logits.shape[-1], total)
-    out: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, part, label_smoothing, ignore_index)
-    return out
-
-
 def _chunk_length(tokens: int, dtype: torch.dtype, padded_rows: int, chunk_bytes: int) -> int:
     """Tokens of a chunk whose fp32 logits take about ``chunk_bytes``.
 

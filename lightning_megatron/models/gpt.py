@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import copy_to_region, local_shard, reduce_from_region
-from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE
 from lightning_megatron.config.rope_scaling import DynamicScaling
-from lightning_megatron.config.transformer import Rotary, TransformerConfig
+from lightning_megatron.config.transformer import Rotary
 from lightning_megatron.context_parallel.inputs import ShardedInputs, shard_inputs
 from lightning_megatron.documents import Documents
 from lightning_megatron.errors import Problem, multiples_around, raise_if_any
@@ -29,9 +29,9 @@ from lightning_megatron.models.compiled import without_graphs
 from lightning_megatron.models.multi_token import NextTokenModule, later
 from lightning_megatron.models.stages import StagedModel, mean_weights
 from lightning_megatron.moe.aux_loss import attach_aux_loss
-from lightning_megatron.ops.registry import ANY_DEVICE, Ops
+from lightning_megatron.ops.registry import Ops
 from lightning_megatron.recompute import recomputed
-from lightning_megatron.stage import BackwardScale, StageBoundary, StageLayers
+from lightning_megatron.stage import BackwardScale, StageLayers
 
 RotaryTables = Mapping[Rotary | None, tuple[Tensor, Tensor] | None]
 """Cosines and sines by the kind of rotary embedding."""
@@ -59,23 +59,15 @@ class GPTModel(StagedModel):
         ConfigError: if ``recompute`` does not fit this model or mesh, or ``ops`` requires a kernel that is missing.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        mesh: ParallelMesh | None = None,
-        parts: Sequence[StageLayers] | None = None,
-        boundary: StageBoundary | None = None,
-        recompute: RecomputePlan = NO_RECOMPUTE,
-        ops: Ops = ANY_DEVICE,
-    ) -> None:
-        super().__init__(config, mesh, parts, boundary, recompute, ops)
+    def _add_parts(self, mesh: ParallelMesh, ops: Ops) -> None:
+        config = self.config
+        how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "recompute": self.recompute, "ops": ops}
         self.mtp = nn.ModuleList()
         self.mtp_losses: tuple[Tensor, ...] = ()
         base = draw_seed() if config.mtp_num_layers else 0  # on all stages, so that they draw the same afterwards
         for depth in range(config.mtp_num_layers if self.head is not None else 0):
-            here, sp = mesh or ParallelMesh.single(), self.sequence_parallel
             with seeded(base, depth):
-                self.mtp.append(NextTokenModule(config, here, sequence_parallel=sp, recompute=recompute, ops=ops))
+                self.mtp.append(NextTokenModule(config, mesh, **how))
         self._rotary_of = {int(number): config.rotary(int(number)) for number in self.layers}
         self._mtp_rotary = config.rotary(config.num_layers - 1) if self.mtp else None
         kinds = dict.fromkeys((*self._rotary_of.values(), self._mtp_rotary))
@@ -249,8 +241,7 @@ class GPTModel(StagedModel):
             self._length_problems(length, reach, decodes=bool(caches))
             + self._document_problems(documents, decodes=bool(caches))
         )
-        if self.fp8 is not None:
-            self.fp8.refresh()
+        self._refresh()
         inputs = shard_inputs(tokens, position_ids, self._sharding, first)
         hidden = self._stage_input(stage, inputs)  # [S/cp, B, H], under sequence parallelism [S/(cp tp), B, H]
         tables, here = self._rotary_tables(inputs, hidden), self._on_rank(documents, tokens.device)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
@@ -18,6 +19,7 @@ from lightning_megatron.layers.init import draw_seed, seeded
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.transformer import Block, Embedding, Head
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
+from lightning_megatron.recompute import recomputed
 from lightning_megatron.stage import StageBoundary, StageLayers
 
 
@@ -35,9 +37,6 @@ class Parts(NamedTuple):
     head: Callable[..., Head] = Head
 
 
-_USUAL = Parts()
-
-
 class StagedModel(nn.Module):
     """Blocks of this rank's pipeline stages between an embedding and a head.
 
@@ -51,7 +50,6 @@ class StagedModel(nn.Module):
         boundary: boundary of the pipeline's stages; needed with ``parts``.
         recompute: plan of activation recomputation.
         ops: implementations of the ops.
-        classes: classes of the parts.
 
     Attributes:
         embedding: first part; ``None`` on a rank that has no use for it.
@@ -70,7 +68,6 @@ class StagedModel(nn.Module):
         boundary: StageBoundary | None = None,
         recompute: RecomputePlan = NO_RECOMPUTE,
         ops: Ops = ANY_DEVICE,
-        classes: Parts = _USUAL,
     ) -> None:
         super().__init__()
         mesh = mesh or ParallelMesh.single()
@@ -88,7 +85,7 @@ class StagedModel(nn.Module):
         self._parts = {part.stage: part for part in parts or (StageLayers.whole(config.num_layers),)}
         embeds = any(part.has_embedding for part in self._parts.values())
         predicts = any(part.has_loss for part in self._parts.values())
-        base, sp = draw_seed(), self.sequence_parallel
+        base, sp, classes = draw_seed(), self.sequence_parallel, self._classes()
         self._seed = base
         self.embedding: Embedding | None = None
         if embeds or (predicts and config.embeds_in_the_end):
@@ -113,6 +110,13 @@ class StagedModel(nn.Module):
         if predicts:
             with seeded(base, config.num_layers + 1):
                 self.head = classes.head(config, mesh, sequence_parallel=sp, ops=ops)
+        self._add_parts(mesh, ops)
+
+    def _classes(self) -> Parts:
+        return Parts()
+
+    def _add_parts(self, mesh: ParallelMesh, ops: Ops) -> None:
+        """Build what a subclass has besides."""
 
     def hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
         """Shape of the activations between stages for ``tokens`` ``[B, S]``: ``[S, B, H]``, or a sequence shard."""
@@ -136,6 +140,30 @@ class StagedModel(nn.Module):
         """The activation that the previous stage has sent."""
         assert self._boundary is not None
         return self._boundary.take()
+
+    def _refresh(self) -> None:
+        """Begin a forward pass."""
+        if self.fp8 is not None:
+            self.fp8.refresh()
+
+    def _key_mask(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
+        """``[B, S]``, True for tokens that others see, with the padding that a layout adds; ``None`` for all."""
+        added = self._sharding.padding(tokens.shape[1])
+        if mask is None and not added:
+            return None
+        mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+        return F.pad(mask, (0, added))
+
+    def _in_groups(
+        self, run: Callable[[Tensor, Sequence[int]], Tensor], layers: Sequence[int], hidden: Tensor, plan: RecomputePlan
+    ) -> Tensor:
+        """Run layers in the groups of a recomputation plan; no input but ``hidden`` is kept in shards."""
+        for group in plan.groups(layers):
+            if group.recomputed:
+                hidden = recomputed(run, hidden, group.layers, rng=self.rng, shard_over=self._shard_saved_over)
+            else:
+                hidden = run(hidden, group.layers)
+        return hidden
 
     def _own_labels(self, labels: Tensor) -> Tensor:
         return self._sharding.shard(labels, 1, IGNORE_INDEX)

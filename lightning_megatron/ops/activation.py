@@ -14,12 +14,6 @@ from lightning_megatron.config.transformer import GATED, TransformerConfig
 from lightning_megatron.device import as_result
 
 
-def swiglu_reference(x: Tensor) -> Tensor:
-    """:func:`swiglu` in plain torch."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 class _SwiGLU(torch.autograd.Function):
     """Saves only the input for backward; recomputing ``silu(gate)`` is cheaper than storing it."""
 
@@ -97,12 +91,6 @@ class _ClampedSwiGLU(torch.autograd.Function):
 def _clamped(x: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     gate, up = x.chunk(2, dim=-1)
     return gate.clamp(max=limit), up.clamp(-limit, limit)
-
-
-def swiglu_clamped_reference(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """:func:`swiglu_clamped` in plain torch."""
-    gate, up = _clamped(x, limit)
-    return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
 def swiglu_clamped(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:

@@ -1,23 +1,18 @@
 """Actions of a pipeline schedule: one stage at work on one micro-batch.
 
-A schedule is data: per pipeline rank the list of actions that it runs, in order. It prints, parses and compares without
-a process: ``schedule`` builds it, ``validate`` proves it, ``simulate`` computes its time, ``runtime`` executes it.
+A schedule is data: per pipeline rank the list of actions that it runs, in order. It prints and compares without a
+process: ``schedule`` builds it, ``validate`` proves it, ``simulate`` computes its time, ``runtime`` executes it.
 
 Stages are numbered through the whole pipeline: chunk ``c`` of pipeline rank ``r`` is stage ``c * pp + r``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from lightning_megatron.errors import ConfigError, Problem
-
 Kind = Literal["F", "B", "I", "W"]
 """``F`` forward, ``B`` backward, or its two halves: ``I`` gradient of the input, ``W`` gradients of the weights."""
-
-_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Action(NamedTuple):
@@ -35,20 +30,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Parse an action as :meth:`__str__` writes it.
-
-        Raises:
-            ConfigError: if the text is not an action.
-        """
-        match = _PATTERN.fullmatch(text.strip())
-        if match is None:
-            reason = "an action is a stage number, one of F, B, I, W, and a micro-batch number, as in 2F0"
-            raise ConfigError([Problem("action", text, reason)])
-        stage, kind, microbatch = match.groups()
-        return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]  # the pattern admits the four only
 
 
 Schedule = list[list[Action]]
@@ -114,27 +95,3 @@ def count_stages(schedule: Sequence[Sequence[Action]]) -> int:
 def format_schedule(schedule: Sequence[Sequence[Action]]) -> str:
     """Write a schedule as CSV, one row per pipeline rank; torch's schedules load it with ``_load_csv``."""
     return "".join(",".join(map(str, actions)) + "\n" for actions in schedule)
-
-
-def parse_schedule(text: str) -> Schedule:
-    """Parse a schedule as :func:`format_schedule` writes it; empty cells, torch's idle slots, are left out.
-
-    Raises:
-        ConfigError: with every cell that is no action, by pipeline rank and column.
-    """
-    schedule: Schedule = []
-    problems: list[Problem] = []
-    for rank, row in enumerate(text.splitlines()):
-        actions = []
-        for column, cell in enumerate(row.split(",")):
-            if not cell.strip():
-                continue
-            try:
-                actions.append(Action.parse(cell))
-            except ConfigError as error:
-                problem = error.problems[0]
-                problems.append(Problem(f"rank {rank}, column {column}", problem.value, problem.reason))
-        schedule.append(actions)
-    if problems:
-        raise ConfigError(problems)
-    return schedule

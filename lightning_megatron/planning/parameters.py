@@ -5,7 +5,7 @@ The list repeats what the layers declare in their ``param_specs``; ``tests/unit/
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -55,11 +55,6 @@ def padded_vocab_size(config: TransformerConfig, tp: int) -> int:
     """The vocabulary rounded up to a multiple of ``vocab_multiple x tp``, as ``layers/embedding.py`` does."""
     step = config.vocab_multiple * tp
     return -(-config.vocab_size // step) * step
-
-
-def parameters_of(job: PlannedJob, pipeline_rank: int) -> tuple[PlannedParameter, ...]:
-    """Parameters of a pipeline rank, in the order in which the model defines them."""
-    return rank_parameters(job.config, job.layout, job.stages_of(pipeline_rank))
 
 
 @lru_cache(maxsize=4096)
@@ -213,16 +208,3 @@ def fp8_weights(job: PlannedJob, pipeline_rank: int) -> int:
     numbers = (number for stage in job.stages_of(pipeline_rank) for number in stage.layers)
     inner = (number for number in numbers if FP8_ENDS <= number < config.num_layers - FP8_ENDS)
     return sum(of[config.has_experts(number)] for number in inner)
-
-
-def sizes_by_kind(parameters: Iterable[PlannedParameter]) -> dict[str, int]:
-    """Elements of this rank by kind."""
-    found: dict[str, int] = {}
-    for parameter in parameters:
-        found[parameter.kind] = found.get(parameter.kind, 0) + parameter.size
-    return found
-
-
-def whole_size(parameters: Sequence[PlannedParameter]) -> int:
-    """Elements over all ranks that share these layers, copies of tied embeddings not counted."""
-    return sum(parameter.whole for parameter in parameters if not parameter.tied_copy)

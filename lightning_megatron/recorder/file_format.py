@@ -47,11 +47,6 @@ class Kind(IntEnum):
     SCATTER_OBJECT = 42
     BROADCAST_OBJECT = 43
 
-    @property
-    def is_collective(self) -> bool:
-        """True if all ranks of a group take part, each the same number of times."""
-        return self >= Kind.ALL_REDUCE and self not in (Kind.SEND, Kind.RECEIVE)
-
 
 WORDS = {
     Kind.START: "start",

@@ -30,7 +30,7 @@ _EXAMPLES = """examples:
   HL_LLAMA_MODEL_SIZE=70 HL_TP=8 ... lightning-megatron from-megatron-args --env llama '--vocab-size 128256'"""
 
 
-def from_megatron_command(argv: Sequence[str] | None) -> int:
+def from_megatron_args_command(argv: Sequence[str] | None) -> int:
     """Run the command.
 
     Args:

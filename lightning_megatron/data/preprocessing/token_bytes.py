@@ -52,11 +52,6 @@ class TokenBytes:
         if self._cuts is not None and any(self.of(text) != self._asked(text) for text in _probes(cuts)):
             self._cuts = None
 
-    @property
-    def remembers(self) -> bool:
-        """True if words are remembered."""
-        return self._cuts is not None
-
     def of(self, text: str) -> bytes:
         """Tokens of a text.
 

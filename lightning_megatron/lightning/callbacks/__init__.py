@@ -19,19 +19,6 @@ if TYPE_CHECKING:
     from lightning_megatron.lightning.callbacks.upload_checkpoints import UploadCheckpoints
     from lightning_megatron.lightning.callbacks.verify_checkpoint import VerifyCheckpoint
 
-_MODULES = {
-    "device_profiler": ("DeviceProfiler",),
-    "expert_telemetry": ("ExpertTelemetry",),
-    "gaudi_telemetry": ("GaudiTelemetry",),
-    "kill_switch": ("KillSwitch",),
-    "megatron_log": ("MegatronLog",),
-    "spike_guard": ("SpikeGuard",),
-    "straggler_monitor": ("StragglerMonitor",),
-    "throughput": ("Throughput",),
-    "upload_checkpoints": ("UploadCheckpoints",),
-    "verify_checkpoint": ("VerifyCheckpoint",),
-}
-
 __all__ = [
     "DeviceProfiler",
     "ExpertTelemetry",
@@ -46,4 +33,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
-    __getattr__, __dir__ = exports_of(__name__, _MODULES)
+    __getattr__, __dir__ = exports_of(__name__)

@@ -17,24 +17,6 @@ if TYPE_CHECKING:
         save_trainer_checkpoint,
     )
 
-_MODULES = {
-    "hyper_parameters": (
-        "build_module",
-        "read_meta",
-        "target_device",
-    ),
-    "optimizer_file": (
-        "export_optimizers",
-        "import_optimizers",
-    ),
-    "other_settings": ("tell_other_settings",),
-    "trainer_state": (
-        "continue_randomness",
-        "load_trainer_checkpoint",
-        "save_trainer_checkpoint",
-    ),
-}
-
 __all__ = [
     "build_module",
     "continue_randomness",
@@ -48,4 +30,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
-    __getattr__, __dir__ = exports_of(__name__, _MODULES)
+    __getattr__, __dir__ = exports_of(__name__)

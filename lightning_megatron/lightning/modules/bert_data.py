@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_megatron.arguments import OneOf, at_least, checked
 from lightning_megatron.data.build import DataPath, DataPaths
-from lightning_megatron.data.indexed import IndexedDataset
 from lightning_megatron.data.masked.bert_dataset import BertDataset
 from lightning_megatron.data.masked.masking import MaskingRule, Vocabulary
 from lightning_megatron.data.tokenizers import BertWordPieceTokenizer
@@ -59,6 +55,7 @@ class BertDataModule(SentenceDataModule):
     """
 
     fewest_sentences = 2
+    _dataset_class = BertDataset
 
     @checked(
         SENTENCE_NAMES,
@@ -123,19 +120,8 @@ class BertDataModule(SentenceDataModule):
         masks = {"token_types": torch.zeros_like(ids), "padding_mask": torch.ones_like(ids)}
         return {"tokens": ids, "labels": ids.clone(), "is_random": torch.zeros(rows, dtype=torch.long), **masks}
 
-    def _dataset(
-        self, dataset: IndexedDataset, documents: NDArray[np.int64], samples: int | None, options: Mapping[str, Any]
-    ) -> BertDataset:
-        return BertDataset(
-            dataset,
-            documents,
-            vocabulary=Vocabulary.of(self._word_pieces),
-            seq_length=self.seq_length,
-            num_samples=samples,
-            masking=self.masking,
-            short_probability=self.short_probability,
-            **options,
-        )
+    def _own_arguments(self) -> dict[str, Any]:
+        return {"vocabulary": Vocabulary.of(self._word_pieces)}
 
     @property
     def _sample_options(self) -> dict[str, Any]:

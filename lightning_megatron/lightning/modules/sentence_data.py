@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from lightning_megatron.arguments import Check, Rules, at_least, within
 from lightning_megatron.data.build import Paths, SampleDataset, Span, build_datasets, parse_data_path, parse_split
 from lightning_megatron.data.indexed import IndexedDataset
+from lightning_megatron.data.masked.bert_dataset import BertDataset
+from lightning_megatron.data.masked.masking import MaskingRule
 from lightning_megatron.data.masked.sentence_index import documents_of, usable_documents
+from lightning_megatron.data.masked.t5_dataset import T5Dataset
 from lightning_megatron.errors import Problem, problems_of
 from lightning_megatron.lightning.datamodule import COUNTS, ELSEWHERE, MegatronDataModule, readable
 
@@ -51,17 +54,12 @@ class SentenceDataModule(MegatronDataModule):
 
     fewest_sentences = 1
 
-    def _dataset(
-        self, dataset: IndexedDataset, documents: NDArray[np.int64], samples: int | None, options: Mapping[str, Any]
-    ) -> Any:
-        """Samples of some documents.
+    masking: MaskingRule
+    short_probability: float
+    _dataset_class: type[BertDataset | T5Dataset]
 
-        Args:
-            dataset: token files.
-            documents: numbers of the documents.
-            samples: number of samples; ``None`` for one epoch.
-            options: further arguments of the data set: seed, name of the split, cache.
-        """
+    def _own_arguments(self) -> dict[str, Any]:
+        """Arguments of the data set that not all of these modules have alike."""
         raise NotImplementedError
 
     def _share_problems(self) -> list[Problem]:
@@ -87,6 +85,8 @@ class SentenceDataModule(MegatronDataModule):
             chosen = documents_of(dataset, span)
             if samples is None and not self._is_usable(dataset, chosen):
                 return None
-            return self._dataset(dataset, chosen, samples, options)
+            return self._dataset_class(dataset, chosen, num_samples=samples, **own, **options)
 
+        own = self._own_arguments()
+        own |= {"seq_length": self.seq_length, "masking": self.masking, "short_probability": self.short_probability}
         return build_datasets(make, paths, samples, seed=self.seed, cache_dir=self.cache_dir)

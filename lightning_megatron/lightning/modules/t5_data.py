@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_megatron.arguments import OneOf, at_least, checked, within
 from lightning_megatron.config.layout import BatchShape
 from lightning_megatron.data.build import DataPath, DataPaths
-from lightning_megatron.data.indexed import IndexedDataset
 from lightning_megatron.data.masked.masking import MaskingRule
 from lightning_megatron.data.masked.span_vocabulary import TOKENIZERS, span_vocabulary
 from lightning_megatron.data.masked.t5_dataset import SpanVocabulary, T5Dataset
@@ -63,6 +59,8 @@ class T5DataModule(SentenceDataModule):
     Raises:
         ConfigError: for arguments that cannot work.
     """
+
+    _dataset_class = T5Dataset
 
     @checked(
         SENTENCE_NAMES | {"encoder_seq_length": "seq_length", "vocab_extra_ids": "extra_ids"},
@@ -145,20 +143,8 @@ class T5DataModule(SentenceDataModule):
         tokens = {"tokens": ids[: rows * self.seq_length].view(read), "decoder_tokens": decoder}
         return tokens | {"padding_mask": torch.ones(read, dtype=torch.long), "labels": decoder.clone()}
 
-    def _dataset(
-        self, dataset: IndexedDataset, documents: NDArray[np.int64], samples: int | None, options: Mapping[str, Any]
-    ) -> T5Dataset:
-        return T5Dataset(
-            dataset,
-            documents,
-            vocabulary=self._made_vocabulary(),
-            seq_length=self.seq_length,
-            decoder_seq_length=self.decoder_seq_length,
-            num_samples=samples,
-            masking=self.masking,
-            short_probability=self.short_probability,
-            **options,
-        )
+    def _own_arguments(self) -> dict[str, Any]:
+        return {"vocabulary": self._made_vocabulary(), "decoder_seq_length": self.decoder_seq_length}
 
     @property
     def _sample_options(self) -> dict[str, Any]:

@@ -21,21 +21,6 @@ if TYPE_CHECKING:
     )
     from lightning_megatron.lightning.pretrained.load_weights import PendingWeights
 
-_MODULES = {
-    "adapter_base": ("path_of_base",),
-    "config_check": ("refuse_unfilled_checkpoint",),
-    "hugging_face": (
-        "checked_hf_config",
-        "hf_config",
-        "hf_module_class",
-        "hf_problems",
-        "hf_settings",
-        "take_settings",
-        "weight_problems",
-    ),
-    "load_weights": ("PendingWeights",),
-}
-
 __all__ = [
     "PendingWeights",
     "checked_hf_config",
@@ -50,4 +35,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
-    __getattr__, __dir__ = exports_of(__name__, _MODULES)
+    __getattr__, __dir__ = exports_of(__name__)

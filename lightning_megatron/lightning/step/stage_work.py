@@ -51,6 +51,7 @@ class _Work:
         self._module, self._step = module, step
         self._micro_batches, self._rest, self._boundary = micro_batches, rest, boundary
         self.logs = LogCapture(module)
+        self._outputs: list[Any] = []  # of micro-batches, to be joined
         self._seed = int(torch.randint(1 << 31, (), device="cpu")) if boundary.num_stages > 1 else None
 
     def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
@@ -117,7 +118,6 @@ class TrainingWork(_Work):
         self._scale = scale
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor | None] = []
-        self._extras: list[Mapping[str, Any]] = []
 
     def on_last_stage(self, output: Any, batch: Any, weight: float, scale: BackwardScale) -> Tensor | None:
         """The scaled loss of one micro-batch; ``None`` if the user returned none."""
@@ -127,7 +127,7 @@ class TrainingWork(_Work):
         if not isinstance(loss, Tensor):
             raise TypeError(f"training_step must return a tensor, a dict with 'loss', or None; got {type(output)}")
         if isinstance(output, Mapping):
-            self._extras.append({key: value for key, value in output.items() if key not in ("loss", NUM_TOKENS)})
+            self._outputs.append({key: value for key, value in output.items() if key not in ("loss", NUM_TOKENS)})
         tokens = num_tokens_in(output)
         if tokens is not None:
             check_stages_can_count(self._module, self._boundary.num_stages, batch)
@@ -169,23 +169,12 @@ class TrainingWork(_Work):
         if not totals:
             return None
         named = dict(zip(("loss", NUM_TOKENS), totals, strict=False))
-        extras = join_outputs(self._extras) if self._extras else {}
-        return {**named, **extras} if self._extras or len(totals) > 1 else totals[0]
+        extras = join_outputs(self._outputs) if self._outputs else {}
+        return {**named, **extras} if self._outputs or len(totals) > 1 else totals[0]
 
 
 class EvaluationWork(_Work):
     """An evaluation step on every micro-batch."""
-
-    def __init__(
-        self,
-        module: LightningModule,
-        step: Callable[..., Any],
-        micro_batches: MicroBatches,
-        rest: tuple[Any, ...],
-        boundary: StageBoundary,
-    ) -> None:
-        super().__init__(module, step, micro_batches, rest, boundary)
-        self._outputs: list[Any] = []
 
     def on_last_stage(self, output: Any, batch: Any, weight: float, scale: BackwardScale) -> None:
         """Keep the output."""

@@ -10,23 +10,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import copy_to_region, reduce_from_region
 from lightning_megatron.config.bert import BertConfig
-from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.context_parallel.inputs import shard_inputs
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
-from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.bert.parts import BertEmbedding, BertHead, PostNormBlock
 from lightning_megatron.models.stages import Parts, StagedModel, mean_weights, one_for_none
 from lightning_megatron.models.transformer import Block
-from lightning_megatron.ops.registry import ANY_DEVICE, Ops
-from lightning_megatron.recompute import recomputed
-from lightning_megatron.stage import StageBoundary, StageLayers
+from lightning_megatron.stage import StageLayers
 
 
 class BertInputs(NamedTuple):
@@ -97,17 +92,8 @@ class BertModel(StagedModel):
     embedding: BertEmbedding | None
     head: BertHead | None
 
-    def __init__(
-        self,
-        config: BertConfig,
-        mesh: ParallelMesh | None = None,
-        parts: Sequence[StageLayers] | None = None,
-        boundary: StageBoundary | None = None,
-        recompute: RecomputePlan = NO_RECOMPUTE,
-        ops: Ops = ANY_DEVICE,
-    ) -> None:
-        block = PostNormBlock if config.norms_after else Block
-        super().__init__(config, mesh, parts, boundary, recompute, ops, Parts(BertEmbedding, block, BertHead))
+    def _classes(self) -> Parts:
+        return Parts(BertEmbedding, PostNormBlock if self.config.norms_after else Block, BertHead)
 
     def forward(self, inputs: BertInputs) -> BertLogits:
         """Logits of both heads; on a stage that is not the last, the end of the step.
@@ -157,10 +143,9 @@ class BertModel(StagedModel):
         longest = self.config.max_position_embeddings
         if length > longest:
             raise_if_any([Problem("seq_length", length, f"longer than max_position_embeddings={longest}", (longest,))])
-        if self.fp8 is not None:
-            self.fp8.refresh()
-        hidden = self._stage_input(stage, inputs)
-        hidden = self._run_layers(stage.layers, hidden, self._key_mask(inputs))
+        self._refresh()
+        run = partial(self._run_group, key_mask=self._key_mask(inputs.tokens, inputs.padding_mask))
+        hidden = self._in_groups(run, stage.layers, self._stage_input(stage, inputs), self.recompute)
         if not stage.has_loss:
             assert self._boundary is not None
             self._boundary.leave(hidden)
@@ -176,24 +161,6 @@ class BertModel(StagedModel):
         types = None if types is None else self._sharding.shard(types, 1).t()
         embedded: Tensor = self.embedding(own.tokens, own.positions, types)
         return embedded
-
-    def _key_mask(self, inputs: BertInputs) -> Tensor | None:
-        """``[B, S]``, True for tokens that others see, with the padding that a layout adds; ``None`` for all."""
-        mask, added = inputs.padding_mask, self._sharding.padding(inputs.tokens.shape[1])
-        if mask is None and not added:
-            return None
-        mask = torch.ones_like(inputs.tokens, dtype=torch.bool) if mask is None else mask.bool()
-        return F.pad(mask, (0, added))
-
-    def _run_layers(self, layers: Sequence[int], hidden: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The stage's layers, in the groups of the recomputation plan."""
-        for group in self.recompute.groups(layers):
-            run = partial(self._run_group, key_mask=key_mask)  # no input that is kept in shards: it is small
-            if group.recomputed:
-                hidden = recomputed(run, hidden, group.layers, rng=self.rng, shard_over=self._shard_saved_over)
-            else:
-                hidden = run(hidden, group.layers)
-        return hidden
 
     def _run_group(self, hidden: Tensor, layers: Sequence[int], key_mask: Tensor | None) -> Tensor:
         for number in layers:

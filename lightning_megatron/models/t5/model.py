@@ -14,10 +14,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE
 from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.context_parallel.inputs import shard_inputs
 from lightning_megatron.layers.attention import KVCache
@@ -28,9 +27,7 @@ from lightning_megatron.models.compiled import without_graphs
 from lightning_megatron.models.stages import Parts, StagedModel, mean_weights
 from lightning_megatron.models.t5.parts import DecoderCache, Memory, RelativeBias, StackEnd, T5Block, T5Head
 from lightning_megatron.models.transformer import Embedding
-from lightning_megatron.ops.registry import ANY_DEVICE, Ops
-from lightning_megatron.recompute import recomputed
-from lightning_megatron.stage import StageBoundary, StageLayers
+from lightning_megatron.ops.registry import Ops
 
 
 class T5Inputs(NamedTuple):
@@ -74,18 +71,11 @@ class T5Model(StagedModel):
     config: T5Config
     head: T5Head | None
 
-    def __init__(
-        self,
-        config: T5Config,
-        mesh: ParallelMesh | None = None,
-        parts: Sequence[StageLayers] | None = None,
-        boundary: StageBoundary | None = None,
-        recompute: RecomputePlan = NO_RECOMPUTE,
-        ops: Ops = ANY_DEVICE,
-    ) -> None:
-        super().__init__(config, mesh, parts, boundary, recompute, ops, Parts(Embedding, T5Block, T5Head))
-        mesh = mesh or ParallelMesh.single()
-        here = {int(number) for number in self.layers}
+    def _classes(self) -> Parts:
+        return Parts(Embedding, T5Block, T5Head)
+
+    def _add_parts(self, mesh: ParallelMesh, ops: Ops) -> None:
+        config, here = self.config, {int(number) for number in self.layers}
         encoder, decoder = config.stacks["encoder"], config.stacks["decoder"]
         self.encoder_bias = self.decoder_bias = None
         if here.intersection(encoder):
@@ -127,7 +117,7 @@ class T5Model(StagedModel):
             tokens: ids for the encoder.
             padding_mask: ``[B, S]``, 1 or True for tokens, 0 for padding; ``None`` for no padding.
         """
-        self._begin()
+        self._refresh()
         key_mask = self._key_mask(tokens, padding_mask)
         return Memory(self._encoded(self.config.stacks["encoder"], self._embedded(tokens), key_mask), key_mask)
 
@@ -157,7 +147,7 @@ class T5Model(StagedModel):
     def _decoded(self, inputs: T5Inputs) -> Tensor:
         """This rank's shard of the decoder's stream; on a stage that is not the last, the end of the step."""
         stage, cut = self._current_stage(), self.config.num_encoder_layers
-        self._begin()
+        self._refresh()
         key_mask = self._key_mask(inputs.tokens, inputs.padding_mask)
         if stage.has_embedding:
             encoded, decoded = self._embedded(inputs.tokens), self._embedded(inputs.decoder_tokens)
@@ -172,24 +162,12 @@ class T5Model(StagedModel):
             self._boundary.leave(torch.cat((encoded, decoded)))
         return decoded
 
-    def _begin(self) -> None:
-        if self.fp8 is not None:
-            self.fp8.refresh()
-
     def _embedded(self, tokens: Tensor, first: int = 0) -> Tensor:
         """This rank's shard of the embedded tokens ``[B, S]``, the first of which is at position ``first``."""
         assert self.embedding is not None
         own = shard_inputs(tokens, None, self._sharding, first)
         out: Tensor = self.embedding(own.tokens, own.positions)
         return out
-
-    def _key_mask(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
-        """``[B, S]``, True for tokens that others see, with the padding that a layout adds; ``None`` for all."""
-        added = self._sharding.padding(tokens.shape[1])
-        if mask is None and not added:
-            return None
-        mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
-        return F.pad(mask, (0, added))
 
     def _encoded(self, layers: Sequence[int], hidden: Tensor, key_mask: Tensor | None) -> Tensor:
         """The encoder's stream behind some of its layers; behind the last one, its output."""
@@ -232,14 +210,9 @@ class T5Model(StagedModel):
     ) -> Tensor:
         """Layers of one stack, in the groups of the recomputation plan."""
         plan = NO_RECOMPUTE if caches else self.recompute  # recomputation would append to the caches twice
-        # No inputs that are kept in shards: biases are of this rank's heads, and all layers share the memory.
+        # Biases are of this rank's heads, and all layers share the memory.
         run = partial(self._run_group, bias=bias, memory=memory, caches=caches)
-        for group in plan.groups(layers):
-            if group.recomputed:
-                hidden = recomputed(run, hidden, group.layers, rng=self.rng, shard_over=self._shard_saved_over)
-            else:
-                hidden = run(hidden, group.layers)
-        return hidden
+        return self._in_groups(run, layers, hidden, plan)
 
     def _run_group(
         self,

@@ -24,10 +24,11 @@ from lightning_megatron import MegatronStrategy, MixtralModule, TransformerConfi
 from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.families import FAMILIES
-from lightning_megatron.params import ShardRanks, load_full
+from lightning_megatron.params import ShardRanks
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 from tests.foreign import to_native
 from tests.routing import NearestTie
+from tests.whole_weights import load_full
 
 BOUND = 1e-5
 STEPS, BATCH, LENGTH, VOCABULARY, SEED, HF_SEED = 10, 8, 12, 61, 7, 5

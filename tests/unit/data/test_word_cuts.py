@@ -71,7 +71,7 @@ def pair(kind: str) -> tuple[Tokenizer, TokenBytes]:
 
 def same(kind: str, text: str) -> None:
     tokenizer, remembering = pair(kind)
-    assert remembering.remembers
+    assert remembering._cuts is not None
     assert np.frombuffer(remembering.of(text), "<u2").tolist() == tokenizer.encode(text)
 
 
@@ -124,7 +124,7 @@ def short(kind: str) -> tuple[Tokenizer, TokenBytes, WordCuts]:
 @given(inside=st.lists(HARD | WORDS | st.text(max_size=5) | st.sampled_from(PROSE).map(lambda text: text[:300])))
 def test_long_texts_of_plain_words_with_a_few_others(kind: str, inside: list[str]) -> None:
     tokenizer, remembering, cuts = short(kind)
-    assert remembering.remembers
+    assert remembering._cuts is not None
     text = "".join(f"{PLAIN * (3 + 4 * (number % 2))}{part}" for number, part in enumerate(inside)) + PLAIN
     assert "".join(cuts.parts(text)) == text
     assert np.frombuffer(remembering.of(text), "<u2").tolist() == tokenizer.encode(text)
@@ -205,7 +205,7 @@ def test_a_tokenizer_that_is_not_what_it_says_is_asked_for_each_text() -> None:
 
     cuts = WordCuts.of(content())
     made = TokenBytes(Odd(), np.dtype("<u2"), "it", cuts)
-    assert not made.remembers
+    assert made._cuts is None
     assert np.frombuffer(made.of(" a b "), "<u2").tolist() == tokenizer.encode("a b")
 
 

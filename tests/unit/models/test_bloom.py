@@ -17,8 +17,9 @@ from lightning_megatron.families import FAMILIES
 from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.registry import Ops, choices_of
-from lightning_megatron.params import ShardRanks, load_full
+from lightning_megatron.params import ShardRanks
 from tests.foreign import to_native
+from tests.whole_weights import load_full
 
 transformers = pytest.importorskip("transformers")
 

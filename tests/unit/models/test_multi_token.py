@@ -17,9 +17,10 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import FAMILIES
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.multi_token import later
-from lightning_megatron.params import ShardRanks, load_full
+from lightning_megatron.params import ShardRanks
 from tests.families import TINY, our_config, random_model, tokens_of, whole_weights
 from tests.foreign import to_foreign, to_native
+from tests.whole_weights import load_full
 
 transformers = pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file

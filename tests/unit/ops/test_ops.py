@@ -17,13 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from lightning_megatron.config.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from lightning_megatron.layers.rotary import RotaryEmbedding
-from lightning_megatron.ops.activation import (
-    gelu_tanh,
-    swiglu,
-    swiglu_clamped,
-    swiglu_clamped_reference,
-    swiglu_reference,
-)
+from lightning_megatron.ops.activation import gelu_tanh, swiglu, swiglu_clamped
 from lightning_megatron.ops.attention import attention, attention_reference
 from lightning_megatron.ops.dropout import dropout
 from lightning_megatron.ops.grouped_linear import grouped_linear, grouped_product
@@ -49,6 +43,17 @@ def run(op: Op, inputs: list[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     grads = {f"gradient {i}": x.grad for i, x in enumerate(leaves) if x.grad is not None}
     assert len(grads) == len(leaves)
     return {"output": out.detach(), **grads}
+
+
+def swiglu_reference(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_clamped_reference(x: Tensor, alpha: float, limit: float) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
 def causal(op: Op) -> Op:

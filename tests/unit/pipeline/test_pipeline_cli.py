@@ -8,8 +8,8 @@ import pytest
 
 from lightning_megatron.cli.main import main
 from lightning_megatron.cli.schedule import parse_costs, schedule_command
-from lightning_megatron.pipeline.action import parse_schedule
 from lightning_megatron.pipeline.schedule import interleaved, zero_bubble
+from tests.schedules import parse_schedule
 
 
 def test_numbers_and_picture(tmp_path, capsys) -> None:

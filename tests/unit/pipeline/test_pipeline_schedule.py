@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.pipeline.action import Action, Schedule, format_schedule, parse_schedule
+from lightning_megatron.pipeline.action import Schedule, format_schedule
 from lightning_megatron.pipeline.schedule import (
     SCHEDULES,
     build_schedule,
@@ -21,6 +21,7 @@ from lightning_megatron.pipeline.schedule import (
 )
 from lightning_megatron.pipeline.send_recv import add_transfers
 from lightning_megatron.pipeline.validate import check_schedule
+from tests.schedules import parse_action, parse_schedule
 
 
 def text(schedule: Schedule) -> list[str]:
@@ -142,7 +143,7 @@ def torch_rank_actions(class_name: str, pp: int, vpp: int, m: int) -> Schedule:
         rows = [table._calculate_single_rank_operations(rank) for rank in range(pp)]
     else:
         rows = [row for _, row in sorted(table._get_pipeline_order().items())]
-    return [[Action.parse(str(a)) for a in row if a is not None and "REDUCE" not in str(a)] for row in rows]
+    return [[parse_action(str(a)) for a in row if a is not None and "REDUCE" not in str(a)] for row in rows]
 
 
 def halves(schedule: Schedule) -> Schedule:

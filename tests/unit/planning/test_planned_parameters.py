@@ -13,7 +13,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.presets import PRESETS, preset
 from lightning_megatron.planning.job import PlannedJob
 from lightning_megatron.planning.memory.states import buffer_sizes, state_bytes
-from lightning_megatron.planning.parameters import parameters_of, sizes_by_kind, whole_size
+from lightning_megatron.planning.parameters import PlannedParameter, rank_parameters
 from lightning_megatron.planning.plan import plan_of
 
 PLANNED = [name for name, each in PRESETS.items() if type(each) is TransformerConfig and not each.has_latents]
@@ -21,6 +21,19 @@ PLANNED = [name for name, each in PRESETS.items() if type(each) is TransformerCo
 
 def job_of(name: str, world_size: int, **sizes: object) -> PlannedJob:
     return PlannedJob(preset(name), ParallelLayout(**sizes).resolve(world_size), 1024, 1, 8)  # type: ignore[arg-type]
+
+
+def parameters_of(job: PlannedJob, rank: int) -> tuple[PlannedParameter, ...]:
+    return rank_parameters(job.config, job.layout, job.stages_of(rank))
+
+
+def whole_size(parameters: tuple[PlannedParameter, ...]) -> int:
+    """Elements over all ranks that share these layers, copies of tied embeddings not counted."""
+    return sum(parameter.whole for parameter in parameters if not parameter.tied_copy)
+
+
+def size_of(kind: str, parameters: tuple[PlannedParameter, ...]) -> int:
+    return sum(parameter.size for parameter in parameters if parameter.kind == kind)
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -66,8 +79,8 @@ def test_a_tied_embedding_has_a_copy_on_the_last_stage():
 def test_experts_are_cut_over_their_own_ranks():
     job = job_of("mixtral-8x7b", 16, tp=2, ep=4, etp=2)
     experts = 32 * 8 * 3 * 4096 * 14336
-    assert sizes_by_kind(parameters_of(job, 0))["experts"] == experts // 8
-    assert sizes_by_kind(parameters_of(job, 0))["router"] == 32 * 8 * 4096
+    assert size_of("experts", parameters_of(job, 0)) == experts // 8
+    assert size_of("router", parameters_of(job, 0)) == 32 * 8 * 4096
 
 
 def test_states_of_a_mixed_precision_are_18_bytes_a_parameter_on_one_rank():

@@ -7,7 +7,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
-from types import ModuleType
 
 import pytest
 from packaging.version import Version
@@ -65,10 +64,15 @@ def test_entries_that_cannot_be_kept(replacement: str, since: str, until: str, t
 def test_a_name_that_will_go_leads_to_its_replacement_and_warns_where_it_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    package = ModuleType("lightning_megatron_with_old_names")
+    old = tmp_path / "lightning_megatron_with_old_names"
+    old.mkdir()
+    (old / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    package = import_module(old.name)
+    monkeypatch.delitem(sys.modules, old.name)
+    monkeypatch.setitem(sys.modules, old.name, package)
     table = {f"{package.__name__}.Speed": Deprecation("lightning_megatron.ConfigError", "0.2.0", "0.3.0")}
-    package.__getattr__, _ = exports_of(package.__name__, {}, table)  # type: ignore[method-assign]
-    monkeypatch.setitem(sys.modules, package.__name__, package)
+    package.__getattr__, _ = exports_of(package.__name__, table)  # type: ignore[method-assign]
     user = tmp_path / "user.py"
     user.write_text(f"import {package.__name__} as old\nfound = old.Speed\n")
     with pytest.warns(FutureWarning) as caught:

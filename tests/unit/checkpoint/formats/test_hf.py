@@ -20,8 +20,9 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import FAMILIES, family_for, family_of
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
-from lightning_megatron.params import ShardRanks, load_full, spec_registry
+from lightning_megatron.params import ShardRanks, spec_registry
 from tests.foreign import to_foreign, to_native
+from tests.whole_weights import load_full
 
 transformers = pytest.importorskip("transformers")
 load_file = pytest.importorskip("safetensors.torch").load_file
