@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, seed_everything
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronHPUStrategy, MixtralModule
+from lightning_megatron.errors import DataError
 from lightning_megatron.ops.registry import SELECTABLE
 from lightning_megatron.testing import hpu
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
@@ -79,3 +81,39 @@ def test_losses_are_those_on_cpus_and_the_devices_kernels_are_called(
         for operator in USED[family]:
             assert any(operator in call for call in calls), f"{operator} is not among {sorted(calls)}"
             assert not any(operator in call for call in without), f"{operator} is off, and was called"
+
+
+class Plain(LightningModule):
+    """An ordinary module that looks at no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(torch.ones(1, 1, device=self.device)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def errors_of_batches_on_the_device() -> list[str]:
+    """Errors of a run with equal batches, and of one in which each rank has its own."""
+    found = []
+    for own in (0, torch.distributed.get_rank()):
+        samples = [torch.arange(4.0) + own] * 2
+        loader = DataLoader(samples, batch_size=None, collate_fn=lambda sample: sample.to("hpu"))  # type: ignore[arg-type]
+        try:
+            quiet_trainer(MegatronHPUStrategy(tp=2), max_epochs=1).fit(Plain(), loader)
+            found.append("")
+        except DataError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_of_one_replica_that_make_their_batches_on_the_device_must_make_equal_ones(
+    ranks: Callable[..., list[Any]],
+) -> None:
+    for same, own in ranks(2, errors_of_batches_on_the_device):
+        assert same == ""
+        assert "ranks [0, 1] are one replica" in own

@@ -282,7 +282,7 @@ class RunStrategy(CheckpointStrategy):
         Raises:
             DataError: for a fault that all ranks have seen.
         """
-        batch = self._streams.look(self.lightning_module, batch, self.mesh)
+        batch = self._streams.look(self.lightning_module, batch, self.mesh, dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @recorded(Kind.TRAINING_STEP)

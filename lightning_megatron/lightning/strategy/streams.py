@@ -43,13 +43,13 @@ class StreamChecks:
             self._batches = BatchWatch(mesh)
         return self._batches
 
-    def look(self, module: LightningModule | None, batch: Any, mesh: ParallelMesh) -> Any:
+    def look(self, module: LightningModule | None, batch: Any, mesh: ParallelMesh, loader: int) -> Any:
         """Check a batch while it is on the host.
 
         Raises:
             DataError: for a fault that all ranks have seen.
         """
-        return self._watch(mesh).look(module, batch)
+        return self._watch(mesh).look(module, batch, loader)
 
     @contextmanager
     def step(self, module: LightningModule | None, mesh: ParallelMesh) -> Generator[None, None, None]:

@@ -5,15 +5,20 @@ has raised. So a rank with a bad batch goes on with a repaired one, and a messag
 training step (or at the end of an evaluation), ends the run everywhere.
 
 Ranks of one replica that read different batches train one model on parts of different samples. So hashes of the first
-batches of a run and of an epoch, and of a few later ones, are compared before their step.
+batches of a run and of an epoch, and of a few later ones, are compared before their step; those of each loader of an
+evaluation at its end.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -56,27 +61,27 @@ class BatchWatch:
         self._mesh = mesh
         self._fault: str | None = None
         self._vote: Pending | None = None
-        self._has_peers = mesh.world.size > mesh.dp.size
-        self._trained = self._evaluated = 0
+        self._has_peers = mesh.world.size > mesh.dp.size and mesh.rehearsed is None
+        self._trained = 0
+        self._evaluated: Counter[int] = Counter()
         self._is_due = False
         self._hashes: dict[str, int] = {}
 
-    def _note_hashes(self, module: Any, batch: Any) -> None:
+    def _note_hashes(self, module: Any, batch: Any, loader: int) -> None:
         trainer = trainer_of(module)
         if trainer is None or not self._has_peers:
             return
-        leaves = list(_leaves(batch, ""))
-        if any(type(leaf) is not Tensor for _, leaf in leaves if isinstance(leaf, Tensor)):  # no values: a rehearsal
-            return
         if trainer.training:
-            number, name = trainer.fit_loop.batch_idx, "batch"
+            number, name = trainer.fit_loop.batch_idx + 1, "batch"
             self._is_due = min(number, self._trained) < FIRST or number % EVERY == 0
-            self._trained += 1
+            self._hashes.clear()  # of batches that a user has moved since the last step
         else:  # compared at the end, since replicas may have different numbers of batches
-            number, name = self._evaluated, f"batch {self._evaluated}"
-            self._evaluated += 1
+            number, name = self._evaluated[loader], f"batch {self._evaluated[loader]} of loader {loader}"
+            self._evaluated[loader] += 1
         if self._is_due if trainer.training else number < FIRST:
-            self._hashes |= {name + key: _hash_of(leaf) for key, leaf in leaves}
+            self._hashes |= {key: _hash_of(leaf) for key, leaf in _leaves(batch, name)}
+        if batch is None and trainer.training and self._is_due:  # Lightning takes no step, and peers wait in theirs
+            self._compare()
 
     def _compare(self) -> None:
         """Compare within each replica, with one message of all ranks.
@@ -88,17 +93,15 @@ class BatchWatch:
         votes = torch.full((2, mesh.dp.size), -(1 << 40))
         votes[:, mesh.dp.rank] = torch.tensor([own, -own])
         mesh.host.call(Kind.ALL_REDUCE, votes).run(dist.all_reduce, votes, dist.ReduceOp.MAX, group=mesh.host_group)
-        hashes, self._hashes = self._hashes, {}
-        self._is_due, self._evaluated = False, 0
+        hashes, self._hashes, self._is_due = self._hashes, {}, False
+        self._evaluated.clear()
         if torch.equal(votes[0], -votes[1]):
             return
         found = all_gather_object(mesh, (mesh.dp.rank, hashes))
-        of_replica: dict[int, list[int]] = {}
-        for rank, (replica, _) in enumerate(found):
-            of_replica.setdefault(replica, []).append(rank)
-        for ranks in of_replica.values():
+        for replica in range(mesh.dp.size):
+            ranks = [rank for rank, (its, _) in enumerate(found) if its == replica]
             keys = [key for key in found[ranks[0]][1] if len({found[rank][1].get(key) for rank in ranks}) > 1]
-            if len({repr(found[rank][1]) for rank in ranks}) > 1:
+            if any(found[rank][1] != found[ranks[0]][1] for rank in ranks):
                 raise DataError(
                     f"ranks {ranks} are one replica of the model and read different samples:"
                     f" {', '.join(keys) or 'keys'} differ. Ranks that differ only in tp, pp or cp must read the same"
@@ -106,17 +109,18 @@ class BatchWatch:
                     " WORLD_SIZE; and draw random numbers in data in the same way on all ranks"
                 )
 
-    def look(self, module: object, batch: Any) -> Any:
+    def look(self, module: object, batch: Any, loader: int = 0) -> Any:
         """Check a batch; returns it, or a repaired one for a step that will not count.
 
         Args:
             module: user's module.
             batch: batch on the host.
+            loader: number of its loader.
 
         Raises:
             DataError: for a fault that all ranks have found.
         """
-        self._note_hashes(module, batch)
+        self._note_hashes(module, batch, loader)
         fault = module.batch_fault(batch) if isinstance(module, ChecksBatches) else None
         if fault is None:
             return batch
@@ -135,6 +139,7 @@ class BatchWatch:
         trainer = trainer_of(module) if isinstance(module, LightningModule) else None
         if self._has_peers and trainer is not None and (self._is_due or not trainer.training):
             self._compare()
+        self._trained += 1
         if self._mesh.dp.size > 1 and isinstance(module, ChecksBatches):
             vote = torch.tensor(int(self._fault is not None))
             call, group = self._mesh.host.call(Kind.ALL_REDUCE, vote), self._mesh.host_group
@@ -163,11 +168,17 @@ class BatchWatch:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Tensors, numbers and texts of a batch, with their places."""
+    """Values in a batch with their places, in all that Lightning moves to a device."""
+    if isinstance(value, Tensor) and value.is_nested:
+        value = value.unbind()
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif hasattr(value, "to") and not isinstance(value, Tensor | Mapping | Sequence):
+        value = getattr(value, "__dict__", {})
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, f"{name}[{key!r}]")
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for number, item in enumerate(value):
             yield from _leaves(item, f"{name}[{number}]")
     else:
@@ -175,10 +186,14 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _hash_of(value: Any) -> int:
-    """Hash of the values of a tensor on the host, of a number or a text; of anything else, that of its type."""
+    """Hash of the values of a tensor or an array, of a number or a text; of anything else, that of its type."""
+    data: Any = b""
     if isinstance(value, Tensor):
-        about = repr((value.dtype, tuple(value.shape))).encode()
-        is_here = value.device.type == "cpu" and value.layout == torch.strided
-        data: Any = value.detach().contiguous().flatten().view(torch.uint8).numpy() if is_here else b""
-        return zlib.crc32(data, zlib.crc32(about))
-    return zlib.crc32(repr(value if isinstance(value, str | int | float | None) else type(value)).encode())
+        about: Any = value.dtype, tuple(value.shape)
+        with suppress(RuntimeError, TypeError):  # of a tensor that is not one block of values: a sparse one
+            data = value.detach().resolve_conj().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        about, data = (value.dtype, value.shape), value.tobytes()
+    else:
+        about = value if isinstance(value, str | bytes | int | float | complex | np.generic | None) else type(value)
+    return zlib.crc32(data, zlib.crc32(repr(about).encode()))

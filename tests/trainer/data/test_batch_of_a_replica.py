@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_megatron import LlamaModule, MegatronStrategy
@@ -63,14 +68,15 @@ def train(layout: str, kind: str) -> str:
         "longer": Rows(rank, longer=True),
         "stream": Stream(rank, size),
         "own in validation": same,
+        "own in the second loader of a validation": same,
     }
     trainer = quiet_trainer(MegatronStrategy(**axes), max_epochs=2, use_distributed_sampler=False)
     module = LlamaModule("llama-tiny", **SIZES, num_query_groups=2)
-    validation = Rows(rank if kind == "own in validation" else 0)
+    validations = [Rows(0), Rows(rank)] if "second loader" in kind else [Rows(rank if "validation" in kind else 0)]
     if kind == "own in the second epoch":
         module.on_train_epoch_end = lambda: vars(same).update(_own=rank)  # type: ignore[method-assign]
     try:
-        trainer.fit(module, DataLoader(data[kind], 2), DataLoader(validation, 2))
+        trainer.fit(module, DataLoader(data[kind], 2), [DataLoader(rows, 2) for rows in validations])
     except DataError as error:
         return str(error)
     return ""
@@ -85,6 +91,7 @@ def train(layout: str, kind: str) -> str:
         ("cp", "own"),
         ("tp", "own in the second epoch"),
         ("pp", "own in validation"),
+        ("tp", "own in the second loader of a validation"),
         pytest.param("tp and dp", "own", marks=pytest.mark.slow),
     ],
 )
@@ -101,3 +108,104 @@ def test_different_samples_of_one_replica_end_the_run(ranks: Any, layout: str, k
 )
 def test_equal_samples_are_no_fault(ranks: Any, layout: str, kind: str) -> None:
     assert set(ranks(LAYOUTS[layout][0], train, layout, kind)) == {""}
+
+
+@dataclass
+class Fields:
+    x: Tensor
+
+
+class Movable:
+    """A batch that Lightning moves by its own ``to``."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, *_: Any, **__: Any) -> Movable:
+        return self
+
+
+class Marked(Tensor):
+    """Tensors of a library's own, as those of images."""
+
+
+BATCHES: dict[str, Callable[[Tensor], Any]] = {
+    "dataclass": Fields,
+    "class": Movable,
+    "deque": lambda x: deque([x]),
+    "subclass": lambda x: x.as_subclass(Marked),
+    "array": lambda x: x.numpy(),
+    "array of texts": lambda x: np.array([str(float(value)) for value in x]),
+    "bytes": lambda x: x.numpy().tobytes(),
+    "complex": lambda x: torch.complex(x, x).conj(),
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:2]]),
+}
+
+
+class Plain(LightningModule):
+    """An ordinary module that looks at no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def error_of(batches: DataLoader[Any], *callbacks: Callback) -> str:
+    """Text of the error of a run of an ordinary module on two ranks of one replica."""
+    try:
+        quiet_trainer(MegatronStrategy(tp=2), max_epochs=1, callbacks=list(callbacks)).fit(Plain(), batches)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def errors_of(kind: str) -> tuple[str, str]:
+    """Errors of a run with equal batches, and of one in which each rank has its own."""
+
+    def collate(x: Tensor) -> Any:
+        beside = x.to_sparse(), np.array([object()]), (value for value in x)  # whose values are not compared
+        return [BATCHES[kind](x), *beside]
+
+    def of(own: int) -> str:
+        return error_of(DataLoader([torch.arange(4.0) + own] * 2, batch_size=None, collate_fn=collate))  # type: ignore[arg-type]
+
+    return of(0), of(torch.distributed.get_rank())
+
+
+@pytest.mark.parametrize("kind", list(BATCHES))
+def test_values_are_compared_in_whatever_lightning_moves(ranks: Any, kind: str) -> None:
+    for same, own in ranks(2, errors_of, kind):
+        assert same == ""
+        assert "ranks [0, 1] are one replica" in own
+
+
+def error_where_one_rank_has_no_batch() -> str:
+    batch = torch.ones(2) if torch.distributed.get_rank() == 0 else None
+    return error_of(DataLoader([0, 1], batch_size=None, collate_fn=lambda _: batch))  # type: ignore[arg-type]
+
+
+def test_a_rank_that_has_no_batch_is_no_wait_without_end(ranks: Any) -> None:
+    for text in ranks(2, error_where_one_rank_has_no_batch):
+        assert "ranks [0, 1] are one replica" in text
+
+
+class Preview(Callback):
+    """Moves a batch of its own on rank 0, as for a picture in a logger."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.strategy.batch_to_device({"preview": torch.ones(2)})
+
+
+def error_of_a_preview() -> str:
+    return error_of(DataLoader([torch.ones(2)] * 3, batch_size=None), Preview())  # type: ignore[arg-type]
+
+
+def test_batches_that_a_callback_moves_are_not_those_of_the_step(ranks: Any) -> None:
+    assert set(ranks(2, error_of_a_preview)) == {""}
