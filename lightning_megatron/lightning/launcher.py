@@ -89,6 +89,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
         function = compared(begun(function, trainer, self._calls.begin), trainer, self._calls.compare)
         if self.num_processes == 1 and self.num_nodes == 1:
             return function(*args, **kwargs)  # no process to start: no variables are set, no thread watches
+        share_cores(self.num_processes)  # before the others start, which inherit the variable
         with handed_on(self.kill):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -131,14 +132,16 @@ class JoinedLauncher(Launcher):
 
     Args:
         calls: calls into the strategy.
+        num_processes: processes on this node.
         device: device of this process.
         derives_address: True if the cluster environment finds out by itself where the ranks meet.
     """
 
     is_interactive_compatible = True
 
-    def __init__(self, calls: LaunchCalls, device: torch.device, derives_address: bool) -> None:
-        self._calls, self._device, self._derives_address = calls, device, derives_address
+    def __init__(self, calls: LaunchCalls, num_processes: int, device: torch.device, derives_address: bool) -> None:
+        self._calls, self.num_processes = calls, num_processes
+        self._device, self._derives_address = device, derives_address
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Compare, check, run ``function``."""
@@ -149,6 +152,7 @@ class JoinedLauncher(Launcher):
             self._calls.check(*args, *kwargs.values(), trainer=trainer)
             warn_of_new_folder([*args, *kwargs.values()], trainer)
             keep_recipes(self._device, trainer)
+            share_cores(self.num_processes)
             return begun(function, trainer, self._calls.begin)(*args, **kwargs)
         except _ENDS:
             raise
@@ -165,8 +169,22 @@ def launcher_of(
 ) -> Launcher:
     """The launcher for an environment; :class:`CheckedLauncher` explains the arguments."""
     if environment.creates_processes_externally:
-        return JoinedLauncher(calls, device, isinstance(environment, _DERIVE_THE_ADDRESS))
+        return JoinedLauncher(calls, num_processes, device, isinstance(environment, _DERIVE_THE_ADDRESS))
     return CheckedLauncher(environment, num_processes, num_nodes, device, calls)
+
+
+def share_cores(num_processes: int) -> None:
+    """Let torch compute on this process's share of the machine's cores, unless the user has given a number of threads.
+
+    Args:
+        num_processes: processes of the job on this machine.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if torch.get_num_threads() in (cores, cores // 2):  # torch's own choice: all cores, of hyper-threads every second
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // num_processes)))
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 
 def keep_recipes(device: torch.device, trainer: Trainer | None) -> None:
