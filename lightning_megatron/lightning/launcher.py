@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +22,9 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.loopback import LoopbackPort
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning._private import Launcher, SubprocessScriptLauncher, TunerExit, with_other_path
-from lightning_megatron.lightning.checkpointing.last_checkpoint import warn_of_new_folder
+from lightning_megatron.lightning.checkpointing.last_checkpoint import refuse_missing, warn_of_new_folder
 from lightning_megatron.lightning.children import Children
+from lightning_megatron.lightning.comparison.places import check_places, places_of
 from lightning_megatron.lightning.environments.mpi import MpirunEnvironment
 from lightning_megatron.lightning.stopping.signals import handed_on
 
@@ -83,7 +84,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Check, spawn, run ``function``."""
         self._calls.check(*args, *kwargs.values(), trainer=trainer)
-        warn_of_new_folder([*args, *kwargs.values()], trainer)
+        look_at_files([*args, *kwargs.values()], trainer)
         keep_recipes(self._device, trainer)
         devices.drop_card(self._device)
         function = compared(begun(function, trainer, self._calls.begin), trainer, self._calls.compare)
@@ -150,7 +151,7 @@ class JoinedLauncher(Launcher):
         try:
             self._calls.compare(trainer, *args, *kwargs.values())
             self._calls.check(*args, *kwargs.values(), trainer=trainer)
-            warn_of_new_folder([*args, *kwargs.values()], trainer)
+            look_at_files([*args, *kwargs.values()], trainer)
             keep_recipes(self._device, trainer)
             share_cores(self.num_processes)
             return begun(function, trainer, self._calls.begin)(*args, **kwargs)
@@ -171,6 +172,13 @@ def launcher_of(
     if environment.creates_processes_externally:
         return JoinedLauncher(calls, num_processes, device, isinstance(environment, _DERIVE_THE_ADDRESS))
     return CheckedLauncher(environment, num_processes, num_nodes, device, calls)
+
+
+def look_at_files(objects: Sequence[object], trainer: Trainer | None) -> None:
+    """Look for the checkpoint, and try the folders that this process will write, before long work begins."""
+    refuse_missing(objects)
+    check_places(places_of(trainer, objects), is_first=trainer is not None and trainer.is_global_zero)
+    warn_of_new_folder(objects, trainer)
 
 
 def share_cores(num_processes: int) -> None:
