@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from shutil import get_terminal_size
+from textwrap import fill
 from types import FrameType
 from typing import NoReturn
 
@@ -31,17 +35,30 @@ def command_parser(
 
     Args:
         name: name of the command.
-        description: text of its help; line breaks are kept.
-        examples: text at the end of its help; line breaks are kept.
+        description: text of its help.
+        examples: text at the end of its help; lines that begin with blanks are commands.
         brief_errors: True to print an error without the usage.
     """
     parser = _BriefParser if brief_errors else argparse.ArgumentParser
     return parser(
         prog=f"lightning-megatron {name}",
-        description=description,
-        epilog=examples,
+        description=_wrapped(description),
+        epilog=None if examples is None else _wrapped(examples),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def _wrapped(text: str) -> str:
+    """A text whose lines fit into the terminal: paragraphs are filled, indented commands go on behind a backslash."""
+    width = min(get_terminal_size().columns, 122) - 2
+    filled = partial(fill, break_long_words=False, break_on_hyphens=False)
+
+    def command(line: re.Match[str]) -> str:
+        quoted = re.sub("'[^']*'", lambda found: found[0].replace(" ", "\0"), line[0])  # is not broken
+        return filled(quoted, width - 2, subsequent_indent=" " * 6).replace("\n", " \\\n").replace("\0", " ")
+
+    text = re.sub(r"^\S.*(\n\S.*)*", lambda found: filled(found[0], width), text, flags=re.MULTILINE)
+    return re.sub(r"^ +\S.*", command, text, flags=re.MULTILINE)
 
 
 def fail(text: object) -> int:

@@ -39,7 +39,7 @@ def convert_parser() -> argparse.ArgumentParser:
     there.add_argument("source", metavar="HF_DIR", help="directory with config.json and weights")
     there.add_argument("target", metavar="OUT.ckpt", help="checkpoint directory to make")
     back = ways.add_parser("ckpt-to-hf", help="a checkpoint to a directory that transformers loads")
-    back.add_argument("source", metavar="CKPT", help="checkpoint directory of GPTModule, LlamaModule or MixtralModule")
+    back.add_argument("source", metavar="CKPT", help="checkpoint directory of a module of a known family")
     back.add_argument("target", metavar="OUT_DIR", help="directory to make")
     back.add_argument(
         "--tokenizer", metavar="HF_DIR", help="directory whose tokenizer and chat template are copied (default: none)"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, NoReturn
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -15,12 +17,24 @@ import lightning_megatron  # noqa: F401 - registers the strategy, and makes modu
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
 from lightning_megatron.cli.common import fail
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.data import DataError
 from lightning_megatron.errors import ConfigError
+
+_WHERE = """The layout (tp, pp, cp, ep) is the strategy's: --trainer.strategy.tp 2, and
+--trainer.strategy.help MegatronStrategy for all of it. Fields of the model's
+configuration: --model.dict_kwargs.num_layers 4."""
 
 
 class BriefParser(LightningArgumentParser):
     """LightningCLI's parser with errors of two lines: the fault, and the command for help."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say where a field of the configuration is given that was taken for an argument of the module."""
+        name = re.search(r"NestedArg\(key='(\w+)'", message)
+        if name is not None and name[1] in {field.name for field in fields(TransformerConfig)}:
+            message = f"{name[1]} is a field of the model's configuration: write --model.dict_kwargs.{name[1]}"
+        super().error(message, ex)
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing: the parser calls this before each error, and the usage has fifty lines."""
@@ -46,6 +60,8 @@ def trainer_command(argv: Sequence[str] | None) -> int:
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
+            trainer_defaults={"strategy": {"class_path": "lightning_megatron.MegatronStrategy"}},
+            parser_kwargs={name: {"description": _WHERE} for name in ("fit", "validate", "test", "predict")},
             # Without a number Lightning warns that it takes 0.
             seed_everything_default=True if "PL_GLOBAL_SEED" in os.environ else 0,
             args=None if argv is None else list(argv),

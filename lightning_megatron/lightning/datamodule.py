@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.arguments import Check, OneOf, at_least, checked
 from lightning_megatron.config.layout import BatchShape
-from lightning_megatron.data import build_gpt_datasets, build_tokenizer
+from lightning_megatron.data import build_gpt_datasets
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.data.blend_file import by_split, separated
 from lightning_megatron.data.build import (
@@ -34,6 +34,7 @@ from lightning_megatron.data.fingerprint import (
     fingerprint_problems,
     tokenizer_fingerprint,
 )
+from lightning_megatron.data.preprocessing.encode import TokenizerSpec
 from lightning_megatron.data.resumable_loader import ResumableDataLoader
 from lightning_megatron.data.sampler import ConsecutiveEpochs, MegatronSampler
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer, tokenizer_beside
@@ -161,18 +162,15 @@ class MegatronDataModule(LightningDataModule):
         self.data_path, self.val_data_path, self.test_data_path = separated(data_path, val_data_path, test_data_path)
         self.seq_length, self.batch_size, self.split, self.seed = seq_length, batch_size, split, seed
         self.samples = (train_samples, val_samples, test_samples)
-        self.num_workers, self.cache_dir = num_workers, _path(cache_dir)
+        self.num_workers, self.cache_dir = num_workers, None if cache_dir is None else os.fspath(cache_dir)
         self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
         self.reset_attention_mask = reset_attention_mask
         self.allow_other_data = allow_other_data
-        self.tokenizer: Tokenizer | None = None
         if tokenizer_type is not None and tokenizer_model is vocab_file is None:
-            folder = Path(parse_data_path(self.data_path).prefixes[0]).parent
-            tokenizer_model = tokenizer_beside(tokenizer_type, folder)
-        self._tokenizer_model = tokenizer_model or vocab_file
-        if tokenizer_type is not None:
-            model, vocab, merges = (_path(file) for file in (tokenizer_model, vocab_file, merge_file))
-            self.tokenizer = build_tokenizer(tokenizer_type, model, vocab_file=vocab, merge_file=merges)
+            tokenizer_model = tokenizer_beside(tokenizer_type, Path(parse_data_path(self.data_path).prefixes[0]).parent)
+        model, vocab, merges = (None if f is None else os.fspath(f) for f in (tokenizer_model, vocab_file, merge_file))
+        self._spec = None if tokenizer_type is None else TokenizerSpec(tokenizer_type, model, vocab, merges)
+        self.tokenizer: Tokenizer | None = None if self._spec is None else self._spec.build()
         self._datasets: tuple[SampleDataset | None, ...] = (None, None, None)
         self._train_loader: ResumableDataLoader | None = None
         self._saved_place: dict[str, Any] | None = None
@@ -208,6 +206,11 @@ class MegatronDataModule(LightningDataModule):
 
     def _share_problems(self) -> list[Problem]:
         return share_problems(self.data_path, self.split, dict(zip(COUNTS, self.samples, strict=True)))
+
+    @property
+    def required_tokenizer(self) -> TokenizerSpec | None:
+        """Tokenizer that the weights of a run must have been trained with; ``None`` for any."""
+        return None if self.allow_other_data else self._spec
 
     @property
     def packs_documents(self) -> bool:
@@ -342,7 +345,7 @@ class MegatronDataModule(LightningDataModule):
     def fingerprint(self) -> Fingerprint:
         """Fingerprint of the training data: equal for two runs that read the same samples in the same order."""
         if self._fingerprint is None:
-            tokenizer = self.tokenizer and tokenizer_fingerprint(self.tokenizer, self._tokenizer_model)
+            tokenizer = self._spec and self.tokenizer and tokenizer_fingerprint(self.tokenizer, self._spec.file)
             self._fingerprint = {
                 "data_path": data_fingerprint(self.data_path, split=self.split if len(self._paths) == 1 else "1"),
                 "seq_length": self.seq_length,
@@ -390,6 +393,7 @@ class MegatronDataModule(LightningDataModule):
             "train_samples": samples,
             **self.sample_plan.saved(self._dp_size, self._accumulated),
             "fingerprint": self.fingerprint,
+            "tokenizer": self._spec and self._spec.absolute(),
         }
 
     @property
@@ -444,7 +448,3 @@ class MegatronDataModule(LightningDataModule):
     def predict_dataloader(self) -> Any:
         """Batches of :meth:`test_dataloader`."""
         return self.test_dataloader()
-
-
-def _path(given: str | os.PathLike[str] | None) -> str | None:
-    return None if given is None else os.fspath(given)

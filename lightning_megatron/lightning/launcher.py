@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +22,9 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.loopback import LoopbackPort
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning._private import Launcher, SubprocessScriptLauncher, TunerExit, with_other_path
-from lightning_megatron.lightning.checkpointing.last_checkpoint import warn_of_new_folder
+from lightning_megatron.lightning.checkpointing.last_checkpoint import refuse_missing, warn_of_new_folder
 from lightning_megatron.lightning.children import Children
+from lightning_megatron.lightning.comparison.places import check_places, places_of
 from lightning_megatron.lightning.environments.mpi import MpirunEnvironment
 from lightning_megatron.lightning.stopping.signals import handed_on
 
@@ -83,12 +84,13 @@ class CheckedLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Check, spawn, run ``function``."""
         self._calls.check(*args, *kwargs.values(), trainer=trainer)
-        warn_of_new_folder([*args, *kwargs.values()], trainer)
+        look_at_files([*args, *kwargs.values()], trainer)
         keep_recipes(self._device, trainer)
         devices.drop_card(self._device)
         function = compared(begun(function, trainer, self._calls.begin), trainer, self._calls.compare)
         if self.num_processes == 1 and self.num_nodes == 1:
             return function(*args, **kwargs)  # no process to start: no variables are set, no thread watches
+        share_cores(self.num_processes)  # before the others start, which inherit the variable
         with handed_on(self.kill):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -131,14 +133,16 @@ class JoinedLauncher(Launcher):
 
     Args:
         calls: calls into the strategy.
+        num_processes: processes on this node.
         device: device of this process.
         derives_address: True if the cluster environment finds out by itself where the ranks meet.
     """
 
     is_interactive_compatible = True
 
-    def __init__(self, calls: LaunchCalls, device: torch.device, derives_address: bool) -> None:
-        self._calls, self._device, self._derives_address = calls, device, derives_address
+    def __init__(self, calls: LaunchCalls, num_processes: int, device: torch.device, derives_address: bool) -> None:
+        self._calls, self.num_processes = calls, num_processes
+        self._device, self._derives_address = device, derives_address
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Compare, check, run ``function``."""
@@ -147,8 +151,9 @@ class JoinedLauncher(Launcher):
         try:
             self._calls.compare(trainer, *args, *kwargs.values())
             self._calls.check(*args, *kwargs.values(), trainer=trainer)
-            warn_of_new_folder([*args, *kwargs.values()], trainer)
+            look_at_files([*args, *kwargs.values()], trainer)
             keep_recipes(self._device, trainer)
+            share_cores(self.num_processes)
             return begun(function, trainer, self._calls.begin)(*args, **kwargs)
         except _ENDS:
             raise
@@ -165,8 +170,29 @@ def launcher_of(
 ) -> Launcher:
     """The launcher for an environment; :class:`CheckedLauncher` explains the arguments."""
     if environment.creates_processes_externally:
-        return JoinedLauncher(calls, device, isinstance(environment, _DERIVE_THE_ADDRESS))
+        return JoinedLauncher(calls, num_processes, device, isinstance(environment, _DERIVE_THE_ADDRESS))
     return CheckedLauncher(environment, num_processes, num_nodes, device, calls)
+
+
+def look_at_files(objects: Sequence[object], trainer: Trainer | None) -> None:
+    """Look for the checkpoint, and try the folders that this process will write, before long work begins."""
+    refuse_missing(objects)
+    check_places(places_of(trainer, objects), is_first=trainer is not None and trainer.is_global_zero)
+    warn_of_new_folder(objects, trainer)
+
+
+def share_cores(num_processes: int) -> None:
+    """Let torch compute on this process's share of the machine's cores, unless the user has given a number of threads.
+
+    Args:
+        num_processes: processes of the job on this machine.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if torch.get_num_threads() in (cores, cores // 2):  # torch's own choice: all cores, of hyper-threads every second
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // num_processes)))
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 
 def keep_recipes(device: torch.device, trainer: Trainer | None) -> None:

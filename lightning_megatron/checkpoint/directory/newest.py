@@ -137,7 +137,7 @@ def locate(path: Path) -> Manifest:
     if path.is_file():
         raise CheckpointError("it is a single file, which has no manifest")
     if not path.is_dir():
-        raise MissingCheckpointError(_absent(path))
+        raise MissingCheckpointError(absent(path))
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"it is no checkpoint of this package: it has no {MANIFEST}{_looks_like(path)}")
     try:
@@ -146,7 +146,8 @@ def locate(path: Path) -> Manifest:
         raise CheckpointError(f"{MANIFEST}: {error}") from None
 
 
-def _absent(path: Path) -> str:
+def absent(path: Path) -> str:
+    """Words about a path at which there is no checkpoint, and about those that are near it."""
     text = "it does not exist"
     if not path.parent.is_dir():
         return f"{text}, nor does {path.parent}"

@@ -21,7 +21,7 @@ _EXAMPLE = """\
 example:
   lightning-megatron preprocess --input 'books/*.jsonl.xz' --output-prefix data/books \\
       --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
-  writes data/books_text_document.bin and .idx: train with data path data/books_text_document"""
+It writes data/books_text_document.bin and .idx: train with data path data/books_text_document"""
 
 
 def preprocess_parser() -> argparse.ArgumentParser:

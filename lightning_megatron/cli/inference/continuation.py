@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lightning_megatron
-from lightning_megatron.cli.data.tokenizer_options import tokenizer_of
+from lightning_megatron.cli.data.tokenizer_options import tokenizer_for
 from lightning_megatron.device import best_available
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.evaluation.ranks import Ranks, Spread, Step, on_ranks
@@ -21,7 +21,7 @@ from lightning_megatron.lightning.pretrained.load_module import load_module
 
 def continuation(args: argparse.Namespace) -> str | None:
     """The prompt and its continuation; ``None`` in a process that the first one has started."""
-    tokenizer = tokenizer_of(args).build()
+    tokenizer = tokenizer_for(args)
     if args.seed is None:
         torch.seed()  # seeds the generator that sampling draws its seed from
     prompt = torch.tensor(tokenizer.encode(args.prompt))

@@ -31,7 +31,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="checkpoint directory, NAME.ckpt, or Hugging Face directory")
     add("--json", action="store_true", help="print everything as JSON")
-    add_tokenizer_options(parser, required=True)
+    add_tokenizer_options(parser, required=False, trained=True)
     _add_files(parser)
     _add_tasks(parser)
     _add_spread(parser)

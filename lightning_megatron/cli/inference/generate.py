@@ -32,7 +32,7 @@ def generate_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, metavar="N", help="of sampling (default: another one each time)")
     add("--device", metavar="TYPE", help="torch device (default: the best there is)")
     add("--tp", type=int, default=1, metavar="N", help="devices to cut the model into (default: 1)")
-    add_tokenizer_options(parser, required=True)
+    add_tokenizer_options(parser, required=False, trained=True)
     return parser
 
 

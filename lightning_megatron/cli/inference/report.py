@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.data.tokenizer_options import tokenizer_of
+from lightning_megatron.cli.data.tokenizer_options import tokenizer_for
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.data.preprocessing.textfiles import expand
 from lightning_megatron.data.tokenizers import Tokenizer, require
@@ -99,7 +99,7 @@ def evaluated(args: argparse.Namespace) -> str | None:
     """
     config = check_decoder(args.checkpoint)
     raise_if_any(_problems(args, config))
-    tokenizer = tokenizer_of(args).build()
+    tokenizer = tokenizer_for(args)
     reader = Reader(args.format, args.json_keys, args.begin, args.strict_lambada, args.longest_line)
     files = expand(args.input or ())
     for path in files:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -44,9 +45,19 @@ class TokenizerSpec:
         )
 
     @property
+    def file(self) -> str | None:
+        """File or directory that its vocabulary is in."""
+        return self.path or self.vocab_file
+
+    @property
     def source(self) -> str:
         """Words that name it in errors."""
-        return f"the tokenizer {self.path or self.vocab_file or self.type}"
+        return f"the tokenizer {self.file or self.type}"
+
+    def absolute(self) -> dict[str, Any]:
+        """Its arguments, for a process in another directory."""
+        given = asdict(self)
+        return given | {k: os.path.abspath(given[k]) for k in ("path", "vocab_file", "merge_file") if given[k]}
 
 
 @dataclass(frozen=True)

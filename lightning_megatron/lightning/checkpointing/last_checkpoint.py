@@ -1,13 +1,27 @@
-"""A warning for ``ckpt_path="last"`` in a folder that cannot hold a checkpoint yet."""
+"""The path of a checkpoint that is not there, and ``ckpt_path="last"`` in a folder that cannot hold one yet."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_megatron.checkpoint.directory.newest import absent
+from lightning_megatron.errors import MissingCheckpointError
+
+_NAMED = ("last", "best", "hpc", "registry")
+"""Words that Lightning takes as ``ckpt_path`` beside paths."""
+
+
+def refuse_missing(objects: Sequence[object]) -> None:
+    """Raise ``MissingCheckpointError`` if nothing is at the path of a checkpoint among the arguments of a run."""
+    for path in (Path(item) for item in objects if isinstance(item, str | os.PathLike)):
+        if str(path).partition(":")[0] not in _NAMED and not path.exists():
+            raise MissingCheckpointError(f"loading {path}: {absent(path)}")
 
 
 def warn_of_new_folder(objects: Sequence[object], trainer: Trainer | None) -> None:

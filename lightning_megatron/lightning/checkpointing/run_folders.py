@@ -44,23 +44,20 @@ class RunFolders:
         return list(dict.fromkeys(folder for folder, _ in self._places()))
 
     def hold(self, patience: float = 0.0) -> None:
-        """Keep other runs out until :meth:`release`. In a folder that cannot be written, the first save will fail.
+        """Keep other runs out until :meth:`release`.
 
         Args:
             patience: seconds to wait for another run to end.
 
         Raises:
             FolderInUseError: if another run saves there; the text names it.
+            OSError: if a folder cannot be written.
         """
         for folder in self.folders if saves_checkpoints(self._trainer) else ():
             if folder not in self._locks:
                 lock = FolderLock(folder)
-                try:
-                    lock.take(patience, rank_zero_info)
-                except OSError as error:
-                    rank_zero_info(f"{folder} is not kept from other runs: {error}")
-                else:
-                    self._locks[folder] = lock
+                lock.take(patience, rank_zero_info)
+                self._locks[folder] = lock
 
     def are_held(self) -> bool:
         """True if any run, alive or dead, holds one of them."""

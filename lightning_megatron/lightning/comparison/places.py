@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -14,14 +15,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn.parameter import is_lazy
 
 from lightning_megatron.comm.rendezvous import Meeting, Store
+from lightning_megatron.config.layout import HasModelShape
 from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.files.free_space import readable
 
 SEEN_WITHIN = 3.0
 """Seconds after which a file that another machine has written must be seen: network file systems remember absence."""
@@ -30,6 +35,7 @@ ANSWERS_WITHIN = 1.5
 """Seconds in which a file system must answer: one that has lost its server never does."""
 
 _MARK = ".lightning-megatron-probe"
+_NO_ANSWER = ("folders of the run", "", "a file system does not answer, or not to this user")
 T = TypeVar("T")
 
 
@@ -42,12 +48,14 @@ class Place:
         path: absolute path on this machine.
         is_shared: True if all machines must see the same folder.
         first_alone: True if rank 0 alone writes there.
+        needed: bytes that a checkpoint takes there at least.
     """
 
     name: str
     path: str
     is_shared: bool = True
     first_alone: bool = False
+    needed: int = 0
 
 
 def places_of(trainer: Trainer | None, objects: Iterable[object] = ()) -> list[Place]:
@@ -59,13 +67,16 @@ def places_of(trainer: Trainer | None, objects: Iterable[object] = ()) -> list[P
         trainer: the Trainer; without one, and in other runs than a fit, there are none.
         objects: objects that it was handed.
     """
-    if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+    if trainer is None or trainer.fast_dev_run or trainer.state.fn != TrainerFn.FITTING:  # type: ignore[attr-defined]
         return []
-    found: list[tuple[str, Any, bool, bool]] = [("trainer.default_root_dir", trainer.default_root_dir, True, False)]
+    needed = {getattr(saver, "dirpath", None): _least_bytes(saver, objects) for saver in trainer.checkpoint_callbacks}
+    root = trainer.default_root_dir
+    found: list[tuple[Any, ...]] = [("trainer.default_root_dir", root, True, False, needed.get(None, 0))]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        name, path = type(callback).__name__, getattr(callback, "path", None)
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            found.append((f"{name}.dirpath", callback.dirpath, True, False))
+        name, folder = type(callback).__name__, getattr(callback, "dirpath", None)
+        path = getattr(callback, "path", None)
+        if isinstance(callback, Checkpoint) and folder is not None:
+            found.append((f"{name}.dirpath", folder, True, False, needed[folder]))
         elif name == "KillSwitch" and path is not None:
             found.append(("KillSwitch.path", os.path.dirname(os.path.abspath(path)), True, True))
     found += [
@@ -84,11 +95,21 @@ def places_of(trainer: Trainer | None, objects: Iterable[object] = ()) -> list[P
     ]
 
 
+def check_places(places: Iterable[Place], *, is_first: bool) -> None:
+    """Raise for every folder that this process, the first one or another, cannot write, or that is too small."""
+    tried = [place for place in places if not place.first_alone or (is_first and not place.is_shared)]
+    faults = _in_time(
+        lambda: [(place.name, place.path, write_fault(place, *nearest_parent(place.path))) for place in tried],
+        [_NO_ANSWER],
+    )
+    raise_if_any(Problem(*fault) for fault in faults if fault[-1])
+
+
 class PlaceProbe:
     """Finds folders that are not the same on all machines, or cannot be written, over the store alone.
 
-    Rank 0 writes a file into each folder, or into its nearest parent that exists; every rank looks for it. Where all
-    ranks are on one machine and were given the same paths, nothing is written.
+    Each rank writes a file into each folder, or into its nearest parent that exists, and removes it. Where ranks are on
+    several machines or were given other paths, every rank looks for a file of rank 0's.
 
     Args:
         store: store of the rendezvous.
@@ -115,9 +136,7 @@ class PlaceProbe:
         marks: list[Path] = []
         said = json.dumps([self._host, {place.name: place.path for place in kept}])
         verdict = json.loads(self._meeting.judged(said, lambda all_said: self._mark(all_said, kept, marks)))
-        faults = _in_time(
-            lambda: [*self._faults(kept, verdict)], [("", "", "a file system does not answer, or not to this user")]
-        )
+        faults = _in_time(lambda: [*self._faults(kept, verdict)], [_NO_ANSWER])
         report = json.dumps([self._rank, self._host.split(" ")[0], faults])
         found = json.loads(self._meeting.judged(report, _judge))
         for mark in marks:
@@ -160,8 +179,8 @@ class PlaceProbe:
                     continue
             if self._rank > 0 and place.first_alone:
                 continue
-            if not os.access(parent, os.W_OK | os.X_OK) and not _holds_something(place):
-                yield place.name, place.path, f"{'cannot be made' if rest else 'cannot be written'} there"
+            if fault := write_fault(place, parent, rest):
+                yield place.name, place.path, fault
 
 
 def view_of_files() -> str:
@@ -181,6 +200,28 @@ def nearest_parent(path: str) -> tuple[Path, str]:
         parent = parent.parent
     rest = os.path.relpath(path, parent)
     return parent, "" if rest == os.curdir else rest
+
+
+def write_fault(place: Place, parent: Path, rest: str) -> str:
+    """Reason why a folder, ``parent / rest``, cannot be written here; empty if it can. Nothing stays in ``parent``."""
+    try:
+        with TemporaryDirectory(prefix=f"{_MARK}-", dir=parent) as made:
+            (Path(made) / "file").write_bytes(bytes(4096))
+        free = shutil.disk_usage(parent).free
+    except OSError as error:
+        how = "cannot be made" if rest else "cannot be written"
+        return "" if _holds_something(place) else f"{how} there: {error.strerror} ({parent})"
+    too_small = f"a checkpoint takes at least {readable(place.needed)}, and {readable(free)} are free"
+    return too_small if place.needed > free else ""
+
+
+def _least_bytes(saver: Callback, objects: Iterable[object]) -> int:
+    """Bytes of a checkpoint at least: weights of 16 bits, or 12 bytes a parameter with AdamW's state of our modules."""
+    modules = [item for item in objects if isinstance(item, LightningModule)]
+    whole = not getattr(saver, "save_weights_only", False)
+    each = [12 if whole and isinstance(module, HasModelShape) else 2 for module in modules]
+    trained = ((n, p) for n, m in zip(each, modules, strict=True) for p in m.parameters() if p.requires_grad)
+    return sum(n * p.numel() for n, p in trained if not is_lazy(p))
 
 
 def _without(path: str, rest: str) -> tuple[Path, str]:
@@ -223,7 +264,7 @@ def _judge(said: Sequence[str]) -> str:
     ranks: dict[tuple[str, str, str], list[str]] = {}
     for rank, host, faults in map(json.loads, said):
         for name, path, reason in faults:
-            ranks.setdefault((name or "folders of the run", path, reason), []).append(f"rank {rank} on {host}")
+            ranks.setdefault((name, path, reason), []).append(f"rank {rank} on {host}")
     return json.dumps(
         [
             (name, path, f"{reason} ({', '.join(of[:8])}{' and others' if len(of) > 8 else ''})")

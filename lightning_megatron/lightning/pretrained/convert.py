@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning_megatron.checkpoint.keys import model_key
 from lightning_megatron.checkpoint.lazy_tensor import LazyTensor, in_dtype
 from lightning_megatron.checkpoint.loading import open_checkpoint
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import DataError, raise_if_any
 from lightning_megatron.families import family_for
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of
@@ -33,6 +35,7 @@ from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled
 from lightning_megatron.lightning.pretrained.hugging_face import open_hf
 from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, fresh_run
 from lightning_megatron.lightning.pretrained.megatron import megatron_config, megatron_tensors
+from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer, directory_spec
 from lightning_megatron.mesh import ParallelMesh
 
 _PREFIX = model_key("model.")  # the checkpoint's model, and the attribute of GPTModule that holds it
@@ -153,10 +156,14 @@ def checkpoint_to_hf(
     Raises:
         CheckpointError: if the checkpoint is damaged or is not of such a module, if ``tokenizer`` holds none, or if
             ``target`` exists.
-        ConfigError: naming what transformers cannot compute.
+        ConfigError: naming what transformers cannot compute, or another tokenizer than the model was trained with.
     """
     loaded, tensors = open_checkpoint(source)
     config = _config_of(loaded.meta, source)
+    if tokenizer is not None and (spec := directory_spec(tokenizer)) is not None:
+        do = "copy its files yourself to use it all the same"
+        with suppress(DataError, ModuleNotFoundError):  # one that is not read here is copied as it is
+            raise_if_any(TrainedTokenizer.of_weights(source).problems("tokenizer", spec, do))
     settings: Settings = loaded.meta.get(SETTINGS) or ({} if tokenizer is None else read_settings(tokenizer))
     family, written = family_for(config, settings.get("config", {}).get("model_type"))
     contents = with_settings(written, settings)

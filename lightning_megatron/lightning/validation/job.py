@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -27,8 +28,9 @@ from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.config.recompute_plan import granularity_problems
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.documents import device_problem
-from lightning_megatron.errors import Problem, problems_of
+from lightning_megatron.errors import CheckpointError, ConfigError, Problem, problems_of
 from lightning_megatron.lightning import pretrained
+from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer
 from lightning_megatron.lightning.strategy.settings import JobSettings
 from lightning_megatron.lightning.validation.features import (
     callback_problems,
@@ -177,6 +179,7 @@ def job_problems(job: Job) -> list[Problem]:
         saving_faults,
         module_faults,
         data_faults,
+        tokenizer_faults,
         sample_faults,
         layout_faults,
         precision_faults,
@@ -210,6 +213,17 @@ def module_faults(job: Job) -> list[Problem]:
 def data_faults(job: Job) -> list[Problem]:
     """Faults of the files that data modules read."""
     return [problem for data in job.objects if isinstance(data, ChecksData) for problem in data.data_problems()]
+
+
+def tokenizer_faults(job: Job) -> list[Problem]:
+    """Data of another tokenizer than that of the weights that a run begins with."""
+    specs = [spec for item in job.objects if (spec := getattr(item, "required_tokenizer", None)) is not None]
+    known = [TrainedTokenizer.of_settings(getattr(module, "hf_settings", {})) for module in job.modules]
+    for path in (item for item in job.objects if specs and isinstance(item, str | os.PathLike)):
+        with suppress(CheckpointError, ConfigError):  # said by what loads it
+            known.append(replace(TrainedTokenizer.of_weights(path), vocab_size=None))  # sizes: layout_faults
+    do = "or give allow_other_data=True"
+    return [p for spec in specs for one in known for p in one.problems("tokenizer_model", spec, do)]
 
 
 def sample_faults(job: Job) -> list[Problem]:

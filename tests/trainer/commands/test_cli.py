@@ -83,6 +83,51 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n  {name} " in text
 
 
+@pytest.mark.parametrize("width", [80, 60])
+def test_texts_of_help_fit_into_the_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for name in ("generate", "evaluate", "convert", "doctor", "preprocess", "plan", "parity", "inspect", "why"):
+        assert main([name, "--help"]) == 0
+        text = capsys.readouterr().out.partition("\n\n")[2]  # behind the usage
+        assert [line for line in text.splitlines() if len(line) > width] == []
+        for line in text.partition("\nexample")[2].splitlines():
+            assert line.count("'") % 2 == 0, "a word in quotes is not broken"
+
+
+def test_help_of_fit_says_where_the_layout_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--trainer.strategy.tp 2" in text
+    assert "--model.dict_kwargs.num_layers 4" in text
+
+
+@pytest.mark.parametrize("name", ["num_layers", "vocab_size", "num_experts"])
+def test_a_field_of_the_configuration_is_told_its_place(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--model=MixtralModule", "--model.config=mixtral-tiny", f"--model.{name}=4"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == f"error: {name} is a field of the model's configuration: write --model.dict_kwargs.{name}"
+
+
+def test_the_strategy_is_ours_unless_another_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["fit", "--model=LlamaModule", "--model.config=llama-tiny", "--data=MegatronDataModule"]
+    words += ["--data.data_path=x", "--data.seq_length=8", "--print_config"]
+    for given, expected in (
+        ([], "lightning_megatron.MegatronStrategy\n"),
+        (["--trainer.strategy.tp=2"], "lightning_megatron.MegatronStrategy\n    init_args:\n      tp: 2\n"),
+        (["--trainer.strategy=ddp"], None),
+    ):
+        assert main([*words, *given]) == 0
+        text = capsys.readouterr().out
+        assert ("strategy: ddp\n" in text) if expected is None else f"strategy:\n    class_path: {expected}" in text
+
+
+def test_validate_needs_no_strategy(trained: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", *TRAINER, "--model=LlamaModule", f"--ckpt_path={trained}", *data(work)]) == 0
+    assert "val_loss" in capsys.readouterr().out
+
+
 def test_help_of_fit_offers_the_strategy_and_not_what_it_is_built_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--help"]) == 0
     text = "".join(capsys.readouterr().out.split())

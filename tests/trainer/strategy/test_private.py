@@ -206,7 +206,7 @@ def test_a_launcher_can_be_made_that_launches_nothing() -> None:
     calls = LaunchCalls(
         nothing, nothing, lambda trainer, path: path, lambda *given: called.append(given), LoopbackPort()
     )
-    launcher = JoinedLauncher(calls, torch.device("cpu"), derives_address=False)
+    launcher = JoinedLauncher(calls, 1, torch.device("cpu"), derives_address=False)
     assert launcher.launch(max, 1, 2) == 2
     assert called == [(None, 1, 2)]
 

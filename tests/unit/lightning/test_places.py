@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -87,12 +87,19 @@ def test_one_folder_under_two_names_is_one(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may write everywhere, so the system's answer is made up."""
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path / "locked"))
+
+    def made(prefix: str, dir: Path) -> TemporaryDirectory[str]:
+        if dir == tmp_path / "locked":
+            raise PermissionError(13, "Permission denied")
+        return TemporaryDirectory(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr(module, "TemporaryDirectory", made)
     (tmp_path / "locked").mkdir()
     said = probe([result(tmp_path / "locked")] * 2, ["a", "a"])
     assert said[0] == said[1]
-    assert "cannot be written there (rank 0 on a, rank 1 on a)" in said[0]
-    assert "cannot be made there" in probe([result(tmp_path / "locked" / "run")] * 2, ["a", "a"])[0]
+    place = f"there: Permission denied ({tmp_path / 'locked'})"
+    assert f"cannot be written {place} (rank 0 on a, rank 1 on a)" in said[0]
+    assert f"cannot be made {place}" in probe([result(tmp_path / "locked" / "run")] * 2, ["a", "a"])[0]
     # Logs are written by rank 0, and a cache that is full already is read.
     alone = Place("CSVLogger.save_dir", str(tmp_path / "locked"), is_shared=False, first_alone=True)
     assert probe([[], [alone]], ["a", "b"]) == ["", ""]

@@ -48,7 +48,7 @@ _NOT_CARRIED = {
 }
 
 Settings = Mapping[str, Mapping[str, Any]]
-"""Contents of ``config.json`` under ``config``, and of ``generation_config.json`` under ``generation_config``."""
+"""Contents of ``config.json`` and ``generation_config.json`` by their names, and under ``source`` where they were."""
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
@@ -62,7 +62,7 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
         found["config"] = read_config(path)
     if (Path(path) / GENERATION).is_file():
         found["generation_config"] = read_json(Path(path) / GENERATION)
-    return found
+    return {**found, "source": {"path": os.path.abspath(path)}} if found else found
 
 
 def with_settings(written: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

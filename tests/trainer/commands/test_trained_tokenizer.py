@@ -1,0 +1,204 @@
+"""A model reads and writes text with the tokenizer that it was trained with; another one is refused before it is built.
+
+Two tokenizers of one size, learnt from other texts: nothing but their files tells them apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from lightning_megatron import LlamaModule, MegatronDataModule, MegatronStrategy
+from lightning_megatron.cli import main as command_line
+from lightning_megatron.data import IndexedDatasetWriter
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf, hf_to_checkpoint
+from lightning_megatron.testing.trainer import quiet_trainer
+
+pytest.importorskip("transformers")
+
+from tests.evaluated import VOCABULARY, make_tokenizer
+from tests.families import TINY, hf_model
+
+LENGTH = 16
+OTHER = "tokenizer.files: |another tokenizer"
+"""One of these words stands in every refusal."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Two tokenizers, token files, and a model in a Hugging Face directory and in checkpoints.
+
+    Attributes:
+        folder: the folder.
+    """
+
+    folder: Path
+
+    @property
+    def own(self) -> Path:
+        """Hugging Face directory of the model, with its tokenizer."""
+        return self.folder / "own"
+
+    @property
+    def other(self) -> Path:
+        """Directory of another tokenizer of the same size."""
+        return self.folder / "other"
+
+    def data(self, tokenizer: Path | None, **more: Any) -> MegatronDataModule:
+        kind = None if tokenizer is None else "HuggingFaceTokenizer"
+        return MegatronDataModule(
+            str(self.folder / "tokens"), LENGTH, tokenizer_type=kind, tokenizer_model=tokenizer, split="2,1,1", **more
+        )
+
+    def fit(self, name: str, data: MegatronDataModule) -> Path:
+        """A checkpoint of one step."""
+        trainer = quiet_trainer(MegatronStrategy(), max_steps=1, default_root_dir=self.folder)
+        trainer.fit(module(), datamodule=data)
+        trainer.save_checkpoint(self.folder / name)
+        return self.folder / name
+
+
+def module() -> LlamaModule:
+    shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 2}
+    return LlamaModule("llama-tiny", ffn_hidden_size=32, vocab_size=VOCABULARY, lr=1e-3, warmup_steps=0, **shape)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    home = Home(tmp_path_factory.mktemp("home"))
+    hf_model(TINY["llama"] | {"vocab_size": VOCABULARY}).save_pretrained(home.own)
+    make_tokenizer(["abc abd " * 9 + "cab"] * 4).save_pretrained(home.own)
+    make_tokenizer(["xyz zyx " * 9 + "yzz"] * 4).save_pretrained(home.other)
+    with IndexedDatasetWriter(str(home.folder / "tokens"), np.dtype(np.uint16)) as writer:
+        for start in range(40):
+            writer.add_item(np.arange(start, start + 40).astype(np.uint16))
+            writer.end_document()
+    return home
+
+
+@pytest.fixture(scope="module")
+def trained(home: Home) -> Path:
+    """A checkpoint whose data module knew its tokenizer."""
+    return home.fit("trained.ckpt", home.data(home.own))
+
+
+@pytest.fixture(scope="module")
+def imported(home: Home) -> Path:
+    """A checkpoint that begins with the Hugging Face directory."""
+    hf_to_checkpoint(home.own, home.folder / "imported.ckpt")
+    return home.folder / "imported.ckpt"
+
+
+@pytest.fixture(scope="module")
+def unsaid(home: Home) -> Path:
+    """A checkpoint that knows nothing but the size of its vocabulary."""
+    return home.fit("unsaid.ckpt", home.data(None))
+
+
+def generate(checkpoint: Path, *words: str) -> int:
+    common = ["--prompt", "abc", "--max-new-tokens", "4", "--temperature", "0", "--device", "cpu"]
+    return command_line.main(["generate", "--checkpoint", str(checkpoint), *common, *words])
+
+
+def named(tokenizer: Path) -> list[str]:
+    return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+
+
+@pytest.mark.parametrize("kind", ["trained", "imported"])
+def test_generate_takes_no_other(
+    kind: str, home: Home, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = request.getfixturevalue(kind)
+    assert generate(checkpoint, *named(home.other)) == 2
+    said = capsys.readouterr().err
+    assert f"--tokenizer-model='{home.other}': another tokenizer; or add --allow-other-tokenizer" in said
+    assert f"nearest valid: {home.own}" in said
+    assert generate(checkpoint, *named(home.other), "--allow-other-tokenizer") == 0
+    capsys.readouterr()
+    assert generate(checkpoint, *named(home.own)) == 0
+    text = capsys.readouterr().out
+    assert generate(checkpoint, *named(home.own / "tokenizer.json")) == 0, "one file of the directory"
+    assert generate(checkpoint) == 0, "its own"
+    assert capsys.readouterr().out == 2 * text
+
+
+def test_generate_compares_sizes_where_nothing_else_is_known(
+    home: Home, unsaid: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(unsaid, *named(home.other)) == 0, "a tokenizer of this size"
+    for size in (VOCABULARY, VOCABULARY + 200):  # NullTokenizer has one more
+        assert generate(unsaid, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)) == 2
+        said = f"vocab_size={size + 1}: the model was trained with {VOCABULARY}"
+        assert said in capsys.readouterr().err
+    assert generate(unsaid) == 2
+    assert "--tokenizer-type=None: name the type" in capsys.readouterr().err
+    assert generate(unsaid, "--tokenizer-model", str(home.own)) == 2
+
+
+def test_a_tokenizer_that_has_moved_must_be_named(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    file = (home.own / "tokenizer.json").rename(gone / "tokenizer.json")
+    try:
+        checkpoint = home.fit("moved.ckpt", home.data(gone))
+    finally:
+        file.rename(home.own / "tokenizer.json")
+        gone.rmdir()
+    assert generate(checkpoint) == 2
+    assert "--tokenizer-type=None: name the type" in capsys.readouterr().err
+    assert generate(checkpoint, *named(home.own)) == 0, "the same file elsewhere"
+    assert generate(checkpoint, *named(home.other)) == 2
+
+
+@pytest.mark.parametrize("kind", ["own", "trained", "imported"])
+def test_evaluate_takes_no_other(
+    kind: str, home: Home, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = home.own if kind == "own" else request.getfixturevalue(kind)
+    text = home.folder / "text.txt"
+    text.write_text("abc abd cab\n")
+    words = ["evaluate", "--checkpoint", str(source), "--input", str(text), "--format", "wikitext", "--device", "cpu"]
+    with patch.dict("os.environ"):
+        assert command_line.main([*words, *named(home.other)]) == 2
+        assert "another tokenizer; or add --allow-other-tokenizer" in capsys.readouterr().err
+        assert command_line.main(words) == 0
+        alone = capsys.readouterr().out
+        assert command_line.main([*words, *named(home.own)]) == 0
+        assert capsys.readouterr().out == alone
+
+
+def test_an_export_takes_no_other(home: Home, trained: Path, imported: Path, tmp_path: Path) -> None:
+    for number, source in enumerate((trained, imported)):
+        with pytest.raises(ConfigError, match="another tokenizer; copy its files yourself"):
+            checkpoint_to_hf(source, tmp_path / "out", tokenizer=home.other)
+        assert not (tmp_path / "out").exists()
+        checkpoint_to_hf(source, tmp_path / f"out{number}", tokenizer=home.own)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_a_trainer_takes_no_other(stage: str, home: Home, trained: Path) -> None:
+    trainer = quiet_trainer(MegatronStrategy(), max_steps=2, default_root_dir=home.folder)
+    run = getattr(trainer, stage)
+    with pytest.raises(ConfigError, match="another tokenizer; or give allow_other_data=True"):
+        run(module(), datamodule=home.data(home.other), ckpt_path=trained)
+    run(module(), datamodule=home.data(home.other, allow_other_data=True), ckpt_path=trained)
+    run(module(), datamodule=home.data(None), ckpt_path=trained)
+    run(module(), datamodule=home.data(home.own), ckpt_path=trained)
+
+
+def test_training_from_a_hugging_face_directory_takes_no_other(home: Home, imported: Path) -> None:
+    trainer = quiet_trainer(MegatronStrategy(), max_steps=1, default_root_dir=home.folder)
+    for path in (home.own, imported):
+        with pytest.raises(ConfigError, match="another tokenizer"):
+            trainer.fit(LlamaModule.from_hf(home.own), datamodule=home.data(home.other), ckpt_path=path)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        trainer.fit(LlamaModule.from_hf(home.own), datamodule=home.data(home.other))
+    trainer.fit(LlamaModule.from_hf(home.own, lr=1e-3, warmup_steps=0), datamodule=home.data(home.own))
