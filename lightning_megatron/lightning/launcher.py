@@ -22,7 +22,6 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.loopback import LoopbackPort
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning._private import Launcher, SubprocessScriptLauncher, TunerExit, with_other_path
-from lightning_megatron.lightning.checkpointing.last_checkpoint import warn_of_new_folder
 from lightning_megatron.lightning.children import Children
 from lightning_megatron.lightning.environments.mpi import MpirunEnvironment
 from lightning_megatron.lightning.stopping.signals import handed_on
@@ -83,7 +82,6 @@ class CheckedLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Check, spawn, run ``function``."""
         self._calls.check(*args, *kwargs.values(), trainer=trainer)
-        warn_of_new_folder([*args, *kwargs.values()], trainer)
         keep_recipes(self._device, trainer)
         devices.drop_card(self._device)
         function = compared(begun(function, trainer, self._calls.begin), trainer, self._calls.compare)
@@ -147,7 +145,6 @@ class JoinedLauncher(Launcher):
         try:
             self._calls.compare(trainer, *args, *kwargs.values())
             self._calls.check(*args, *kwargs.values(), trainer=trainer)
-            warn_of_new_folder([*args, *kwargs.values()], trainer)
             keep_recipes(self._device, trainer)
             return begun(function, trainer, self._calls.begin)(*args, **kwargs)
         except _ENDS:
