@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +67,8 @@ class CheckedLauncher(SubprocessScriptLauncher):
         ConfigError: if another launcher has started processes that Lightning does not see.
     """
 
+    is_interactive_compatible = True  # with one process; :func:`script_problems` refuses several
+
     def __init__(
         self,
         cluster_environment: ClusterEnvironment,
@@ -82,6 +85,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Check, spawn, run ``function``."""
         self._calls.check(*args, *kwargs.values(), trainer=trainer)
+        raise_if_any(script_problems(self.num_processes))
         keep_recipes(self._device, trainer)
         devices.drop_card(self._device)
         function = compared(begun(function, trainer, self._calls.begin), trainer, self._calls.compare)
@@ -193,6 +197,18 @@ def compared(function: Callable[..., Any], trainer: Trainer | None, compare: Cal
         return function(*args, **kwargs)
 
     return run
+
+
+def script_problems(processes: int) -> list[Problem]:
+    """The fault of several processes on this node where there is no script that the others could run."""
+    is_session = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    is_script = sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0])
+    if processes == 1 or (is_script and not is_session):
+        return []
+    here = "a notebook or an interactive session" if is_session else "python -c, or a program from stdin,"
+    start = f"python train.py`, or `torchrun --nproc-per-node {processes} train.py"
+    reason = f"each process runs the script, and {here} has none: write it to a file, and start `{start}`"
+    return [Problem("devices", processes, reason, (1,))]
 
 
 def launch_problems(environment: ClusterEnvironment | None, variables: Mapping[str, str] = os.environ) -> list[Problem]:
