@@ -125,9 +125,6 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is nothing at the path of a checkpoint."""
 
 
-_OURS = (ConfigError, DataError, CheckpointError)
-
-
 def print_briefly(error: BaseException, *, here: bool = True) -> None:
     """Let Python print the user's frames of an error that nothing catches, and those below them if it is none of ours.
 
@@ -142,21 +139,22 @@ def _print(before: Callable[..., object], kind: object, error: BaseException, tr
     here = vars(error).get("is_printed_here")
     if here:
         _log.debug("the whole traceback:", exc_info=error)
-        error.__traceback__ = trace = _brief(error)
-        if isinstance(error, _OURS):
+        is_ours = type(error).__module__.startswith("lightning_megatron.")
+        error.__traceback__ = trace = _brief(error, is_ours)
+        if is_ours:  # its text says everything
             error.__cause__ = None
     if here is not False:
         before(kind, error, trace)
 
 
-def _brief(error: BaseException) -> TracebackType | None:
+def _brief(error: BaseException, is_ours: bool) -> TracebackType | None:
     users, trace = [], error.__traceback__
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
             users.append(trace)
         trace = trace.tb_next
     below = users[-1].tb_next if users else error.__traceback__
-    kept = None if isinstance(error, _OURS) else below
+    kept = None if is_ours else below
     for user in reversed(users):
         kept = TracebackType(kept, user.tb_frame, user.tb_lasti, user.tb_lineno)
     return kept

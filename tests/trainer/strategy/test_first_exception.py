@@ -151,6 +151,7 @@ def test_an_error_of_one_rank_is_printed_by_all_and_ends_the_job(
         assert "different actions" not in text
     printed = {name: text.count("Traceback") for name, text in found.items()}
     assert printed == {name: int(name == f"output-{len(found) - 1}") for name in found}, "one traceback: of the first"
+    assert not any("most recent call first" in text for text in found.values()), "stacks of others are in the record"
     assert seconds < LIMIT, found
     assert not (tmp_path / "saved" / "on_exception.ckpt").exists()
 
