@@ -45,12 +45,12 @@ class Terminal:
         bar, total, size = trainer.progress_bar_callback, trainer.num_training_batches, trainer.accumulate_grad_batches
         if trainer.max_steps > 0:
             total = min(total, done + (trainer.max_steps - trainer.global_step) * size - done % size)
-        total = None if total == float("inf") else total
+        known = None if total == float("inf") else total
         if isinstance(bar, TQDMProgressBar) and trainer.is_global_zero:
-            bar.train_progress_bar.total = total
+            bar.train_progress_bar.total = known
         elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
             from rich.progress import BarColumn
 
-            bar.progress.update(bar.train_progress_bar_id, total=total)
+            bar.progress.update(bar.train_progress_bar_id, total=known)
             if bar.progress.console.width < NARROW:
                 bar.progress.columns = tuple(c for c in bar.progress.columns if not isinstance(c, BarColumn))
