@@ -130,7 +130,9 @@ def train(run: Path, prefix: Path, tokenizer: Path, steps: int) -> None:
         vocab_size=build_tokenizer(TOKENIZER, str(tokenizer)).vocab_size,
         max_position_embeddings=2 * SEQ_LENGTH,
     )
-    data = MegatronDataModule(str(prefix), seq_length=SEQ_LENGTH, batch_size=BATCH_SIZE, split="95,5,0")
+    data = MegatronDataModule(
+        str(prefix), seq_length=SEQ_LENGTH, batch_size=BATCH_SIZE, split="95,5,0", tokenizer_type=TOKENIZER
+    )
 
     before = trainer.validate(model, data, verbose=False)[0]["val_loss"]
     last = run / "checkpoints" / "last.ckpt"

@@ -3,7 +3,8 @@
     make demo                                                    # makes the data that this example reads by default
     python examples/pretrain_llama.py                            # two CPU processes, tensor parallel
     python examples/pretrain_llama.py --model llama3.1-8b --data data/corpus_text_document --seq-length 8192 \\
-        --devices 8 --tp 4 --micro-batch-size 1 --precision bf16-mixed --steps 100000
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model Llama-3.1-8B --devices 8 --tp 4 \\
+        --micro-batch-size 1 --precision bf16-mixed --steps 100000
 """
 
 import argparse
@@ -17,6 +18,8 @@ from lightning_megatron import LlamaModule, MegatronDataModule, MegatronHPUStrat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=".demo/corpus_text_document", help="path of the token files, without ending")
+    parser.add_argument("--tokenizer-type", default="GPTSentencePieceTokenizer", help="tokenizer that made them")
+    parser.add_argument("--tokenizer-model", help="file or folder of it; by default the one beside the token files")
     parser.add_argument("--model", default="llama-tiny", help="name of a preset")
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=4, help="samples a data-parallel replica reads for one step")
@@ -41,7 +44,8 @@ def main() -> None:
         callbacks=[ModelCheckpoint(monitor="val_loss"), Throughput()],
     )
     model = LlamaModule(options.model, lr=3e-4, warmup_steps=options.steps // 10, lr_schedule="cosine")
-    trainer.fit(model, MegatronDataModule(options.data, options.seq_length, options.batch_size))
+    tokenizer = {"tokenizer_type": options.tokenizer_type, "tokenizer_model": options.tokenizer_model}
+    trainer.fit(model, MegatronDataModule(options.data, options.seq_length, options.batch_size, **tokenizer))
 
 
 if __name__ == "__main__":

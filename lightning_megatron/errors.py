@@ -6,9 +6,16 @@ A check of a configuration does not stop at the first fault: it returns every :c
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+
+_log = logging.getLogger(__name__)
+_LIBRARIES = ("lightning_megatron", "lightning", "pytorch_lightning", "torch", "contextlib")
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
+        print_briefly(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.problems,)  # pickling passes an exception's arguments to its constructor
@@ -115,3 +123,38 @@ class CheckpointError(RuntimeError):
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is nothing at the path of a checkpoint."""
+
+
+def print_briefly(error: BaseException, *, here: bool = True) -> None:
+    """Let Python print the user's frames of an error that nothing catches, and those below them if it is none of ours.
+
+    Nothing is printed where ``here`` is False: another rank does it, and this one has logged a line.
+    """
+    vars(error)["is_printed_here"] = here
+    if getattr(sys.excepthook, "func", None) is not _print:
+        sys.excepthook = partial(_print, sys.excepthook)
+
+
+def _print(before: Callable[..., object], kind: object, error: BaseException, trace: TracebackType | None) -> None:
+    here = vars(error).get("is_printed_here")
+    if here:
+        _log.debug("the whole traceback:", exc_info=error)
+        is_ours = type(error).__module__.startswith("lightning_megatron.")
+        error.__traceback__ = trace = _brief(error, is_ours)
+        if is_ours:  # its text says everything
+            error.__cause__ = None
+    if here is not False:
+        before(kind, error, trace)
+
+
+def _brief(error: BaseException, is_ours: bool) -> TracebackType | None:
+    users, trace = [], error.__traceback__
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
+            users.append(trace)
+        trace = trace.tb_next
+    below = users[-1].tb_next if users else error.__traceback__
+    kept = None if is_ours else below
+    for user in reversed(users):
+        kept = TracebackType(kept, user.tb_frame, user.tb_lasti, user.tb_lineno)
+    return kept

@@ -70,7 +70,7 @@ def trainer_command(argv: Sequence[str] | None) -> int:
         fault = _users_fault(error)
         if fault is None:
             raise
-        return fail(fault)
+        return fail(fault) if getattr(error, "is_printed_here", True) else 2  # else another rank prints it
     return 0
 
 

@@ -294,7 +294,8 @@ def _build_split(
             opened[prefix] = IndexedDataset(prefix)
         found = make(opened[prefix], span, samples, options)
         if found is None:
-            _log.warning("%s: no tokens fall into its %s part", prefix, options["split_name"])
+            level = logging.INFO if len(blend.prefixes) == 1 else logging.WARNING  # a data module names a part of one
+            _log.log(level, "%s: no tokens fall into its %s part", prefix, options["split_name"])
         return found
 
     prefixes = blend.prefixes

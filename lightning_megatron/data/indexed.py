@@ -24,7 +24,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.errors import DataError
+from lightning_megatron.errors import DataError, nearest_names
 from lightning_megatron.files.mapped import MappedFiles
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -185,7 +185,9 @@ def _require_both(idx: Path, binary: Path) -> None:
     missing = [str(path) for path in (idx, binary) if not path.is_file()]
     if not missing:
         return
-    do = "give the path without .bin and .idx"
+    names, stem = sorted(other.stem for other in idx.parent.glob("*.idx")), idx.stem
+    beside = [name for name in names if name.startswith(stem)] or nearest_names(stem, names)
+    do = "give the path without .bin and .idx" + (f"; beside it: {', '.join(beside[:3])}" if names else "")
     if len(missing) == 1:
         do = f"a dataset is both {idx} and {binary}: copy the missing half, or preprocess the corpus again"
     raise DataError.at(idx.with_suffix(""), f"{' and '.join(missing)} not found", do=do)

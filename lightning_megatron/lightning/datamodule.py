@@ -175,8 +175,7 @@ class MegatronDataModule(LightningDataModule):
         self._train_loader: ResumableDataLoader | None = None
         self._saved_place: dict[str, Any] | None = None
         self._fingerprint: Fingerprint | None = None
-        self._ends_training = False
-        self._epochs_drawn = 1
+        self._ends_training, self._epochs_drawn = False, 1
         raise_if_any(self.sample_plan.own_problems() + self._problems())
 
     def _problems(self) -> list[Problem]:
@@ -200,9 +199,7 @@ class MegatronDataModule(LightningDataModule):
     def data_problems(self) -> list[Problem]:
         """Missing or faulty files and empty shares; the strategy calls this before it starts processes."""
         found = [problem for argument, path in self._paths.items() for problem in file_problems(path, argument)]
-        if found or len(self._paths) > 1:
-            return found
-        return self._share_problems()
+        return found if found or len(self._paths) > 1 else self._share_problems()
 
     def _share_problems(self) -> list[Problem]:
         return share_problems(self.data_path, self.split, dict(zip(COUNTS, self.samples, strict=True)))
@@ -236,7 +233,9 @@ class MegatronDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the data; let training end after ``train_samples``, if nobody has set another end."""
         self._datasets = self._build()
-        trainer = self.trainer
+        trainer, part = self.trainer, 1 if stage in ("fit", "validate") else 2
+        if self._datasets[part] is None and len(self._paths) == 1 and parse_split(self.split)[part] is not None:
+            rank_zero_warn(f"split={self.split!r} leaves no tokens of {self.data_path} for {COUNTS[part]}")
         if stage == "fit":  # a place is that of one run
             self._train_loader = self._saved_place = None
         if stage == "fit" and trainer is not None and self.sample_plan.ends(trainer, self._counts_samples):

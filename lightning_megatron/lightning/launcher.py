@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.loopback import LoopbackPort
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning._private import Launcher, SubprocessScriptLauncher, TunerExit, with_other_path
-from lightning_megatron.lightning.checkpointing.last_checkpoint import refuse_missing, warn_of_new_folder
+from lightning_megatron.lightning.checkpointing.last_checkpoint import refuse_missing
 from lightning_megatron.lightning.children import Children
 from lightning_megatron.lightning.comparison.places import check_places, places_of
 from lightning_megatron.lightning.environments.mpi import MpirunEnvironment
@@ -68,6 +69,8 @@ class CheckedLauncher(SubprocessScriptLauncher):
         ConfigError: if another launcher has started processes that Lightning does not see.
     """
 
+    is_interactive_compatible = True  # with one process; :func:`script_problems` refuses several
+
     def __init__(
         self,
         cluster_environment: ClusterEnvironment,
@@ -84,6 +87,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Check, spawn, run ``function``."""
         self._calls.check(*args, *kwargs.values(), trainer=trainer)
+        raise_if_any(script_problems(self.num_processes))
         look_at_files([*args, *kwargs.values()], trainer)
         keep_recipes(self._device, trainer)
         devices.drop_card(self._device)
@@ -178,7 +182,6 @@ def look_at_files(objects: Sequence[object], trainer: Trainer | None) -> None:
     """Look for the checkpoint, and try the folders that this process will write, before long work begins."""
     refuse_missing(objects)
     check_places(places_of(trainer, objects), is_first=trainer is not None and trainer.is_global_zero)
-    warn_of_new_folder(objects, trainer)
 
 
 def share_cores(num_processes: int) -> None:
@@ -222,6 +225,18 @@ def compared(function: Callable[..., Any], trainer: Trainer | None, compare: Cal
         return function(*args, **kwargs)
 
     return run
+
+
+def script_problems(processes: int) -> list[Problem]:
+    """The fault of several processes on this node where there is no script that the others could run."""
+    is_session = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    is_script = sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0])
+    if processes == 1 or (is_script and not is_session):
+        return []
+    here = "a notebook or an interactive session" if is_session else "python -c, or a program from stdin,"
+    start = f"python train.py`, or `torchrun --nproc-per-node {processes} train.py"
+    reason = f"each process runs the script, and {here} has none: write it to a file, and start `{start}`"
+    return [Problem("devices", processes, reason, (1,))]
 
 
 def launch_problems(environment: ClusterEnvironment | None, variables: Mapping[str, str] = os.environ) -> list[Problem]:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -222,8 +223,11 @@ class PeerWatch:
         self._recorder.set_state(State.LOST, reason)
         views = self.views()
         self.report(views, diagnose(views))
-        print(f"Rank {self._rank} is ended, since {reason}; it was here:", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
+        stack = self._folder / f"stack-of-rank-{self._rank}.txt"
+        where = "it was here:" if self._failed is None else f"its stack is in {stack}"  # where may be what is wrong
+        print(f"Rank {self._rank} is ended, since {reason}; {where}", file=sys.stderr, flush=True)
+        with suppress(OSError), nullcontext(sys.stderr) if self._failed is None else stack.open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
         self._before_end()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -165,7 +165,7 @@ class KillSwitch(Callback):
             return
         checkpoint = trainer.strategy.broadcast(checkpoint_path(trainer))
         rank_zero_info(f"{self.reason}: saving step {trainer.global_step} to {checkpoint}, then leaving")
-        trainer.save_checkpoint(checkpoint)
+        trainer.save_checkpoint(checkpoint, weights_only=False)  # Lightning's default, which it logs
         if isinstance(trainer.strategy, CheckpointStrategy):
             trainer.strategy.finish_save()  # its error is not to be lost behind the exit
         self._saved = checkpoint

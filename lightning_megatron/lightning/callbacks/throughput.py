@@ -42,7 +42,8 @@ class Throughput(Callback):
     recompute repeats is not counted) where the module has a ``config`` with ``flops_per_token``, ``mfu`` (its share of
     the maker's bf16 peak) where the device's peak is known, ``step_time_ms`` (median of the window),
     ``step_time_ms_p95`` (95 of 100 steps take no longer) and ``step_time_ms_slowest``. Tokens a second, or samples
-    where there are none, show in the progress bar too. ``StragglerMonitor`` measures which rank is slow.
+    where there are none, show in the progress bar as ``tok/s`` or ``sam/s``. ``StragglerMonitor`` measures which rank
+    is slow.
 
     A step lasts from the end of the one before, so waiting for data counts. Validation and checkpoints do not: a step
     after one of them is timed from the start of its batch. The device is waited for at the end of a window only.
@@ -95,7 +96,7 @@ class Throughput(Callback):
         if closes:
             metrics = self._metrics(trainer)
             shown = "tokens_per_second" if "tokens_per_second" in metrics else "samples_per_second"
-            pl_module.log(shown, metrics.pop(shown), prog_bar=True, on_step=True, on_epoch=False)
+            pl_module.log(f"{shown[:3]}/s", metrics[shown], prog_bar=True, logger=False, on_step=True, on_epoch=False)
             pl_module.log_dict(metrics, on_step=True, on_epoch=False)
             self._window.clear()
 

@@ -90,9 +90,11 @@ def build_module(
     known = inspect.signature(module_class.__init__).parameters
     if meta.get("hyper_parameters") is None:
         needed = [p for name, p in known.items() if name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if any(p.default is p.empty and p.name not in given for p in needed):
+        if lacking := [p.name for p in needed if p.default is p.empty and p.name not in given]:
+            name, by_name = module_class.__name__, "".join(f", {argument}=..." for argument in lacking)
             raise CheckpointError(
-                f"{path} holds no hyper-parameters, and {module_class.__name__} needs some: give them by name"
+                f"{path} holds no hyper-parameters, and {name} needs some: load_module(path, {name}{by_name}), or"
+                f" {name}.load_from_checkpoint; self.save_hyperparameters() in its __init__ keeps them in checkpoints"
             )
         return module_class(**given)
     arguments = _arguments(meta, path)

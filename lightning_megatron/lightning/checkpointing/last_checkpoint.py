@@ -24,29 +24,27 @@ def refuse_missing(objects: Sequence[object]) -> None:
             raise MissingCheckpointError(f"loading {path}: {absent(path)}")
 
 
-def warn_of_new_folder(objects: Sequence[object], trainer: Trainer | None) -> None:
-    """Warn if ``ckpt_path="last"`` looks in a folder that this run is about to make: each run would begin anew.
+def warn_of_new_folder(trainer: Trainer) -> bool:
+    """True, with a warning, if ``ckpt_path="last"`` looks in a folder that this run makes: each would begin anew.
 
     Without a ``dirpath``, ``ModelCheckpoint`` saves, and Lightning looks, in the logger's folder, and most loggers make
     a new one for each run.
 
     Args:
-        objects: arguments of ``fit``, with the path of a checkpoint among them.
         trainer: Trainer whose callbacks and logger decide on the folder.
     """
-    if trainer is None or not any(isinstance(item, str) and item == "last" for item in objects):
-        return
     savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
     logger = trainer.logger
     if not savers or logger is None or any(saver.dirpath is not None for saver in savers):
-        return
+        return False
     runs = Path(logger.save_dir or trainer.default_root_dir) / str(logger.name or "")
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     if (runs / version / "checkpoints").exists():
-        return
+        return False
     found = sorted(runs.glob("*/checkpoints/last*.ckpt"), key=lambda path: path.lstat().st_mtime)
     newest = f" The newest one of earlier runs is {found[-1]}." if found else ""
     rank_zero_warn(
         f'ckpt_path="last" looks in {runs / version / "checkpoints"}, which is new, so this run begins anew: give '
         f"ModelCheckpoint a dirpath that stays, and save_last='link'.{newest}"
     )
+    return True

@@ -169,10 +169,11 @@ class TransformerModule(AdaptedModule):
         self.lr, self.min_lr = lr, self.schedules.min_lr
         self.warmup_steps, self.decay_steps, self.lr_schedule = warmup_steps, decay_steps, lr_schedule
         self.weight_decay, self.betas, self.eps = weight_decay, (betas[0], betas[1]), eps
-        # Plain containers only: checkpoints with these hyper-parameters load without running code.
+        # Plain containers only: checkpoints with these hyper-parameters load without running code, hparams.yaml too.
+        fields = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.config).items()}
         self.save_hyperparameters(
             {
-                "config": asdict(self.config),
+                "config": fields,
                 "lr": lr,
                 "min_lr": min_lr,
                 "lr_schedule": lr_schedule,

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron import checkpoint
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.lightning.checkpointing.last_checkpoint import warn_of_new_folder
 from lightning_megatron.lightning.checkpointing.run_folders import RunFolders, asks_for_last, nothing_good, patience
 from lightning_megatron.lightning.strategy.mesh import MeshStrategy
 
@@ -43,13 +44,13 @@ class SaveFolders:
         self.goes_on_from_last = asks_for_last(trainer, ckpt_path)
         return self.goes_on_from_last
 
-    def find_last(self, trainer: Trainer) -> str | None:
+    def find_last(self, trainer: Trainer, ckpt_path: Any) -> Any:
         """Look for the last checkpoint before Lightning does; called by all ranks.
 
         Lightning goes by names and times of files, each rank for itself, and begins anew where there is no such file.
 
         Returns:
-            The path to go on from; ``None`` if there is none.
+            The path to go on from; what was given if there is none, or ``None`` where this run has warned of that.
 
         Raises:
             CheckpointError: where there are checkpoints and none is good, or another run saves there.
@@ -65,7 +66,9 @@ class SaveFolders:
 
         found = self._on_rank_0(look)
         self.goes_on_from_last, self._found_none = found is not None, found is None
-        return found
+        if found is None and ckpt_path == "last" and self._on_rank_0(lambda: warn_of_new_folder(trainer)):
+            return None  # Lightning would warn too, and advise what has been done
+        return ckpt_path if found is None else found
 
     def hold(self, trainer: Trainer) -> None:
         """Close the folders that this run saves in to other runs, until it ends; called by all ranks.

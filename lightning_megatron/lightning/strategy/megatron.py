@@ -21,6 +21,7 @@ from lightning_megatron.lightning.accelerator import register_with_lightning_hab
 from lightning_megatron.lightning.environments.agreement import rank_problems
 from lightning_megatron.lightning.launcher import LaunchCalls, launcher_of
 from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
+from lightning_megatron.lightning.monitoring.terminal import Terminal
 from lightning_megatron.lightning.step.grad_reduction import GradReduceDtype
 from lightning_megatron.lightning.strategy.run import RunStrategy
 from lightning_megatron.lightning.strategy.settings import (
@@ -220,7 +221,7 @@ class MegatronStrategy(RunStrategy):
         )
         super().__init__(job, LightningParts(accelerator, parallel_devices, cluster_environment, precision_plugin))
         self.settings = arguments
-        self._memory = MemoryPrediction()
+        self._memory, self._terminal = MemoryPrediction(), Terminal()
         self.recompute, self.op_modes = job.recompute, job.ops
 
     # Starting
@@ -274,9 +275,10 @@ class MegatronStrategy(RunStrategy):
     # Predicted memory
 
     def setup(self, trainer: Trainer) -> None:
-        """Place the model and the optimizers, and tell the memory that is predicted."""
+        """Place the model and the optimizers, and tell the memory that is predicted; next comes the progress bar."""
         super().setup(trainer)
         self._memory.announce(type(self).__name__)
+        self._terminal.open()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin a batch; after the first steps, tell the memory that was measured."""
@@ -284,6 +286,19 @@ class MegatronStrategy(RunStrategy):
         if self.lightning_module is not None:
             steps = self.lightning_module.trainer.global_step
             self._memory.measure(type(self).__name__, steps, self.root_device, self.mesh.pp.rank)
+            self._terminal.count(self.lightning_module.trainer, batch_idx)
+
+    def on_train_end(self) -> None:
+        """Leave whole parameters and durable checkpoints behind, and a progress bar that is at its end."""
+        super().on_train_end()
+        if self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            self._terminal.count(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    def teardown(self) -> None:
+        """End the run, and release the environment."""
+        self._terminal.close()
+        super().teardown()
 
     def note_error(self, error: BaseException) -> bool:
         """Write the error down; one for want of memory gets the prediction, and the cheapest ways out."""

@@ -330,7 +330,8 @@ class MeshStrategy(ParallelStrategy):
         stages = list(range(pp.rank, layout.pp * layout.vpp, layout.pp))
         held = "" if pp.size == 1 else f", which runs {'stage' if len(stages) == 1 else 'stages'} {stages}"
         notes = "".join(f"; {note}" for note in getattr(exception, "__notes__", ()))
-        _log.error("%r%s, failed with %s: %s%s", self._mesh, held, type(exception).__name__, exception, notes)
+        text = " ".join(f"{type(exception).__name__}: {exception}{notes}".split())
+        _log.error("%r%s, failed with %s", self._mesh, held, text)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

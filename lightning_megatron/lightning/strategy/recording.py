@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_megatron.comm.rendezvous import Meeting, Store
+from lightning_megatron.errors import print_briefly
 from lightning_megatron.lightning._private import trainer_of
 from lightning_megatron.lightning.children import GRACE
 from lightning_megatron.lightning.launcher import CheckedLauncher
@@ -210,7 +211,17 @@ class ActionRecord:
         if error is not self.error:
             self._write(error)
             self._strategy._log_error(error)
+            if isinstance(error, Exception):
+                print_briefly(error, here=self._is_first)
         return self.all_have_raised
+
+    @property
+    def _is_first(self) -> bool:
+        """True if this rank is the first that has raised an error, or else lost a peer; of all at once, rank 0."""
+        failed = [] if self._watch is None else self._watch.views()
+        order = [(v.state == State.LOST, v.since, v.rank) for v in failed if v.state in (State.RAISED, State.LOST)]
+        own = self._strategy.global_rank
+        return own == (0 if self.all_have_raised else min(order, default=(False, 0, own))[2])
 
     def _write(self, error: BaseException) -> None:
         self.error = error

@@ -121,8 +121,7 @@ class RunStrategy(CheckpointStrategy):
         assert self.lightning_module is not None
         self.lightning_module.trainer = trainer  # Lightning's next step
         self._start_ranks()
-        found = self._folders.find_last(trainer)
-        return ckpt_path if found is None else found
+        return self._folders.find_last(trainer, ckpt_path)
 
     def _meet(self) -> Store | None:
         return self._record.meet(super()._meet)

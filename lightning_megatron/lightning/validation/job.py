@@ -64,10 +64,10 @@ RULES: Rules = {
 """Rules for single arguments of the strategy, beside their types."""
 
 ELSEWHERE = {
-    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size", "tp_size"), "tp"),
-    **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"), "pp"),
-    **dict.fromkeys(("context_parallel_size", "cp_size"), "cp"),
-    **dict.fromkeys(("expert_parallel_size", "expert_model_parallel_size", "ep_size"), "ep"),
+    **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size", "tp_size"), "tp"),
+    **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"), "pp"),
+    **dict.fromkeys(("context_parallel", "context_parallel_size", "cp_size"), "cp"),
+    **dict.fromkeys(("expert_parallel", "expert_parallel_size", "expert_model_parallel_size", "ep_size"), "ep"),
     "expert_tensor_parallel_size": "etp",
     **dict.fromkeys(("virtual_pipeline_model_parallel_size", "virtual_pipeline_parallel_size"), "vpp"),
     **dict.fromkeys(("dp", "dp_size", "data_parallel_size"), "it is what tp, pp and cp leave of devices x num_nodes"),

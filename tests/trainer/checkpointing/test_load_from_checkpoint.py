@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.core.saving import save_hparams_to_yaml
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -17,6 +19,7 @@ from lightning_megatron import (
     LlamaModule,
     MegatronModule,
     MegatronStrategy,
+    MixtralModule,
     RowParallelLinear,
 )
 from lightning_megatron.checkpoint import CheckpointError
@@ -208,9 +211,16 @@ def test_arguments_that_no_checkpoint_has(tmp_path: Path) -> None:
     trainer = quiet_trainer(MegatronStrategy())
     trainer.strategy.connect(module)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="holds no hyper-parameters, and Nameless needs some"):
+    with pytest.raises(CheckpointError, match=r"and Nameless needs some: load_module\(path, Nameless, width=...\), or"):
         load_module(tmp_path / "a.ckpt", Nameless)
     torch.testing.assert_close(load_module(tmp_path / "a.ckpt", Nameless, width=3).state_dict(), module.state_dict())
+
+
+def test_the_file_of_hyper_parameters_is_plain_yaml(tmp_path: Path) -> None:
+    module = MixtralModule("mixtral-tiny", num_layers=2, moe_layers=(1,), sliding_window=8, sliding_window_layers=(0,))
+    save_hparams_to_yaml(tmp_path / "hparams.yaml", module.hparams)
+    arguments = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
+    assert MixtralModule(**arguments).config == module.config
 
 
 def test_saving_before_there_is_anything_to_save(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ SMALL = (
     (r"\bglobal_batch_size=\d+", "global_batch_size=4"),
     (r"\bmax_steps=[\d_]+", "max_steps=4"),
     (r"\bval_check_interval=\d+", "val_check_interval=2"),
+    (r'"HuggingFaceTokenizer"', '"GPTSentencePieceTokenizer"'),
+    (r'tokenizer_model="Llama-3.1-8B"', 'tokenizer_model="tokenizer.model"'),
     (r'LlamaModule\("llama[\w.-]+"', f'LlamaModule("llama-tiny", {TINY}'),
     (r'MixtralModule\("mixtral-8x7b"', f'MixtralModule("mixtral-tiny", {TINY}'),
 )

@@ -64,7 +64,7 @@ def told(config: Any, options: dict[str, Any], callbacks: list[Any]) -> tuple[li
         logger.removeHandler(heard)
         logger.setLevel(level)
     assert not {"lr", "grad_norm"} & trainer.callback_metrics.keys()
-    assert "tokens_per_second" in trainer.progress_bar_metrics
+    assert "tok/s" in trainer.progress_bar_metrics
     return heard.lines, [str(warning.message) for warning in found], sum(p.numel() for p in module.parameters())
 
 

@@ -151,6 +151,9 @@ def test_an_error_of_one_rank_is_printed_by_all_and_ends_the_job(
     for text in found.values():
         assert "ValueError: on purpose" in text, text
         assert "different actions" not in text
+    printed = {name: text.count("Traceback") for name, text in found.items()}
+    assert printed == {name: int(name == f"output-{len(found) - 1}") for name in found}, "one traceback: of the first"
+    assert not any("most recent call first" in text for text in found.values()), "stacks of others are in the record"
     assert seconds < LIMIT or ((layout, place) == QUICK and not is_busy), found
     assert not (tmp_path / "saved" / "on_exception.ckpt").exists()
 
@@ -159,6 +162,7 @@ def test_an_error_of_one_rank_is_printed_by_all_and_ends_the_job(
 def test_an_error_of_all_ranks_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert run(tmp_path, "tp", "callback", "on exception", "all") < LIMIT
     assert verify(tmp_path / "saved" / "on_exception.ckpt") == []
+    assert [text.count("Traceback") for _, text in sorted(outputs(tmp_path).items())] == [1, 0]
 
 
 if __name__ == "__main__":

@@ -253,3 +253,11 @@ def test_lists_do_for_tuples_and_mappings_for_scalings() -> None:
     assert config.moe_layers == (0, 1)
     assert config.rope_scaling is not None
     assert config.rope_scaling.factor == 2
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"])
+def test_a_kind_of_parallelism_by_its_long_name_leads_to_the_short_one(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        MegatronStrategy(**{name: 2})  # type: ignore[arg-type]
+    (problem,) = error.value.problems
+    assert problem.nearest == (f"{name[0]}p",)

@@ -110,6 +110,14 @@ def test_a_missing_pair_names_both_paths(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "no")
 
 
+@pytest.mark.parametrize(("given", "named"), [("corpus", "corpus_text_document"), ("test_text_documnt", "test_text_d")])
+def test_a_missing_pair_names_the_one_beside_it(tmp_path: Path, given: str, named: str) -> None:
+    for name in ("a_text_document", "corpus_text_document", "test_text_document"):
+        (tmp_path / f"{name}.idx").touch()
+    with pytest.raises(DataError, match=f"give the path without .bin and .idx; beside it: {named}"):
+        IndexedDataset(tmp_path / given)
+
+
 def test_reads_outside_of_the_data(pair: Callable[..., Path]) -> None:
     dataset = IndexedDataset(pair())
     with pytest.raises(IndexError, match="has 3 sequences, there is no number 3"):

@@ -53,6 +53,18 @@ def test_a_share_of_nothing_is_not_evaluated(tmp_path: Path) -> None:
     assert str(problem) == "val_samples=4: split='100,0,0' has no share for them; nearest valid: 0, None"
 
 
+def test_a_share_without_tokens_is_named_once_where_it_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    data = MegatronDataModule(write(tmp_path / "a", 0), 8, split="9999,9999,1", cache_dir=tmp_path)
+    for stage, texts in (("fit", 0), ("test", 1)):
+        data.prepare_data()
+        data.setup(stage)
+        told = [str(warned.message) for warned in recwarn] + caplog.messages
+        assert len([text for text in told if "split='9999,9999,1' leaves no tokens of" in text]) == texts
+        assert len(told) == texts
+
+
 def test_gpt2s_tokenizer_is_named_by_its_two_files(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     bpe = tokenizers.ByteLevelBPETokenizer()

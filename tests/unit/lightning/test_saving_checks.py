@@ -192,8 +192,9 @@ def test_last_says_where_it_looks_if_it_can_find_nothing(tmp_path: Path, monkeyp
     words = (
         f"looks in {tmp_path}/lightning_logs/version_1/checkpoints, which is new.*{tmp_path}/.*version_0/.*last.ckpt"
     )
-    with pytest.warns(UserWarning, match=words):
+    with pytest.warns(UserWarning, match=words) as warned:
         fit(BoringModel(), tmp_path, ModelCheckpoint(), logger=CSVLogger(tmp_path), ckpt_path="last")
+    assert not [w for w in warned if "HINT" in str(w.message)], "Lightning advises what was not the reason"
     with warnings.catch_warnings(record=True) as caught:
         for _ in range(2):
             fixed = ModelCheckpoint(tmp_path / "run", save_last="link")

@@ -1,0 +1,56 @@
+"""The terminal of a run: log lines above a progress bar, which fits and counts to the true end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from tqdm import tqdm
+
+NARROW = 100
+"""Columns of a terminal below which rich's bar gives its place to the metrics, so that all of it takes two rows."""
+_LOGGERS = ("", "lightning", "lightning.pytorch", "lightning.fabric", "lightning_megatron")
+
+
+class _AboveBars:
+    """A stream for text above progress bars: those of tqdm are cleared for it, and rich replaces ``sys.stderr``."""
+
+    def write(self, text: str) -> None:
+        tqdm.write(text, end="", file=sys.stderr)
+
+
+class Terminal:
+    """Lets log lines stay above a progress bar, from :meth:`open` to :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
+
+    def open(self) -> None:
+        """Replace the stream of log handlers that write to stderr; no bar is shown yet."""
+        for handler in [handler for name in _LOGGERS for handler in logging.getLogger(name).handlers]:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
+                self._streams.append((handler, handler.setStream(_AboveBars())))
+
+    def close(self) -> None:
+        """Give handlers their streams back."""
+        while self._streams:
+            handler, stream = self._streams.pop()
+            handler.setStream(stream)
+
+    def count(self, trainer: Trainer, done: int) -> None:
+        """Let the bar count on from ``done`` batches to the end: Lightning's counts to the number of those left."""
+        bar, total, size = trainer.progress_bar_callback, trainer.num_training_batches, trainer.accumulate_grad_batches
+        if trainer.max_steps > 0:
+            total = min(total, done + (trainer.max_steps - trainer.global_step) * size - done % size)
+        known = None if total == float("inf") else total
+        if isinstance(bar, TQDMProgressBar) and trainer.is_global_zero:
+            bar.train_progress_bar.total = known
+        elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
+            from rich.progress import BarColumn
+
+            bar.progress.update(bar.train_progress_bar_id, total=known)
+            if bar.progress.console.width < NARROW:
+                bar.progress.columns = tuple(c for c in bar.progress.columns if not isinstance(c, BarColumn))
