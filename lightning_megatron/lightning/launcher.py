@@ -87,8 +87,8 @@ class CheckedLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Check, spawn, run ``function``."""
         self._calls.check(*args, *kwargs.values(), trainer=trainer)
-        raise_if_any(script_problems(self.num_processes))
         look_at_files([*args, *kwargs.values()], trainer)
+        raise_if_any(script_problems(self.num_processes))
         keep_recipes(self._device, trainer)
         devices.drop_card(self._device)
         function = compared(begun(function, trainer, self._calls.begin), trainer, self._calls.compare)
