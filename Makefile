@@ -9,6 +9,9 @@ READY  := $(VENV)/ready
 VERSIONS ?= .ci/versions.txt
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check --retries 10 --timeout 60
 
+# Processes that tests start, by the hundred, would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-hpu test-cuda test-eval test-streaming bench docs dist lint types clean
 
 demo: $(READY)

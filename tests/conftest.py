@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -65,6 +66,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if (file := config.getoption("--costs")) is not None:
         worker = getattr(config, "workerinput", {}).get("workerid")  # with pytest-xdist, which puts the parts together
         config.pluginmanager.register(Costs(file.with_name(f"{file.name}.{worker}") if worker else file), "costs")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay: a collection that looks at them takes half a second
 
 
 def _own_temporary_folder(config: pytest.Config) -> None:

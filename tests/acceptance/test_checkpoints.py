@@ -137,6 +137,8 @@ def test_28_29_a_run_resumed_in_mid_epoch_has_the_losses_and_the_rate_of_the_who
     assert resumed == {name: values[3:] for name, values in whole.items()}
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_28_with_workers_that_load_ahead(prefix: str, tmp_path: Path) -> None:
     # Not on the pool's ranks: a process of the pool may have no children.
     whole, resumed = interrupted(ONE, prefix, str(tmp_path), workers=2)

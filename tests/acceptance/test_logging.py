@@ -158,6 +158,7 @@ def test_19_callback_metrics_are_identical_on_all_ranks_after_every_batch(ranks:
 
 
 @pytest.mark.gate
+@pytest.mark.slow
 def test_20_and_21_sums_and_metric_objects_count_every_sample_once(ranks: Ranks) -> None:
     expected, _ = on_all(ranks, STOCK, measured)
     last = expected[-1]

@@ -163,6 +163,7 @@ GRID += [
 
 
 @pytest.mark.gate
+@pytest.mark.slow
 def test_covering_layouts_equal_one_process(ranks: Ranks, record_property: Any) -> None:
     check(ranks, QUICK, record_property)
 

@@ -152,9 +152,9 @@ def quick(family: str) -> list[str]:
 
 
 def how_often(family: str) -> Any:
-    """One quick test, and those families whose layers the others have too with the whole grid."""
+    """One test in the gate, and those families whose layers the others have too with the whole grid."""
     if family == "qwen3":
-        return ()
+        return (pytest.mark.gate, pytest.mark.slow)
     return pytest.mark.slow if family in OFTEN else pytest.mark.exhaustive
 
 

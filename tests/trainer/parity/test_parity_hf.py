@@ -59,8 +59,9 @@ def check(ranks: Callable[..., list[Any]], family: str, tied: bool, runs: list[R
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [pytest.param(*model, marks=pytest.mark.gate if model in GATE else pytest.mark.slow) for model in MODELS],
+    [pytest.param(*model, marks=pytest.mark.gate if model in GATE else ()) for model in MODELS],
 )
+@pytest.mark.slow
 def test_covering_layouts_equal_hugging_face(
     ranks: Callable[..., list[Any]], record_property: Any, family: str, tied: bool
 ) -> None:

@@ -126,6 +126,8 @@ def late_and_compiled(options: dict[str, Any]) -> tuple[list[float], list[float]
 
 
 @not_lazy
+@pytest.mark.gate
+@pytest.mark.slow
 def test_parameters_that_are_gathered_meanwhile_cut_no_graph(ranks: Any) -> None:
     for plain, traced, graphs in ranks(2, late_and_compiled, {}):
         parts = 3 if devices.compiles_ends(torch.device(devices.best_available().type)) else 1

@@ -70,6 +70,8 @@ def decoder(family: str, layout: dict[str, Any]) -> tuple[list[float], list[floa
     return both(lambda: GPTModule(config, lr=0.05), text(), **layout)
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3"])
 def test_decoders_wait(ranks: Ranks, family: str) -> None:
     check(ranks, 2, decoder, family, {})
@@ -98,6 +100,8 @@ def dispatched(options: dict[str, Any]) -> tuple[list[float], list[float]]:
     return both(lambda: GPTModule(config, lr=0.05), text())
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -117,6 +121,8 @@ def adapted(family: str, dora: bool) -> tuple[list[float], list[float]]:
     return both(lambda: GPTModule(config, lora=lora, lr=0.05), text())
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "dora"), [("llama", True), ("mixtral", False)])
 def test_adapters_wait(ranks: Ranks, family: str, dora: bool) -> None:
     check(ranks, 2, adapted, family, dora)
@@ -138,6 +144,8 @@ def t5() -> tuple[list[float], list[float]]:
     return both(lambda: T5Module("t5-tiny", lr=0.05, hidden_dropout=0.0, attention_dropout=0.0, **options), batch)
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [bert, t5])
 def test_encoders_wait(ranks: Ranks, function: Callable[..., Any]) -> None:
     check(ranks, 2, function)

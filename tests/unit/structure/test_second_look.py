@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import second_look
 
+OPTIONS = ["-p", "xdist"]
+
 STEADY = "def test_steady(): pass\n"
 FAILS = "def test_fails(): assert 1 == 2\n"
 WAVERS = """
@@ -27,6 +29,12 @@ def broken(): raise OSError("no disk")
 
 def test_of_it(broken): pass
 """
+
+
+@pytest.fixture(autouse=True)
+def _only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plugins that are installed take a second of each session."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +64,7 @@ def test_what_fails_twice_fails(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(second_look, "UNSTEADY", 1)
     monkeypatch.setattr(second_look, "FAILED", 2)
-    assert second_look.judge([]) == status
+    assert second_look.judge(OPTIONS) == status
     output = capfd.readouterr().out
     for words in said:
         assert words in output
@@ -69,5 +77,5 @@ def test_processes_of_the_first_look_are_no_matter_to_the_second(
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_some.py").write_text(STEADY + FAILS + WAVERS.format(1))
     monkeypatch.chdir(tmp_path)
-    assert second_look.judge(["-n", "2", "--dist", "worksteal"]) == 1
+    assert second_look.judge([*OPTIONS, "-n", "2", "--dist", "worksteal"]) == 1
     assert "1 failed twice, 1 unsteady" in capfd.readouterr().out
