@@ -22,6 +22,7 @@ from lightning_megatron.lightning.stopping.agreement import Agreement
 from lightning_megatron.lightning.stopping.requeue import lead_requeued_job, requeue, requeue_signal_of
 from lightning_megatron.lightning.stopping.signals import StopSignals, handed_on
 from lightning_megatron.lightning.stopping.worker_signals import PatientWorker
+from tests.forked import forked
 
 NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
 
@@ -33,18 +34,6 @@ def handlers() -> Iterator[None]:
     yield
     for name, handler in before.items():
         signal.signal(getattr(signal, name), handler)
-
-
-def end_of(act: Callable[[], None]) -> int:
-    """Signal that a child process dies of; -1 if it does not."""
-    child = os.fork()
-    if child == 0:
-        try:
-            act()
-        finally:
-            os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -1
 
 
 def kill(number: int) -> None:
@@ -102,7 +91,7 @@ def test_a_handler_of_the_users_runs_also_where_the_process_ends_at_once(tmp_pat
         signals.listen()
         kill(signal.SIGTERM)
 
-    assert end_of(act) == signal.SIGTERM
+    assert forked(act) == -signal.SIGTERM
     assert (tmp_path / "ran").exists()
 
 
@@ -128,7 +117,7 @@ def test_signals_end_the_process_and_its_children_at_once_where_there_is_nothing
         return run
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        assert end_of(act(number)) == number
+        assert forked(act(number)) == -number
         assert (tmp_path / str(int(number))).exists()
 
 
@@ -147,7 +136,7 @@ def test_a_second_press_ends_the_process_at_once_and_the_same_press_twice_does_n
         if signals.noted == [2, 2]:
             kill(signal.SIGINT)
 
-    assert end_of(run) == signal.SIGINT
+    assert forked(run) == -signal.SIGINT
 
 
 def test_a_users_handlers_are_left_in_place_or_run_too() -> None:
@@ -185,7 +174,7 @@ def test_a_launcher_hands_sigterm_on_before_it_dies_of_it(tmp_path: Path) -> Non
     with handed_on(lambda number: None):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
-    assert end_of(run) == signal.SIGTERM
+    assert forked(run) == -signal.SIGTERM
     assert (tmp_path / "children").read_text() == "15"
 
 
@@ -198,8 +187,8 @@ def test_a_worker_outlives_what_goes_to_all_and_not_a_second_sigterm() -> None:
 
         return act
 
-    assert end_of(run((signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))) == -1
-    assert end_of(run((signal.SIGTERM, signal.SIGTERM))) == signal.SIGTERM
+    assert forked(run((signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))) == 0
+    assert forked(run((signal.SIGTERM, signal.SIGTERM))) == -signal.SIGTERM
 
 
 def test_one_rank_agrees_with_itself_one_question_later() -> None:

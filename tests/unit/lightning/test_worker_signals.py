@@ -12,8 +12,10 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
+from lightning_megatron.testing.workers import PRELOAD
 
-FORK = multiprocessing.get_context("fork")
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(PRELOAD)
 HELD: list[Any] = []
 
 
@@ -56,7 +58,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_rank_with_a_bad_worker_ends_and_leaves_none(tmp_path: Path, raises: bool) -> None:
-    process = FORK.Process(target=rank, args=(tmp_path, raises))
+    process = SERVER.Process(target=rank, args=(tmp_path, raises))
     process.start()
     process.join(60)
     ended = not process.is_alive()

@@ -20,6 +20,7 @@ from lightning_megatron.recorder import watch
 from lightning_megatron.recorder.file_format import Kind, State
 from lightning_megatron.recorder.recorder import Recorder
 from lightning_megatron.recorder.watch import PeerWatch
+from tests.forked import forked
 
 WORLD, ON_A_HOST = 64, 8
 
@@ -140,8 +141,8 @@ def test_a_rank_that_has_failed_and_hangs_is_ended(
     monkeypatch.setattr(watch, "EVERY", 0.1)
     monkeypatch.setattr(watch, "GRACE", 0.1)
     errors = tmp_path / "stderr"
-    child = os.fork()
-    if not child:
+
+    def hang() -> None:
         with errors.open("w") as file:
             os.dup2(file.fileno(), 2)
             sys.stderr = os.fdopen(2, "w", closefd=False)
@@ -150,10 +151,9 @@ def test_a_rank_that_has_failed_and_hangs_is_ended(
             peers = watch_of(recorder, 0, timeout=0.5)
             peers.start()
             recorder.set_state(state, "ValueError: x")
-            time.sleep(60)
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 1
+            time.sleep(600)
+
+    assert forked(hang) == 1
     text = errors.read_text()
     assert "Rank 0 is ended, since" in text
     if state == State.RAISED:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_megatron.recorder.process import ProcessState, describe_exit
 from lightning_megatron.recorder.reading import FailureProbe, RankView, last_written, read_rank, read_run, runs_below
 from lightning_megatron.recorder.recorder import Recorder, note_process_state
 from lightning_megatron.recorder.runs import remove_finished, remove_old, run_folder
+from tests.forked import forked
 
 
 def opened(folder: Path, rank: int = 0, world_size: int = 1) -> Recorder:
@@ -86,11 +88,7 @@ def test_a_rank_knows_since_when_it_waits_and_sees_others_fail(tmp_path: Path) -
     other.set_state(State.RAISED, "x")
     assert probe.has_failed()
     assert not FailureProbe(tmp_path, 5).has_failed()
-    child = os.fork()
-    if not child:
-        opened(tmp_path, 1, 2).describe({"host": socket.gethostname()})
-        os._exit(0)
-    os.waitpid(child, 0)
+    forked(lambda: opened(tmp_path, 1, 2).describe({"host": socket.gethostname()}))
     assert probe.has_failed()
 
 
@@ -162,18 +160,18 @@ def test_a_killed_process_leaves_a_file_that_says_in_what_it_died(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     folder = run_folder(tmp_path, "1234", {})
-    for rank in range(2):
-        child = os.fork()
-        if not child:
-            recorder = opened(folder, rank, 2)
-            group = recorder.group("tp", [0, 1])
-            recorder.describe({"host": "", "device": "cpu"})
-            recorder.main.step = 5
-            recorder.main.begin(Kind.SAVE)
-            if rank:
-                recorder.main.begin(Kind.ALL_GATHER_OBJECT, group)
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.waitpid(child, 0)
+
+    def die(rank: int) -> None:
+        recorder = opened(folder, rank, 2)
+        group = recorder.group("tp", [0, 1])
+        recorder.describe({"host": "", "device": "cpu"})
+        recorder.main.step = 5
+        recorder.main.begin(Kind.SAVE)
+        if rank:
+            recorder.main.begin(Kind.ALL_GATHER_OBJECT, group)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert [forked(partial(die, rank)) for rank in range(2)] == [-signal.SIGKILL] * 2
     views = read_run(folder)
     assert [view.is_dead for view in views] == [True, True]
     assert main(["why", str(tmp_path), "--last", "3"]) == 0

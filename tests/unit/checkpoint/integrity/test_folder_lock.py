@@ -19,6 +19,7 @@ import pytest
 from lightning_megatron.checkpoint.directory import folder_lock
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED
 from lightning_megatron.checkpoint.directory.folder_lock import FolderInUseError, FolderLock
+from tests.forked import join
 
 FORK = mp.get_context("fork")
 Locks = Callable[[Path], FolderLock]
@@ -56,7 +57,10 @@ def holder(folder: Path, until: Connection | None = None, dies: bool = False) ->
 
     process = FORK.Process(target=hold)
     process.start()
+    deadline = time.monotonic() + 60.0
     while not note_in(folder).exists():
+        if time.monotonic() > deadline:
+            join(process, 0.0)
         time.sleep(0.001)
     return process
 
@@ -90,13 +94,13 @@ def test_another_run_is_refused_by_name_or_waits_and_says_so_once(tmp_path: Path
     lock.take(60.0, lambda text: (said.append(text), ours.send("let go")))
     assert len(said) == 2
     assert f"waiting up to 60 s for process {process.pid} on " in said[1]
-    process.join()
+    join(process)
     lock.release()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_lock_of_a_dead_run_is_taken_at_once(tmp_path: Path, lock_of: Locks) -> None:
-    holder(tmp_path, dies=True).join()
+    join(holder(tmp_path, dies=True))
     lock = lock_of(tmp_path)
     lock.take()
     lock_of(tmp_path).take()  # as is that of a fit in this process which was left without its end
@@ -221,7 +225,7 @@ def test_a_run_that_has_lost_its_lock_gives_no_more_signs_of_life(
 
 def test_of_many_that_find_a_dead_lock_one_has_the_folder_at_a_time(tmp_path: Path) -> None:
     folder, inside = tmp_path / "run", tmp_path / "inside"
-    holder(folder, dies=True).join()
+    join(holder(folder, dies=True))
 
     def work() -> None:
         for _ in range(5):
@@ -237,6 +241,6 @@ def test_of_many_that_find_a_dead_lock_one_has_the_folder_at_a_time(tmp_path: Pa
     for process in processes:
         process.start()
     for process in processes:
-        process.join()
+        join(process, 240.0)  # six take turns
     assert [process.exitcode for process in processes] == [0] * 6
     assert list(tmp_path.rglob("*")) == [folder]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from lightning_megatron.checkpoint.directory.leftovers import recover
 from lightning_megatron.checkpoint.directory.owner import Owner
 from lightning_megatron.checkpoint.integrity.manifest import Manifest, read_manifest
 from lightning_megatron.mesh import ParallelMesh
+from tests.forked import forked
 
 MESH = ParallelMesh.single()
 
@@ -127,13 +127,13 @@ def made(entry: Path, folder: bool = True) -> Path:
 
 
 def mark_of_a_dead_process() -> str:
-    ours, theirs = mp.get_context("fork").Pipe()
-    process = mp.get_context("fork").Process(target=lambda: theirs.send(Owner.own().mark()))
-    process.start()
-    mark = ours.recv()
+    ours, theirs = os.pipe()
+    forked(lambda: os.write(theirs, Owner.own().mark().encode()))
+    mark = os.read(ours, 1000).decode()
+    os.close(ours)
+    os.close(theirs)
     assert Owner.of_mark(mark) != Owner.own()
-    process.join()
-    return str(mark)
+    return mark
 
 
 def elsewhere() -> str:
@@ -174,9 +174,7 @@ def test_what_a_dead_run_left_aside_comes_back_and_of_a_live_one_it_does_not(tmp
     assert remove_stale(tmp_path) == [aside.name]
     assert verify(path) == []
     alive = Owner(Owner.own().place, os.getppid(), 0)
-    process = mp.get_context("fork").Process(target=lambda: place_for(path, "replaced").mkdir(parents=True))
     assert alive.is_alive is False
-    process.start()
-    process.join()
+    forked(lambda: place_for(path, "replaced").mkdir(parents=True))
     recover(path)
     assert verify(path) == []
