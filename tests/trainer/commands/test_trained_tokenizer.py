@@ -5,7 +5,6 @@ Two tokenizers of one size, learnt from other texts: nothing but their files tel
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +21,7 @@ from lightning_megatron.testing.trainer import quiet_trainer
 
 pytest.importorskip("transformers")
 
+from tests import evaluated
 from tests.evaluated import VOCABULARY, make_tokenizer
 from tests.families import TINY, hf_model
 
@@ -30,25 +30,18 @@ OTHER = "tokenizer.files: |another tokenizer"
 """One of these words stands in every refusal."""
 
 
-@dataclass(frozen=True)
-class Home:
-    """Two tokenizers, token files, and a model in a Hugging Face directory and in checkpoints.
-
-    Attributes:
-        folder: the folder.
-    """
-
-    folder: Path
+class Home(evaluated.Home):
+    """Two tokenizers, token files, and a model in a Hugging Face directory and in checkpoints."""
 
     @property
     def own(self) -> Path:
         """Hugging Face directory of the model, with its tokenizer."""
-        return self.folder / "own"
+        return self.hf("own")
 
     @property
     def other(self) -> Path:
         """Directory of another tokenizer of the same size."""
-        return self.folder / "other"
+        return self.hf("other")
 
     def data(self, tokenizer: Path | None, **more: Any) -> MegatronDataModule:
         kind = None if tokenizer is None else "HuggingFaceTokenizer"
