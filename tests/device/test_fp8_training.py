@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 WHOLE = ("one rank", "bf16", "all recomputed")
 """Compiled blocks, each one graph."""
-QUICK = ("one rank", "sequence parallel")
+QUICK = ("one rank",)
 
 
 def train(

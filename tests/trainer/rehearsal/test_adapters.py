@@ -24,7 +24,7 @@ def rehearsed(preset: str, lora: LoRA | None, **layout: int) -> Rehearsal:
 @pytest.mark.parametrize(
     ("preset", "lora", "layout"),
     [
-        ("llama-tiny", LoRA(rank=4), {"tp": 2}),
+        pytest.param("llama-tiny", LoRA(rank=4), {"tp": 2}, marks=pytest.mark.slow),
         ("llama-tiny", LoRA(rank=4, dora=True), {"tp": 2}),
         ("mixtral-tiny", LoRA(rank=4), {"ep": 2}),
         ("llama-tiny", LoRA(rank=4, targets=("embed_tokens", "lm_head")), {"pp": 2}),

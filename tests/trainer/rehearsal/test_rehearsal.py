@@ -99,7 +99,7 @@ def test_a_rank_of_a_thousand_holds_its_share() -> None:
     assert sent.nbytes == sent.number * 64 // 2 * 64 * 2  # [S/tp, B, H] in bf16
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_fewer_micro_batches_have_the_peak_of_all(rank: int) -> None:
     """On the last stage nothing may keep the graph of a loss: its first tensor is an activation."""
     job = planned(pp=2)

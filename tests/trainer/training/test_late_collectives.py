@@ -68,9 +68,8 @@ def layouts_of(family: str) -> list[str]:
     return [name for name in LAYOUTS if name != without]
 
 
-@pytest.mark.gate
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.gate)])
 def test_two_ranks(ranks: Callable[..., list[Any]], family: str) -> None:
     check(ranks, 2, family, [name for name in layouts_of(family) if name in ("dp", "tp", "cp", "ep", "pp")])
 

@@ -37,7 +37,19 @@ def trained(recompute: Any, *, compiles: bool, **fields: Any) -> tuple[dict[str,
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, sum(saved.values())
 
 
-@pytest.mark.parametrize("recompute", ["selective", ["mlp"], ["attention"], ["core_attn", "mlp"], ["attention", "mlp"]])
+ALONE = (["mlp"], ["attention"])
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "selective",
+        ["core_attn", "mlp"],
+        ["attention", "mlp"],
+        *(pytest.param(part, marks=pytest.mark.slow) for part in ALONE),
+    ],
+    ids=str,
+)
 def test_recomputed_parts_stay_in_the_graph(recompute: Any) -> None:
     expected, _ = trained(recompute, compiles=False)
     (whole, most), *_ = compiled(trained, None, compiles=True)
