@@ -190,27 +190,25 @@ class MegatronPrecision(Precision):
         """
         if (dtype := self.mode.params) == torch.float32:
             return module
-        layers = _reached(module, StagedModel, Metric)
+        self.teardown()
+        autocast, of_user = _Autocast(dtype), _reached(module, StagedModel, Metric)
         for part in _reached(module, Metric):
             own = list(part.parameters(recurse=False))
             for parameter in filter(torch.is_floating_point, own):
                 parameter.data = parameter.data.to(dtype)
+            counts = self.mode.main is not None and part in of_user and (part is module or not own)
             kept = {name for name, _, _ in declared_buffers(part)}
-            if self.mode.main is not None and part in layers and (part is module or not own):
-                continue
             for name, buffer in part.named_buffers(recurse=False):
-                if buffer.is_floating_point() and name not in kept:
+                own.append(buffer)
+                if buffer.is_floating_point() and not counts and name not in kept:
                     setattr(part, name, buffer.to(dtype))
-        self.teardown()
-        autocast = _Autocast(dtype)
-        for layer in layers:
-            if layer is module or not any(map(torch.is_floating_point, _own_tensors(layer))):
+            if part is module or part not in of_user or not any(map(torch.is_floating_point, own)):
                 continue
-            if _home(layer) in ("torch", _OURS) or dtype == torch.float64:
-                self._hooks.append(layer.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
-            elif _OURS not in map(_home, layer.modules()):  # ours compute in fp32 where they must
-                self._hooks.append(layer.register_forward_pre_hook(autocast.enter))
-                self._hooks.append(layer.register_forward_hook(autocast.leave, always_call=True))
+            if _home(part) in ("torch", _OURS) or dtype == torch.float64:
+                self._hooks.append(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
+            elif _OURS not in map(_home, part.modules()):  # ours compute in fp32 where they must
+                self._hooks.append(part.register_forward_pre_hook(autocast.enter))
+                self._hooks.append(part.register_forward_hook(autocast.leave, always_call=True))
         return module
 
     def teardown(self) -> None:
@@ -356,16 +354,9 @@ class MegatronPrecision(Precision):
             self.loss_scale.load_state_dict(state_dict)
 
 
-def _reached(module: nn.Module, *without: type[nn.Module]) -> dict[nn.Module, None]:
-    """A module and its parts, each once, without those of some classes and what only they hold."""
-    found: dict[nn.Module, None] = {}
-    waiting = [module]
-    while waiting:
-        part = waiting.pop()
-        if part not in found and not isinstance(part, without):
-            found[part] = None
-            waiting += part.children()
-    return found
+def _reached(module: nn.Module, *without: type[nn.Module]) -> set[nn.Module]:
+    """A module and its parts, without those of some classes and what only they hold."""
+    return {part for _, part in module.named_modules({part for part in module.modules() if isinstance(part, without)})}
 
 
 def _home(layer: nn.Module) -> str:
@@ -374,17 +365,23 @@ def _home(layer: nn.Module) -> str:
 
 
 class _Autocast:
-    """Hooks that run layers under autocast, one inside of another or not."""
+    """Hooks that run layers under autocast, one inside of another or not; dynamo can trace them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype, self._entered = dtype, list[torch.autocast]()
+        self._dtype, self._before = dtype, list[tuple[str, torch.dtype, bool]]()
 
     def enter(self, layer: nn.Module, args: Any) -> None:
-        self._entered.append(torch.autocast(next(_own_tensors(layer)).device.type, self._dtype))
-        self._entered[-1].__enter__()
+        device = next(_own_tensors(layer)).device.type
+        self._before.append((device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)))
+        self._set(device, self._dtype, True)
 
     def leave(self, layer: nn.Module, args: Any, output: Any) -> None:
-        self._entered.pop().__exit__(None, None, None)
+        self._set(*self._before.pop())
+
+    def _set(self, device: str, dtype: torch.dtype, enabled: bool) -> None:
+        torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_enabled(device, enabled)
+        torch.clear_autocast_cache()
 
 
 def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
