@@ -175,16 +175,11 @@ class MegatronPrecision(Precision):
         """Tensors made without a dtype get the parameters', but not in mixed precision, as in Lightning."""
         return self.params_dtype() if self.mode.main is None else nullcontext()
 
-    def module_init_context(self) -> AbstractContextManager[None]:
-        """As for tensors: :meth:`convert_module` casts what is built in fp32."""
-        return self.tensor_init_context()
-
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast a module to the parameters' dtype, and have its layers take inputs of any; fp32 leaves it as it is.
 
         Layers of torch's and of ours cast what they are called with. Layers of the user's own, which may take targets,
         run under autocast: each operation casts what it must.
-
         What counts or sums keeps its dtype: metrics, and buffers outside of layers that have parameters. So do buffers
         that are weights: the bias of an expert moves by steps that 16 bits would round away.
         """
@@ -193,7 +188,7 @@ class MegatronPrecision(Precision):
         self.teardown()
         autocast, of_user = _Autocast(dtype), _reached(module, StagedModel, Metric)
         for part in _reached(module, Metric):
-            own = list(part.parameters(recurse=False))
+            own: list[Tensor] = list(part.parameters(recurse=False))
             for parameter in filter(torch.is_floating_point, own):
                 parameter.data = parameter.data.to(dtype)
             counts = self.mode.main is not None and part in of_user and (part is module or not own)
@@ -202,20 +197,18 @@ class MegatronPrecision(Precision):
                 own.append(buffer)
                 if buffer.is_floating_point() and not counts and name not in kept:
                     setattr(part, name, buffer.to(dtype))
-            if part is module or part not in of_user or not any(map(torch.is_floating_point, own)):
-                continue
-            if _home(part) in ("torch", _OURS) or dtype == torch.float64:
+            computes = part is not module and part in of_user and any(map(torch.is_floating_point, own))
+            if computes and (_home(part) in ("torch", _OURS) or dtype == torch.float64):
                 self._hooks.append(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
-            elif _OURS not in map(_home, part.modules()):  # ours compute in fp32 where they must
+            elif computes and _OURS not in map(_home, part.modules()):  # ours compute in fp32 where they must
                 self._hooks.append(part.register_forward_pre_hook(autocast.enter))
                 self._hooks.append(part.register_forward_hook(autocast.leave, always_call=True))
         return module
 
     def teardown(self) -> None:
         """Take back what :meth:`convert_module` has added to layers."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def convert_input(self, data: Any) -> Any:
         """Widen floating-point inputs to fp64; 16 bits would round masks, counts and targets.
@@ -360,8 +353,9 @@ def _reached(module: nn.Module, *without: type[nn.Module]) -> set[nn.Module]:
 
 
 def _home(layer: nn.Module) -> str:
-    """Package of the code that a layer runs."""
-    return str(getattr(layer.forward, "__module__", "")).partition(".")[0]
+    """Package of the code that a layer runs; ours for children of our classes."""
+    classes = [kind.__module__.partition(".")[0] for kind in type(layer).__mro__]
+    return _OURS if _OURS in classes else str(getattr(layer.forward, "__module__", "")).partition(".")[0]
 
 
 class _Autocast:

@@ -26,25 +26,25 @@ def settings_of(file: Path) -> dict[str, Any]:
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by name, such as ``eos_token``."""
-    found = {name: _text(settings.get(name)) for name in (*_FIRST, *settings) if name.endswith("_token")}
-    return {name: text for name, text in found.items() if isinstance(text, str)}
+    found = {name: settings.get(name) for name in (*_FIRST, *settings) if name.endswith("_token")}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def add_tokens(backend: Any, settings: Mapping[str, Any], added_token: Any) -> None:
     """Add tokens that only the settings of a tokenizer list or name, in transformers' order, by which they get ids."""
+
+    def made(token: Any) -> Any:
+        given = token if isinstance(token, dict) else {"content": token, "special": True}
+        return added_token(**{name: value for name, value in given.items() if name != "__type"})
+
     there, names = backend.get_added_tokens_decoder().values(), special_tokens(settings)
-    listed = [t for _, t in sorted((int(id), t) for id, t in settings.get("added_tokens_decoder", {}).items())]
+    listed = sorted((int(id), token) for id, token in settings.get("added_tokens_decoder", {}).items())
+    new = [made(token) for _, token in listed]
+    known = {token.content for token in (*there, *new)}
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
     named = [*(settings[name] for name in names), *(extra.values() if isinstance(extra, dict) else extra)]
-    known = {token.content for token in there} | {token["content"] for token in listed}
-    new = []
-    for token in listed + [token for token in named if _text(token) not in known]:
-        given = token if isinstance(token, dict) else {"content": token, "special": True}
-        made = added_token(**{name: value for name, value in given.items() if name != "__type"})
-        made.special |= made.content in names.values() and repr(made) not in map(repr, there)
-        new.append(made)
+    new += [token for token in map(made, named) if token.content not in known]
+    for token in new:
+        token.special |= token.content in names.values() and repr(token) not in map(repr, there)
     backend.add_tokens(new)
-
-
-def _text(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token

@@ -196,14 +196,27 @@ class Product(nn.Module):
         return torch.einsum("bi,ij->bj", x, self.weight)
 
 
+class Twice(ColumnParallelLinear):
+    """A child of a layer of ours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class Learner(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.loss = nn.Sequential(Product(), nn.Linear(4, 4)), LearnedLoss()  # type: ignore[assignment]
 
+    def configure_model(self) -> None:
+        super().configure_model()
+        if isinstance(self.trainer.strategy, MegatronStrategy):
+            self.last = Twice(4, 1, self.trainer.strategy.mesh)
+
     def step(self, batch: Any, batch_idx: int) -> Tensor:
         assert self.last is not None
-        loss = self.loss(made=self.last(self.norm(self.first(batch["x"]))), target=batch["y"])
+        made = self.last(self.norm(self.first(batch["x"])).float())
+        loss = self.loss(made=made, target=batch["y"])
         assert not torch.is_autocast_enabled(self.device.type)
         self.value = float(loss.detach())
         return loss
