@@ -52,8 +52,8 @@ class SingleFile:
             path: the file.
             state: the state to fill, which tells true shapes and the parameters of each optimizer.
             weights_only: True to refuse a file that holds objects.
-            order: in which the state's groups have parameters: that of the optimizer, or where they were put together
-                from pipeline stages, that of definition or none.
+            order: order of the state's groups: the optimizer's, or of those that were put together from pipeline
+                stages, that of definition or none that is known.
 
         Raises:
             CheckpointError: if it is no such file, or its optimizers do not fit the state's.
