@@ -20,7 +20,7 @@ from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.dcp import load_faults, read_fragments
 from lightning_megatron.checkpoint.directory.leftovers import recover
 from lightning_megatron.checkpoint.directory.newest import locate
-from lightning_megatron.checkpoint.formats.lightning_file import SingleFile
+from lightning_megatron.checkpoint.formats.lightning_file import Order, SingleFile
 from lightning_megatron.checkpoint.formats.unpacked_size import refuse_oversized
 from lightning_megatron.checkpoint.fragment import Chunk, Fragment
 from lightning_megatron.checkpoint.integrity.fault import listed
@@ -103,6 +103,7 @@ def load(
     strict: bool = True,
     weights_only: bool = True,
     check: Check = "hashes",
+    is_in_order: bool = True,
 ) -> Loaded:
     """Fill a state in place from a checkpoint of any layout, or from a single file of Lightning's.
 
@@ -116,6 +117,7 @@ def load(
         weights_only: True to refuse a ``meta.pt`` that holds objects.
         check: ``"hashes"`` to compare the content of all files with the manifest, divided over the ranks; ``"sizes"``
             to compare lengths, and the content of the files that every rank reads.
+        is_in_order: True if this rank's optimizers list parameters in their order of definition.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint is not one, is damaged, or does not fit.
@@ -126,7 +128,8 @@ def load(
     def open_it() -> Directory | SingleFile:
         opened: Directory | SingleFile
         if path.is_file():
-            opened = SingleFile.open(path, state, weights_only, is_whole=mesh.pp.size == 1)
+            of_stages: Order = "definition" if is_in_order else "unknown"
+            opened = SingleFile.open(path, state, weights_only, "groups" if mesh.pp.size == 1 else of_stages)
         else:
             opened = Directory.open(path, weights_only)
         if wrong := type_faults(opened.meta):

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from lightning_megatron.data.chat.special_tokens import add_tokens, settings_of, special_tokens
 from lightning_megatron.errors import ConfigError, DataError, Problem, nearest_names
-from lightning_megatron.files.small import LONGEST, read_json, read_object
+from lightning_megatron.files.small import LONGEST, read_json
 
 
 @runtime_checkable
@@ -205,6 +206,9 @@ class HuggingFaceTokenizer(FastTokenizer):
 
     Args:
         path: a directory with ``tokenizer.json``, or that file.
+
+    Attributes:
+        special_tokens: special tokens by name, such as ``eos_token``.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -215,7 +219,13 @@ class HuggingFaceTokenizer(FastTokenizer):
         with _told_by(file, "not a tokenizer file"):
             _refuse_cut_table(read_json(file))
             backend = tokenizers.Tokenizer.from_file(str(file))
-        ids = {name: backend.token_to_id(token) for name, token in _special_names(file.parent).items()}
+        settings = settings_of(beside := file.with_name("tokenizer_config.json"))
+        if "added_tokens_decoder" not in settings:  # of an old version, whose file of special tokens counts
+            settings |= settings_of(file.with_name("special_tokens_map.json"))
+        with _told_by(beside, "not the settings of a tokenizer"):
+            add_tokens(backend, settings, tokenizers.AddedToken)
+        self.special_tokens = special_tokens(settings)
+        ids = {name: backend.token_to_id(token) for name, token in self.special_tokens.items()}
         eos = ids.get("eos_token")
         special = _Special(ids.get("bos_token"), eos, ids.get("pad_token"), eos)
         super().__init__(backend, special, file, special_in_text=True)
@@ -409,25 +419,6 @@ def _existing(path: str | Path, do: str = "check the path") -> Path:
     if (size := Path(path).stat().st_size) > LONGEST:
         raise DataError.at(path, f"{size} bytes, and no tokenizer's file is longer than {LONGEST}", do=do)
     return Path(path)
-
-
-def _special_names(directory: Path) -> dict[str, str]:
-    """Names of ``bos_token``, ``eos_token``, ``pad_token`` in the files beside ``tokenizer.json``."""
-    names: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one counts
-        path = directory / file
-        if not path.is_file():
-            continue
-        try:
-            content = read_object(path)
-        except ValueError as error:
-            raise DataError.at(path, f"cannot be read: {error}") from None
-        for name in ("bos_token", "eos_token", "pad_token"):
-            token = content.get(name)
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                names[name] = token
-    return names
 
 
 def _refuse_cut_table(content: Any) -> None:

@@ -30,6 +30,8 @@ from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import declared_buffers
 
+_OURS = __name__.partition(".")[0]
+
 
 @dataclass(frozen=True)
 class PrecisionMode:
@@ -100,7 +102,7 @@ class MegatronPrecision(Precision):
         self.last_grad_norm: Tensor | None = None
         self.step_gate: StepGate | None = None
         self.step_is_refused = self.step_has_overflowed = False
-        self._input_casts: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
 
     @classmethod
     def of(cls, plugin: Precision | None) -> MegatronPrecision:
@@ -160,52 +162,53 @@ class MegatronPrecision(Precision):
     # Building and feeding the model
 
     @contextmanager
-    def _default_dtype(self) -> Iterator[None]:
+    def params_dtype(self) -> Iterator[None]:
+        """Tensors made without a dtype get the parameters'."""
         before = torch.get_default_dtype()
-        torch.set_default_dtype(self.mode.params)
+        torch.set_default_dtype(before if self.mode.params == torch.float32 else self.mode.params)
         try:
             yield
         finally:
             torch.set_default_dtype(before)
 
     def tensor_init_context(self) -> AbstractContextManager[None]:
-        """Tensors made without a dtype get the parameters'."""
-        return nullcontext() if self.mode.params == torch.float32 else self._default_dtype()
-
-    def module_init_context(self) -> AbstractContextManager[None]:
-        """Modules are built in the parameters' dtype."""
-        return self.tensor_init_context()
+        """Tensors made without a dtype get the parameters', but not in mixed precision, as in Lightning."""
+        return self.params_dtype() if self.mode.main is None else nullcontext()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast a module to the parameters' dtype, and have its layers cast their inputs; fp32 leaves it as it is.
+        """Cast a module to the parameters' dtype, and have its layers take inputs of any; fp32 leaves it as it is.
 
+        Layers of torch's and of ours cast what they are called with. Layers of the user's own, which may take targets,
+        run under autocast: each operation casts what it must.
         What counts or sums keeps its dtype: metrics, and buffers outside of layers that have parameters. So do buffers
         that are weights: the bias of an expert moves by steps that 16 bits would round away.
         """
-        if self.mode.params == torch.float32:
+        if (dtype := self.mode.params) == torch.float32:
             return module
-        layers = list(_layers_of_the_user(module))
-        kept = [(part, name, buffer) for part in module.modules() for name, buffer, _ in declared_buffers(part)]
-        for part in [module, *layers] if self.mode.main is not None else []:
-            if part is module or next(part.parameters(recurse=False), None) is None:
-                kept += [(part, name, buffer) for name, buffer in part.named_buffers(recurse=False)]
-        with _without_metrics(module):
-            module.to(dtype=self.mode.params)
-        for part, name, buffer in kept:
-            setattr(part, name, buffer)
         self.teardown()
-        self._input_casts = [
-            layer.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-            for layer in layers
-            if any(tensor.is_floating_point() for tensor in _own_tensors(layer))
-        ]
+        autocast, of_user = _Autocast(dtype), _reached(module, StagedModel, Metric)
+        for part in _reached(module, Metric):
+            own: list[Tensor] = list(part.parameters(recurse=False))
+            for parameter in filter(torch.is_floating_point, own):
+                parameter.data = parameter.data.to(dtype)
+            counts = self.mode.main is not None and part in of_user and (part is module or not own)
+            kept = {name for name, _, _ in declared_buffers(part)}
+            for name, buffer in part.named_buffers(recurse=False):
+                own.append(buffer)
+                if buffer.is_floating_point() and not counts and name not in kept:
+                    setattr(part, name, buffer.to(dtype))
+            computes = part is not module and part in of_user and any(map(torch.is_floating_point, own))
+            if computes and (_home(part) in ("torch", _OURS) or dtype == torch.float64):
+                self._hooks.append(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
+            elif computes and _OURS not in map(_home, part.modules()):  # ours compute in fp32 where they must
+                self._hooks.append(part.register_forward_pre_hook(autocast.enter))
+                self._hooks.append(part.register_forward_hook(autocast.leave, always_call=True))
         return module
 
     def teardown(self) -> None:
         """Take back what :meth:`convert_module` has added to layers."""
-        for handle in self._input_casts:
-            handle.remove()
-        self._input_casts = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def convert_input(self, data: Any) -> Any:
         """Widen floating-point inputs to fp64; 16 bits would round masks, counts and targets.
@@ -344,22 +347,35 @@ class MegatronPrecision(Precision):
             self.loss_scale.load_state_dict(state_dict)
 
 
-def _layers_of_the_user(module: nn.Module) -> Iterator[nn.Module]:
-    """Parts of a module; those of our models get what they compute with, and metrics take what they are given."""
-    for part in module.children():
-        if not isinstance(part, StagedModel | Metric):
-            yield part
-            yield from _layers_of_the_user(part)
+def _reached(module: nn.Module, *without: type[nn.Module]) -> set[nn.Module]:
+    """A module and its parts, without those of some classes and what only they hold."""
+    return {part for _, part in module.named_modules({part for part in module.modules() if isinstance(part, without)})}
 
 
-@contextmanager
-def _without_metrics(module: nn.Module) -> Iterator[None]:
-    metrics = [(p, name, m) for p in module.modules() for name, m in p.named_children() if isinstance(m, Metric)]
-    for part, name, _ in metrics:
-        part.register_module(name, None)
-    yield
-    for part, name, metric in metrics:
-        part.register_module(name, metric)
+def _home(layer: nn.Module) -> str:
+    """Package of the code that a layer runs; ours for children of our classes."""
+    classes = [kind.__module__.partition(".")[0] for kind in type(layer).__mro__]
+    return _OURS if _OURS in classes else str(getattr(layer.forward, "__module__", "")).partition(".")[0]
+
+
+class _Autocast:
+    """Hooks that run layers under autocast, one inside of another or not; dynamo can trace them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._before = dtype, list[tuple[str, torch.dtype, bool]]()
+
+    def enter(self, layer: nn.Module, args: Any) -> None:
+        device = next(_own_tensors(layer)).device.type
+        self._before.append((device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)))
+        self._set(device, self._dtype, True)
+
+    def leave(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self._set(*self._before.pop())
+
+    def _set(self, device: str, dtype: torch.dtype, enabled: bool) -> None:
+        torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_enabled(device, enabled)
+        torch.clear_autocast_cache()
 
 
 def _own_tensors(part: nn.Module) -> Iterator[Tensor]:

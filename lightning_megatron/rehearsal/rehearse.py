@@ -28,6 +28,7 @@ from torch import Tensor
 from lightning_megatron.config.layout import BatchShape, HasBatchShape, ParallelLayout
 from lightning_megatron.lightning.module import GPTModule
 from lightning_megatron.lightning.modules.transformer import TransformerModule
+from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh, dense_grid, rank_groups
 from lightning_megatron.ops.registry import Ops
@@ -37,7 +38,7 @@ from lightning_megatron.rehearsal.errors import RehearsalError
 from lightning_megatron.rehearsal.known_calls import KnownCalls
 from lightning_megatron.rehearsal.measure import StepMeasure
 from lightning_megatron.rehearsal.result import Rehearsal
-from lightning_megatron.rehearsal.strategy import OneOfMany, RehearsedPrecision, RehearsedStrategy
+from lightning_megatron.rehearsal.strategy import OneOfMany, RehearsedStrategy
 from lightning_megatron.rehearsal.survey import stages_of_others
 from lightning_megatron.rehearsal.world import FakeWorld
 
@@ -340,7 +341,7 @@ def _trainer(
         strategy=strategy,
         devices=nodes[1],
         num_nodes=nodes[0],
-        plugins=[OneOfMany(rank, nodes[0] * nodes[1], nodes[1]), RehearsedPrecision(precision)],
+        plugins=[OneOfMany(rank, nodes[0] * nodes[1], nodes[1]), MegatronPrecision(precision)],
         gradient_clip_val=clip,
         logger=False,
         enable_checkpointing=False,

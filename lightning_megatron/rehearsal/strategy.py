@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch import nn
 
 from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.lightning.environments.given_ranks import GivenRanks
-from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.step.watchers import watches_parameters
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.lightning.strategy.settings import JobSettings
@@ -48,17 +46,6 @@ class OneOfMany(GivenRanks):
     def node_rank(self) -> int:
         """Number of the node."""
         return self._rank // self._ranks_of_node
-
-
-class RehearsedPrecision(MegatronPrecision):
-    """Precision that casts a module's tensors in place, since torch casts no fake parameters that others refer to."""
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast a module to the parameters' dtype."""
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.is_floating_point() and tensor.dtype != self.mode.params:
-                tensor.data = tensor.data.to(self.mode.params)
-        return module
 
 
 class RehearsedStrategy(MegatronStrategy):

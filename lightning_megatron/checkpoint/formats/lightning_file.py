@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from lightning_megatron.checkpoint.state_dict import State
 from lightning_megatron.errors import CheckpointError
 
 _BLOCK = 1 << 20
+Order = Literal["groups", "definition", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,15 @@ class SingleFile:
     layout: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: Path, state: State, weights_only: bool, is_whole: bool = True) -> SingleFile:
+    def open(cls, path: Path, state: State, weights_only: bool, order: Order = "groups") -> SingleFile:
         """Read everything but the values of tensors.
 
         Args:
             path: the file.
             state: the state to fill, which tells true shapes and the parameters of each optimizer.
             weights_only: True to refuse a file that holds objects.
-            is_whole: True if the state's groups have parameters in the order of the optimizer, False if they were put
-                together from pipeline stages.
+            order: order of the state's groups: the optimizer's, or of those that were put together from pipeline
+                stages, that of definition or none that is known.
 
         Raises:
             CheckpointError: if it is no such file, or its optimizers do not fit the state's.
@@ -70,7 +71,7 @@ class SingleFile:
         if "optimizer_states" in content:
             for index, saved in enumerate(content["optimizer_states"]):
                 if (groups := state.get(groups_key(index))) is not None:
-                    values |= _optimizer_values(index, saved, groups, values, is_whole)
+                    values |= _optimizer_values(index, saved, groups, values, order)
             content["optimizer_states"] = []
         true = {key: value.shape for key, value in state.items() if isinstance(value, Fragment)}
         return cls({key: _stripped(value, true.get(key)) for key, value in values.items()}, content, {})
@@ -151,7 +152,7 @@ def _stripped(value: Any, true: tuple[int, ...] | None) -> Any:
 
 
 def _optimizer_values(
-    index: int, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], is_whole: bool
+    index: int, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], order: Order
 ) -> dict[str, Any]:
     """State of an optimizer by names; the file numbers parameters, in the order of each group."""
     prefix = optimizer_family(index)
@@ -162,10 +163,15 @@ def _optimizer_values(
     named = []
     for number, (group, today) in enumerate(zip(saved["param_groups"], groups, strict=True)):
         names = [name for name in today["params"] if name in place]
-        if not is_whole:
+        if (told := group.get("param_names")) and place.keys() >= set(told):
+            names = told
+        elif order == "unknown":
+            raise CheckpointError(
+                f"{prefix} has numbers for names, and this run's groups list parameters in an order of their own, of"
+                " which a stage knows a part: load it with pp=1, and save a checkpoint of that run"
+            )
+        elif order == "definition":
             names.sort(key=place.__getitem__)
-        if place.keys() >= set(told := group.get("param_names", ())):
-            names = told or names
         if len(names) != len(group["params"]):
             count = len(group["params"])
             raise CheckpointError(f"{prefix}: group {number} has {count} parameters in the file, {len(names)} today")

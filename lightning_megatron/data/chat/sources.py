@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.data.chat.builtin import BUILTIN_TEMPLATES
+from lightning_megatron.data.chat.special_tokens import settings_of
 from lightning_megatron.data.chat.template import ChatTemplate, TemplateSource
 from lightning_megatron.data.tokenizers import HuggingFaceTokenizer
 from lightning_megatron.errors import ConfigError, DataError, Problem, nearest_names, raise_if_any
-from lightning_megatron.files.small import read_object, read_small
+from lightning_megatron.files.small import read_small
 
 _TEMPLATE_FILE = "chat_template.jinja"
-_CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # the later one counts
 
 
 def chat_template(
@@ -32,22 +32,10 @@ def chat_template(
         ConfigError: if there is none, it has no marks, or the tokenizer lacks its tokens.
         DataError: if a file cannot be read.
     """
-    tokens = special_tokens(directory)
+    tokens = tokenizer.special_tokens
     source = _own(directory) if given is None else _named(given)
     raise_if_any(_missing(source, tokenizer, tokens))
     return ChatTemplate(source, {**tokens, **(variables or {})})
-
-
-def special_tokens(directory: Path) -> dict[str, str]:
-    """Special tokens by their names in templates, such as ``eos_token``."""
-    found: dict[str, str] = {}
-    for file in (directory / name for name in _CONFIG_FILES):
-        content = _content(file)
-        for name, value in content.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(text, str):
-                found[name] = text
-    return found
 
 
 def _own(directory: Path) -> TemplateSource:
@@ -56,7 +44,7 @@ def _own(directory: Path) -> TemplateSource:
     if file.is_file():
         return _file(file)
     config = directory / "tokenizer_config.json"
-    template = _content(config).get("chat_template")
+    template = settings_of(config).get("chat_template")
     if isinstance(template, list):  # several, by name
         by_name = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
         template = by_name.get("default")
@@ -83,15 +71,6 @@ def _file(file: Path) -> TemplateSource:
     try:
         return TemplateSource(read_small(file).decode("utf-8"), str(file))
     except (OSError, ValueError) as error:
-        raise DataError.at(file, f"cannot be read: {error}") from None
-
-
-def _content(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return read_object(file)
-    except ValueError as error:
         raise DataError.at(file, f"cannot be read: {error}") from None
 
 

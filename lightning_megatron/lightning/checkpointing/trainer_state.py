@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -165,15 +165,16 @@ def load_trainer_checkpoint(
     if optimizers and "optimizer_states" not in meta:
         raise CheckpointError(_weights_alone(path, module))
     rejoin_groups(meta, module, optimizers)
-    _refuse_unknown_order(path, optimizers, mesh)
+    is_in_order = all(optimizer.is_in_order for optimizer in optimizers)
+    read = partial(load, path, mesh=mesh, weights_only=weights_only, check="sizes", is_in_order=is_in_order)
     groups: State = {}
     for index, optimizer in enumerate(optimizers):
         groups |= optimizer_state(index, (), mesh, _groups(optimizer))
-    load(path, groups, mesh, strict=False, weights_only=weights_only, check="sizes")
+    read(groups, strict=False)
     for index, optimizer in enumerate(optimizers):
         take_settings(optimizer, groups[groups_key(index)])
     target = _target(meta, module, optimizers, mesh, sharded)
-    loaded = load(path, target.state, mesh, strict=module.strict_loading, weights_only=weights_only, check="sizes")
+    loaded = read(target.state, strict=module.strict_loading)
     if finite:
         on_all_ranks(mesh, f"loading {path}", lambda: refuse_nonfinite(target.state, trained_names(module)))
     for name in (*loaded.missing, *loaded.unexpected):
@@ -185,17 +186,6 @@ def load_trainer_checkpoint(
         if not meta.get("global_step"):
             optimizer.drop_initial_state()
     return _lightning_dictionary(loaded.meta, target, module, optimizers), loaded.per_rank
-
-
-def _refuse_unknown_order(path: str, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh) -> None:
-    def check() -> None:
-        if Path(path).is_file() and mesh.pp.size > 1 and not all(optimizer.is_in_order for optimizer in optimizers):
-            raise CheckpointError(
-                "its optimizer states have numbers for names, and this run's groups list parameters in an order of"
-                " their own, of which a stage knows a part: load it with pp=1, and save a checkpoint of that run"
-            )
-
-    on_all_ranks(mesh, f"loading {path}", check)
 
 
 def _load_foreign(

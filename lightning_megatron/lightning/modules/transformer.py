@@ -257,9 +257,11 @@ class TransformerModule(AdaptedModule):
         if model is not None and (before is None or before.is_valid_for(now)):
             return
         loads_all = self._weights is not None and self._weights.strict and model is None
-        with weights_follow() if loads_all else nullcontext():
-            self.model = self.build_model(now)  # and fp8
-        self._attach_adapters(self.model, now.mesh)
+        strategy = self.megatron_strategy
+        with nullcontext() if strategy is None else strategy.precision_plugin.params_dtype():
+            with weights_follow() if loads_all else nullcontext():
+                self.model = self.build_model(now)  # and fp8
+            self._attach_adapters(self.model, now.mesh)
         if self._outline is not None:
             self._outline.give(self.model, every_dtype=trainer_of(self) is None)
         if model is not None and before is not None:

@@ -147,18 +147,21 @@ Ranks = Callable[..., list[Any]]
 
 
 class Llama(LlamaModule):
-    backwards = False
+    order = "defined"
 
     def configure_optimizers(self) -> Any:
-        params = list(self.parameters())
-        return Adam(params[::-1] if self.backwards else params, 0.01)
+        params: list[Any] = list(self.named_parameters())
+        if self.order == "relative":
+            params = [(name.removeprefix("model."), param) for name, param in params]
+        params = params if self.order in ("named", "relative") else [param for _, param in params]
+        return Adam(params if self.order == "defined" else params[::-1], 0.01)
 
 
-def llama(strategy: Any, steps: int, backwards: bool, save: Path | None = None, resume: Path | None = None) -> float:
+def llama(strategy: Any, steps: int, order: str, save: Path | None = None, resume: Path | None = None) -> float:
     """Loss of the last step."""
     seed_everything(3, verbose=False)
     model = Llama("llama-tiny", **SIZES)
-    model.backwards = backwards
+    model.order = order
     trainer = quiet_trainer(strategy, max_steps=steps, limit_val_batches=0)
     trainer.fit(model, DataLoader(TOKENS, batch_size=4), ckpt_path=resume)  # type: ignore[arg-type]
     if save is not None:
@@ -166,20 +169,21 @@ def llama(strategy: Any, steps: int, backwards: bool, save: Path | None = None, 
     return float(trainer.callback_metrics["train_loss"])
 
 
-def resumed(layout: dict[str, Any], backwards: bool, file: str) -> float:
-    return llama(MegatronStrategy(**layout), 7, backwards, resume=Path(file))
+def resumed(layout: dict[str, Any], order: str, file: str) -> float:
+    return llama(MegatronStrategy(**layout), 7, order, resume=Path(file))
 
 
-@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("order", ["defined", "reversed", "named", "relative"])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "micro_batch_size": 2}])
 def test_in_layouts_and_an_order_that_no_stage_knows(
-    ranks: Ranks, tmp_path: Path, layout: dict[str, Any], backwards: bool
+    ranks: Ranks, tmp_path: Path, layout: dict[str, Any], order: str
 ) -> None:
+    """Names that are not the model's are none."""
     file = tmp_path / "one.ckpt"
-    llama("auto", 4, backwards, save=file)
-    if backwards and "pp" in layout:
+    llama("auto", 4, order, save=file)
+    if order in ("reversed", "relative") and "pp" in layout:
         with pytest.raises(WorkerError, match="groups list parameters in an order of their own"):
-            ranks(2, resumed, layout, backwards, str(file))
+            ranks(2, resumed, layout, order, str(file))
         return
-    stock = llama("auto", 7, backwards, resume=file)
-    assert ranks(2, resumed, layout, backwards, str(file)) == pytest.approx([stock, stock], abs=1e-5)
+    stock = llama("auto", 7, order, resume=file)
+    assert ranks(2, resumed, layout, order, str(file)) == pytest.approx([stock, stock], abs=1e-5)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from lightning_megatron import LlamaModule, MegatronStrategy
+from lightning_megatron import LlamaModule, MegatronPrecision, MegatronStrategy
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.testing.trainer import quiet_trainer
 
@@ -169,3 +169,128 @@ def test_metrics_and_buffers_of_a_users_own_count_exactly(precision: Any) -> Non
         found.append(module.found)
     exact = 3 if precision == "bf16-true" else None  # there buffers are bf16, as in Lightning
     assert found[1][:exact] == found[0][:exact]
+
+
+class LearnedLoss(nn.Module):
+    """Weighs a loss that torch computes in one dtype only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.seen: list[Any] = []
+
+    def forward(self, made: Tensor, target: Tensor) -> Tensor:
+        self.seen.append((target.dtype, target.flatten().tolist()))
+        return self.weight * nn.functional.huber_loss(made, target) / 1000
+
+
+class Product(nn.Module):
+    """Multiplies without a layer of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32
+        return torch.einsum("bi,ij->bj", x, self.weight)
+
+
+class Twice(ColumnParallelLinear):
+    """A child of a layer of ours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Learner(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.loss = nn.Sequential(Product(), nn.Linear(4, 4)), LearnedLoss()  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if isinstance(self.trainer.strategy, MegatronStrategy):
+            self.last = Twice(4, 1, self.trainer.strategy.mesh)
+
+    def step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.last is not None
+        made = self.last(self.norm(self.first(batch["x"])).float())
+        loss = self.loss(made=made, target=batch["y"])
+        assert not torch.is_autocast_enabled(self.device.type)
+        self.value = float(loss.detach())
+        return loss
+
+    training_step = validation_step = step
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_learned_loss_sees_targets_as_they_are(precision: Any) -> None:
+    data = [{"x": torch.arange(4.0) + number, "y": torch.tensor([1003.0 + number])} for number in range(4)]
+    seen = []
+    for strategy, how in (("auto", "32-true"), (MegatronStrategy(), precision)):
+        module, loader = Learner(), DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+        quiet_trainer(strategy, max_epochs=1, precision=how).fit(module, loader)
+        seen.append((module.loss.seen, module.value))
+    assert seen[1][0] == seen[0][0]
+    assert seen[1][1] == pytest.approx(seen[0][1], rel=2**-7)
+
+
+def test_autocast_ends_where_a_layer_of_the_users_own_raises() -> None:
+    module = nn.ModuleList([LearnedLoss(), LearnedLoss()])
+    precision = MegatronPrecision("bf16-mixed")
+    precision.convert_module(module)
+    with pytest.raises(RuntimeError, match="size"):
+        module[0](torch.ones(3), torch.ones(2))
+    assert module[0].seen[0][0] == torch.float32  # type: ignore[index]
+    assert not torch.is_autocast_enabled("cpu")
+    precision.teardown()
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in module)
+
+
+class Late(LightningModule):
+    """Makes what counts in configure_model, and one metric under two names."""
+
+    rows: Tensor
+
+    def configure_model(self) -> None:
+        self.net, self.count = nn.Linear(8, 1), SumMetric()
+        self.same = self.count
+        self.register_buffer("rows", torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count.update(batch.sum())
+        self.rows += batch.sum()
+        self.found = self.count.compute(), self.count.sum_value, self.rows
+        return self.net(batch).float().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_counts_has_lightnings_dtype_where_configure_model_makes_it(precision: Any) -> None:
+    found = []
+    for strategy in ("auto", MegatronStrategy()):
+        module, data = Late(), DataLoader(torch.full((6, 8), 257.0), batch_size=2)  # type: ignore[arg-type]
+        quiet_trainer(strategy, max_epochs=1, precision=precision).fit(module, data)
+        found.append([(value.dtype, value.tolist()) for value in module.found])
+    if precision == "bf16-true":
+        found = [[dtype for dtype, _ in values] for values in found]  # a batch keeps its dtype with us
+    assert found[1] == found[0]
+
+
+class Uncastable(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to:
+            raise RuntimeError("no cast of this")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_cast_that_fails_leaves_metrics_where_they_are() -> None:
+    module = nn.ModuleDict({"count": SumMetric(), "net": nn.Linear(2, 2)})
+    module["net"].weight = nn.Parameter(torch.ones(2, 2).as_subclass(Uncastable))
+    with pytest.raises(RuntimeError, match="no cast of this"):
+        MegatronPrecision("bf16-mixed").convert_module(module)
+    assert isinstance(module["count"], SumMetric)

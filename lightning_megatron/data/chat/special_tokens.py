@@ -1,0 +1,50 @@
+"""Special tokens that the settings beside a Hugging Face ``tokenizer.json`` name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.errors import DataError
+from lightning_megatron.files.small import read_object
+
+_FIRST = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def settings_of(file: Path) -> dict[str, Any]:
+    """Content of a file of settings, if there is one.
+
+    Raises:
+        DataError: if it cannot be read.
+    """
+    try:
+        return read_object(file) if file.is_file() else {}
+    except ValueError as error:
+        raise DataError.at(file, f"cannot be read: {error}") from None
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name, such as ``eos_token``."""
+    found = {name: settings.get(name) for name in (*_FIRST, *settings) if name.endswith("_token")}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def add_tokens(backend: Any, settings: Mapping[str, Any], added_token: Any) -> None:
+    """Add tokens that only the settings of a tokenizer list or name, in transformers' order, by which they get ids."""
+
+    def made(token: Any) -> Any:
+        given = token if isinstance(token, dict) else {"content": token, "special": True}
+        return added_token(**{name: value for name, value in given.items() if name != "__type"})
+
+    there, names = backend.get_added_tokens_decoder().values(), special_tokens(settings)
+    listed = sorted((int(id), token) for id, token in settings.get("added_tokens_decoder", {}).items())
+    new = [made(token) for _, token in listed]
+    known = {token.content for token in (*there, *new)}
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
+    named = [*(settings[name] for name in names), *(extra.values() if isinstance(extra, dict) else extra)]
+    new += [token for token in map(made, named) if token.content not in known]
+    for token in new:
+        token.special |= token.content in names.values() and repr(token) not in map(repr, there)
+    backend.add_tokens(new)
