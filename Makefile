@@ -24,7 +24,8 @@ SHARED  := -n $(WORKERS) --dist worksteal
 TESTS   := $(BIN)/python -m pytest $(SHARED)
 
 # The gate: what every change must pass, the same tests for each, on the CPU and then on a Gaudi in the host's memory
-# (docs/simulated-hpu.md), where those that are slow stay out. They wait for events, not for times. A torch that was built for CUDA can simulate no Gaudi.
+# (docs/simulated-hpu.md), where those that are slow stay out. They wait for events, not for times. A torch that was
+# built for CUDA can simulate no Gaudi.
 GATE      := $(BIN)/python tests/second_look.py $(SHARED) --timeout 300
 PROFILE   ?= 1.24
 PRODUCT   ?= GAUDI2
