@@ -106,9 +106,6 @@ class RehearsedStrategy(MegatronStrategy):
     def _register_end(self) -> None:
         """No process of others waits."""
 
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for nobody; some versions of torch have no barrier of fake tensors."""
-
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object: all ranks are given the same."""
         return obj
