@@ -66,6 +66,10 @@ _FP8 = (
     "{}: fp8 products are a Gaudi's, and a rehearsal runs the operations of a CPU; rehearse without them, and see by"
     " lightning-megatron plan what is kept"
 )
+_OLD_TORCH = (
+    f"a rehearsal needs torch 2.10 or newer, and this is {torch.__version__}: rehearse on another machine, since no"
+    " device is needed"
+)
 _OTHER_STRATEGY = "a rehearsal is one of MegatronStrategy; the Trainer has {}"
 _WITHOUT_TENSORS = {"ModelSummary", "TQDMProgressBar", "RichProgressBar", "ModelCheckpoint", "LearningRateMonitor"}
 """Callbacks that keep nothing on the device."""
@@ -250,6 +254,8 @@ class _Stage:
         self, rank: int, imbalance: float, all_micro_batches: bool, calls: KnownCalls | None = None
     ) -> Rehearsal:
         """Rehearse one rank."""
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
+            raise RehearsalError(_OLD_TORCH)
         trainer, shape = self._trainer, self._shape
         assert shape.batch_size is not None
         worlds: list[FakeWorld] = []

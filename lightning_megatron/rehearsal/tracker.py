@@ -24,6 +24,7 @@ from lightning_megatron.rehearsal.torch_private import (
     ITEM,
     TorchDispatchMode,
     UnsupportedOperatorException,
+    without_fake_tensors,
 )
 from lightning_megatron.rehearsal.values import KnownValues, _tensors
 
@@ -41,6 +42,22 @@ def _formula_of(operation: Any) -> Any:
     name = operation.__name__
     usual = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
     return flop_registry.get(operation) or flop_registry.get(usual)
+
+
+def _sent_nothing(collective: Any, args: Any) -> Any:
+    """Result of a collective that sends nothing, where torch has none of fake tensors.
+
+    It is called with empty real tensors. What it writes to comes first in its arguments and in its result.
+    """
+    with without_fake_tensors():
+        result = collective(*_emptied(args))
+    return (args[0], *result[1:]) if isinstance(result, tuple) else result
+
+
+def _emptied(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_emptied(each) for each in value]
+    return torch.empty(0, dtype=value.dtype) if isinstance(value, Tensor) else value
 
 
 class Context(Protocol):
@@ -179,7 +196,9 @@ class StorageTracker(TorchDispatchMode):
         except DATA_DEPENDENT as error:
             out = self._from_values(func, args, kwargs, error)
         except (UnsupportedOperatorException, NotImplementedError) as error:
-            raise RehearsalError(f"{func} does not run on fake tensors: {error}") from error
+            if func.namespace != "c10d":
+                raise RehearsalError(f"{func} does not run on fake tensors: {error}") from error
+            out = _sent_nothing(func, args)
         self._count(func, args, kwargs, out)
         if self._values is not None:
             self._values.follow(func, args, kwargs, out)

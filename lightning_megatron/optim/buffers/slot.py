@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.device.execution import is_lazy
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.weight_grad_store import GradPlace
 
@@ -116,7 +117,7 @@ class Slot:
             with torch.no_grad():
                 if self.aliased:
                     self.grad.copy_(grad)
-                    param.grad = self.grad
+                    set_grad(param, self.grad)
                 else:
                     self.grad.add_(grad)
                     param.grad = None
@@ -130,7 +131,7 @@ class Slot:
         if not self.aliased or (grad is not None and grad is not self.grad):
             return None
         self.arrived = True
-        self.owned.param.grad = self.grad
+        set_grad(self.owned.param, self.grad)
         return GradPlace(self.grad, is_new=grad is None)
 
     @property
@@ -173,7 +174,7 @@ class Slot:
             self.grad.copy_(grad)
         self.has_grad = True
         if self.aliased:
-            self.owned.param.grad = self.grad
+            set_grad(self.owned.param, self.grad)
         elif self.keeps_param_grad:
             self._seen = grad
         else:
@@ -191,7 +192,7 @@ class Slot:
         self.write_to_buffer()
         self.has_grad = True
         if self.aliased:
-            self.owned.param.grad = self.grad
+            set_grad(self.owned.param, self.grad)
         else:
             self.arrived = True
 
@@ -203,7 +204,8 @@ class Slot:
     def unhide(self) -> None:
         """Undo :meth:`hide`."""
         if self._is_hidden:
-            self._is_hidden, self.owned.param.grad = False, self.grad
+            self._is_hidden = False
+            set_grad(self.owned.param, self.grad)
 
     # Values
 
@@ -222,8 +224,25 @@ class Slot:
 
 
 def set_grad_dtype(param: Any, dtype: torch.dtype) -> None:
-    """Let autograd accumulate the gradient of ``param`` in ``dtype``; needs :func:`supports_grad_dtype`."""
-    param.grad_dtype = dtype  # typed Any: torch's stubs know the attribute only in the versions that have it
+    """Let autograd accumulate the gradient of ``param`` in ``dtype``; needs :func:`supports_grad_dtype`.
+
+    Before torch 2.10 there is nothing to set: autograd adds to the gradient that it finds, whatever its dtype is.
+    """
+    if hasattr(param, "grad_dtype"):
+        param.grad_dtype = dtype  # typed Any: torch's stubs know the attribute only in the versions that have it
+
+
+def set_grad(param: nn.Parameter, grad: Tensor) -> None:
+    """Assign ``param.grad``, also in another dtype than the parameter's.
+
+    Before torch 2.10 an assigned gradient must have the dtype of its parameter's values, so the parameter borrows the
+    gradient's storage while it is assigned.
+    """
+    if grad.dtype == param.dtype or hasattr(param, "grad_dtype"):
+        param.grad = grad
+    else:
+        values, param.data = param.data, grad
+        param.grad, param.data = grad, values
 
 
 def supports_grad_dtype(param_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> bool:
@@ -232,13 +251,14 @@ def supports_grad_dtype(param_dtype: torch.dtype, grad_dtype: torch.dtype, devic
     torch itself is asked, on that device, because builds for accelerators differ in what they back-port.
     """
     probe = nn.Parameter(torch.ones(1, dtype=param_dtype, device=device))
-    if not hasattr(probe, "grad_dtype"):
-        return False
+    if is_lazy(device) and not hasattr(probe, "grad_dtype"):
+        return False  # what is written through an alias of `param.data` may not be what the next forward reads
+    total = torch.ones(1, dtype=grad_dtype, device=device)
     try:
         set_grad_dtype(probe, grad_dtype)
-        probe.grad = total = torch.ones(1, dtype=grad_dtype, device=device)
+        set_grad(probe, total)
         with torch.enable_grad():
             (probe * 2).sum().backward()
     except (RuntimeError, TypeError):
         return False
-    return probe.grad is total and bool(total.item() == 3)
+    return probe.grad is total and bool(total.item() == 3) and bool(probe.item() == 1)

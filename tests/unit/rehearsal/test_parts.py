@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_megatron.pipeline.schedule import build_schedule
 from lightning_megatron.rehearsal.cut import enough_micro_batches, most_in_flight
@@ -14,11 +17,13 @@ from lightning_megatron.rehearsal.torch_private import (
     ITEM,
     FakeStore,
     FakeTensorMode,
+    TorchDispatchMode,
     signature_of,
     without_fake_tensors,
 )
-from lightning_megatron.rehearsal.tracker import StorageTracker
+from lightning_megatron.rehearsal.tracker import StorageTracker, _sent_nothing
 from lightning_megatron.rehearsal.values import KnownValues
+from lightning_megatron.rehearsal.world import FakeWorld
 
 
 class Nowhere:
@@ -119,3 +124,24 @@ def test_torch_still_has_the_private_names_of_a_rehearsal() -> None:
         assert type(torch.empty(1)) is not torch.Tensor
         with without_fake_tensors():
             assert type(torch.empty(1)) is torch.Tensor
+
+
+class WithoutFakeCollectives(TorchDispatchMode):
+    """torch 2.10, which has no collectives of fake tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _sent_nothing(func, args) if func.namespace == "c10d" else func(*args, **(kwargs or {}))
+
+
+def test_collectives_send_nothing_where_torch_has_none_of_fake_tensors() -> None:
+    with FakeWorld(0, 2).entered(), WithoutFakeCollectives():
+        whole, part = torch.ones(4), torch.ones(2)
+        dist.all_gather_into_tensor(whole, part)
+        dist.reduce_scatter_tensor(part, whole)
+        dist.all_gather([torch.ones(2), part], part)
+        dist.broadcast(part, 0)
+        for work in (dist.all_reduce(part, async_op=True), dist.isend(part, 1), dist.irecv(whole, 1)):
+            assert work is not None
+            work.wait()
+        dist.barrier()
+        assert whole.shape == (4,)
