@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelSummary, RichModelSummary, ThroughputMonitor
@@ -14,57 +12,27 @@ from lightning.pytorch.utilities.model_summary.model_summary import get_human_re
 from torch import nn
 
 from lightning_megatron.comm.objects import all_gather_object
-from lightning_megatron.config.layout import HasBatchShape, ParallelLayout
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.lightning._private import summary_depth, training_data
+from lightning_megatron.lightning.step.grad_reduction import batch_size_of
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import named_specs
 
 
-@runtime_checkable
-class CountsFlops(Protocol):
-    """A model configuration that knows its FLOPs; ``TransformerConfig`` is one."""
+def count_parameters(module: nn.Module, mesh: ParallelMesh) -> tuple[int, int, int]:
+    """Elements of a whole model's parameters, of those that are trained, and with padding the most of one rank.
 
-    def flops_per_token(self, seq_length: int) -> float:
-        """FLOPs of forward and backward for one token."""
-        ...
-
-
-@runtime_checkable
-class CountsBatchFlops(Protocol):
-    """A module whose batches have more than one length; ``T5Module`` is one."""
-
-    def batch_flops(self, batch: Any) -> float:
-        """FLOPs of forward and backward for a batch."""
-        ...
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """Parameters of a model over all ranks, each once and without padding.
-
-    Attributes:
-        total: number of their elements.
-        trained: number of elements of those that require gradients.
-        on_a_rank: largest number of elements on one rank, including padding.
+    All ranks call this.
     """
-
-    total: int
-    trained: int
-    on_a_rank: int
-
-    @classmethod
-    def of(cls, module: nn.Module, mesh: ParallelMesh) -> WholeModel:
-        """Count a model; all ranks call this."""
-        whole = ((name, param, spec) for name, param, spec in named_specs(module) if spec.tied_with in (None, name))
-        sizes = {name: (prod(spec.global_shape), param.requires_grad) for name, param, spec in whole}
-        held = sum(param.numel() for param in module.parameters())
-        if mesh.pp.size > 1:  # the stages of one pipeline make up one model
-            is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
-            stages = all_gather_object(mesh, (sizes, held) if is_source else ({}, 0))
-            sizes = {name: size for stage, _ in stages for name, size in stage.items()}
-            held = max(held for _, held in stages)
-        total, trained = sum(size for size, _ in sizes.values()), sum(size for size, trains in sizes.values() if trains)
-        return cls(total, trained, held)
+    whole = ((name, param, spec) for name, param, spec in named_specs(module) if spec.tied_with in (None, name))
+    sizes = {name: (prod(spec.global_shape), param.requires_grad) for name, param, spec in whole}
+    held = sum(param.numel() for param in module.parameters())
+    if mesh.pp.size > 1:  # the stages of one pipeline make up one model
+        is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
+        stages = all_gather_object(mesh, (sizes, held) if is_source else ({}, 0))
+        sizes = {name: size for stage, _ in stages for name, size in stage.items()}
+        held = max(held for _, held in stages)
+    return sum(size for size, _ in sizes.values()), sum(size for size, trains in sizes.values() if trains), held
 
 
 def introduce(trainer: Trainer, module: LightningModule, mesh: ParallelMesh) -> None:
@@ -72,12 +40,12 @@ def introduce(trainer: Trainer, module: LightningModule, mesh: ParallelMesh) -> 
 
     All ranks call this.
     """
-    model, layout = WholeModel.of(module, mesh), mesh.layout
+    counts, layout = count_parameters(module, mesh), mesh.layout
     fits = trainer.state.fn == TrainerFn.FITTING
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if mesh.is_distributed or not fits:
-        batch_size = batch_size_of(trainer) if fits else None
-        line = start_line(layout, model, batch_size, trainer.accumulate_grad_batches)
+        batch_size = batch_size_of(training_data(trainer)) if fits else None
+        line = start_line(layout, counts, batch_size, trainer.accumulate_grad_batches)
         rank_zero_info(f"{type(trainer.strategy).__name__}: {line}")
     if mesh.is_distributed:
         callbacks[:] = [callback for callback in callbacks if not _is_default_summary(callback)]
@@ -88,19 +56,19 @@ def introduce(trainer: Trainer, module: LightningModule, mesh: ParallelMesh) -> 
         )
 
 
-def start_line(layout: ParallelLayout, model: WholeModel, batch_size: int | None, accumulated: int) -> str:
+def start_line(layout: ParallelLayout, counts: tuple[int, int, int], batch_size: int | None, accumulated: int) -> str:
     """Describe the layout of a run, the size of its model and its global batch in one line.
 
     Args:
         layout: layout of all ranks.
-        model: parameters of all ranks.
+        counts: numbers of :func:`count_parameters`.
         batch_size: samples of one batch of a replica's loader; ``None`` if unknown.
         accumulated: batches of one optimizer step.
     """
-    trained = "" if model.trained == model.total else f" ({_short(model.trained)} trained)"
+    total, trained, held = map(_short, counts)
     parts = [
-        f"{layout_text(layout)}, {_short(model.total)} parameters{trained}",
-        f"{'up to ' if layout.pp > 1 else ''}{_short(model.on_a_rank)} a rank",
+        f"{layout_text(layout)}, {total} parameters{f' ({trained} trained)' * (counts[0] != counts[1])}",
+        f"{'up to ' if layout.pp > 1 else ''}{held} a rank",
     ]
     if batch_size is not None:
         factors = batch_size, layout.data_parallel_size, accumulated
@@ -119,19 +87,10 @@ def layout_text(layout: ParallelLayout) -> str:
     return ", ".join([*notes, "sequence parallel"] if layout.uses_sequence_parallel else notes)
 
 
-def batch_size_of(trainer: Trainer) -> int | None:
-    """Samples of one batch of the training loader, if known."""
-    data = getattr(trainer, "datamodule", None)
-    if isinstance(data, HasBatchShape):
-        return data.batch_shape.batch_size
-    size = getattr(training_data(trainer), "batch_size", None)
-    return size if isinstance(size, int) else None
-
-
 def _short(count: int) -> str:
     return get_human_readable_count(count).strip()
 
 
 def _is_default_summary(callback: Callback) -> bool:
-    is_stock = isinstance(callback, ModelSummary) and type(callback) in (ModelSummary, RichModelSummary)
-    return is_stock and summary_depth(callback) == 1
+    stock = ModelSummary, RichModelSummary
+    return isinstance(callback, stock) and type(callback) in stock and summary_depth(callback) == 1
