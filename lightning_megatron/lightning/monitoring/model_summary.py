@@ -65,7 +65,7 @@ def start_line(layout: ParallelLayout, counts: tuple[int, int, int], batch_size:
         batch_size: samples of one batch of a replica's loader; ``None`` if unknown.
         accumulated: batches of one optimizer step.
     """
-    total, trained, held = map(_short, counts)
+    total, trained, held = (get_human_readable_count(count).strip() for count in counts)
     parts = [
         f"{layout_text(layout)}, {total} parameters{f' ({trained} trained)' * (counts[0] != counts[1])}",
         f"{'up to ' if layout.pp > 1 else ''}{held} a rank",
@@ -85,10 +85,6 @@ def layout_text(layout: ParallelLayout) -> str:
     if layout.etp not in (None, layout.tp):
         notes.append(f"etp {layout.etp}")
     return ", ".join([*notes, "sequence parallel"] if layout.uses_sequence_parallel else notes)
-
-
-def _short(count: int) -> str:
-    return get_human_readable_count(count).strip()
 
 
 def _is_default_summary(callback: Callback) -> bool:
