@@ -5,6 +5,7 @@ The names below are imported at their first use, so that programs without Lightn
 
 from typing import TYPE_CHECKING
 
+from lightning_megatron.errors import print_errors_briefly
 from lightning_megatron.lazy_exports import exports_of
 from lightning_megatron.registration import register_with_lightning
 
@@ -80,3 +81,4 @@ if not TYPE_CHECKING:  # a type checker would take any name for a public one
     __getattr__, __dir__ = exports_of(__name__)
 
 register_with_lightning()
+print_errors_briefly()

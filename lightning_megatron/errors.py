@@ -50,7 +50,6 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
-        print_briefly(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.problems,)  # pickling passes an exception's arguments to its constructor
@@ -125,35 +124,34 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is nothing at the path of a checkpoint."""
 
 
-def print_briefly(error: BaseException, *, here: bool = True) -> None:
-    """Let Python print the user's frames of an error that nothing catches, and those below them if it is none of ours.
+def print_errors_briefly() -> None:
+    """Let Python print the user's frames alone of errors of this package that nothing catches: their text says it all.
 
-    Nothing is printed where ``here`` is False: another rank does it, and this one has logged a line.
+    A run gives ``is_printed_here`` to the error that it ends in: where it is True, frames below the user's are printed
+    too; where it is False, nothing, since another rank prints it.
     """
-    vars(error)["is_printed_here"] = here
-    if getattr(sys.excepthook, "func", None) is not _print:
-        sys.excepthook = partial(_print, sys.excepthook)
+    sys.excepthook = partial(_print, sys.excepthook)
 
 
 def _print(before: Callable[..., object], kind: object, error: BaseException, trace: TracebackType | None) -> None:
-    here = vars(error).get("is_printed_here")
-    if here:
+    is_ours = type(error).__module__.startswith("lightning_megatron.")
+    is_here = getattr(error, "is_printed_here", is_ours or None)
+    if is_here:
         _log.debug("the whole traceback:", exc_info=error)
-        is_ours = type(error).__module__.startswith("lightning_megatron.")
-        error.__traceback__ = trace = _brief(error, is_ours)
-        if is_ours:  # its text says everything
+        error.__traceback__ = trace = _of_user(trace, is_ours)
+        if is_ours:
             error.__cause__ = None
-    if here is not False:
+    if is_here is not False:
         before(kind, error, trace)
 
 
-def _brief(error: BaseException, is_ours: bool) -> TracebackType | None:
-    users, trace = [], error.__traceback__
+def _of_user(trace: TracebackType | None, is_ours: bool) -> TracebackType | None:
+    users, below = [], trace
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
             users.append(trace)
+            below = trace.tb_next
         trace = trace.tb_next
-    below = users[-1].tb_next if users else error.__traceback__
     kept = None if is_ours else below
     for user in reversed(users):
         kept = TracebackType(kept, user.tb_frame, user.tb_lasti, user.tb_lineno)

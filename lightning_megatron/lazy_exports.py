@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
+import dis
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pkgutil import get_data
+from importlib.util import find_spec
 from typing import Any
 
 from lightning_megatron.deprecation import DEPRECATED, Deprecation
@@ -15,16 +15,21 @@ from lightning_megatron.deprecation import DEPRECATED, Deprecation
 def exports_of(
     package: str, deprecated: Mapping[str, Deprecation] = DEPRECATED
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's ``__getattr__`` and ``__dir__``, for the names that it imports under ``if TYPE_CHECKING:``.
+    """A package's ``__getattr__`` and ``__dir__``, for the names that its ``if TYPE_CHECKING:`` imports.
 
     Args:
         package: ``__name__`` of the package.
         deprecated: names that will go, of all packages.
     """
-    body = ast.parse(get_data(package, "__init__.py") or b"").body
-    typed = (block for block in body if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING")
-    imports = [line for block in typed for line in block.body if isinstance(line, ast.ImportFrom)]
-    module_of = {name.name: line.module or "" for line in imports for name in line.names}
+    spec: Any = find_spec(package)
+    module, module_of = "", {}
+    for step in dis.get_instructions(
+        spec.loader.get_code(package)
+    ):  # byte code, which is there without the source, too
+        if step.opname == "IMPORT_NAME":
+            module = step.argval
+        elif step.opname == "IMPORT_FROM":
+            module_of[step.argval] = module
 
     def get_attribute(name: str) -> Any:
         """Import the module of a public name, once."""

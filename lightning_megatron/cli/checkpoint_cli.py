@@ -19,13 +19,12 @@ from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.cli.recipes.words import config_words
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, module_arguments
+from lightning_megatron.lightning.checkpointing.last_checkpoint import NAMED
 from lightning_megatron.lightning.module import GPTModule
 from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled_checkpoint
 from lightning_megatron.lightning.pretrained.hugging_face import checked_hf_config, hf_module_name
 from lightning_megatron.models.presets import PRESETS
 
-_WORDS = ("last", "best", "hpc", "registry")
-"""Words that Lightning resolves to paths, once there is a Trainer; here their paths are unknown."""
 _FROM_HF = "--model.from_hf"
 
 
@@ -56,7 +55,7 @@ class CheckpointCLI(LightningCLI):
         command = self.config.get("subcommand")
         model = self.config[command].get("model") if command else None
         path = from_hf or (self.config[command].get("ckpt_path") if command else None)
-        if model is None or not path or not Path(path).is_dir() or str(path) in _WORDS:
+        if model is None or not path or not Path(path).is_dir() or str(path) in NAMED:
             return
         own = parser.parse_args(words, defaults=False)[command].get("model")
         saved = _arguments(path, _class_of(model), own.get("init_args") or {})

@@ -44,6 +44,8 @@ def convert_parser() -> argparse.ArgumentParser:
     back.add_argument(
         "--tokenizer", metavar="HF_DIR", help="directory whose tokenizer and chat template are copied (default: none)"
     )
+    other = "copy a tokenizer that seems to be another one than the checkpoint's"
+    back.add_argument("--allow-other-tokenizer", action="store_true", help=other)
     back.add_argument(
         "--max-shard-size",
         type=size_in_bytes,
@@ -126,7 +128,7 @@ def _model(args: argparse.Namespace, dtype: torch.dtype | None) -> str:
         options = {"config": args.config, "allow_pickle": args.allow_pickle}
         megatron_to_checkpoint(args.source, args.target, dtype=dtype, **options)
         return ""
-    options = {"max_shard_size": args.max_shard_size, "tokenizer": args.tokenizer}
+    options = {name: getattr(args, name) for name in ("max_shard_size", "tokenizer", "allow_other_tokenizer")}
     return f": {checkpoint_to_hf(args.source, args.target, dtype=dtype, **options)}"
 
 

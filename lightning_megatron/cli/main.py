@@ -119,7 +119,7 @@ def _collecting_later(*, is_own_process: bool) -> Iterator[None]:
 
 
 def _help() -> str:
-    listed = "\n".join(f"  {name:<17}{command.purpose}" for name, command in _COMMANDS.items())
+    listed = "\n".join(f"  {name:<19}{command.purpose}" for name, command in _COMMANDS.items())
     return (
         "usage: lightning-megatron COMMAND ...\n\n"
         "Train large transformers with Megatron's parallelism from an ordinary Lightning Trainer.\n\n"

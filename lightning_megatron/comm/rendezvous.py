@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -49,13 +50,12 @@ class Meeting:
         """
         said, ranks = PrefixStore("all say", self._store), [str(rank) for rank in range(self._size)]
         said.set(str(self._rank), own)
+        end = time.monotonic() + limit.total_seconds()
         try:
-            if self._rank == 0:
-                said.wait(ranks, limit)
+            if self._rank == 0 and _have_come(said, ranks, end):
                 said.set("judgement", str(len({said.get(rank) for rank in ranks}) == 1))
-            said.wait(["judgement"], limit)
-            return said.get("judgement") == b"True"
-        except RuntimeError:  # too late, or the process that hosts the store has ended
+            return _have_come(said, ["judgement"], end) and said.get("judgement") == b"True"
+        except RuntimeError:  # the process that hosts the store has ended
             return False
 
     def part(self) -> None:
@@ -64,3 +64,12 @@ class Meeting:
             self._store.set("all have parted", "")
         if self._rank == 0:
             self._store.wait(["all have parted"])
+
+
+def _have_come(store: Store, keys: list[str], end: float) -> bool:
+    """Look for keys again and again: of a ``wait`` that ends without them, torch prints two lines."""
+    while not store.check(keys):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True

@@ -47,7 +47,7 @@ __all__ = [
     "set_shown_value",
     "shown_value",
     "steps_between_saves",
-    "summary_options",
+    "summary_depth",
     "trainer_argument",
     "trainer_of",
     "training_data",
@@ -133,7 +133,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_ModelCheckpoint__resolve_ckpt_dir", "lightning.pytorch.callbacks.ModelCheckpoint", (_HERE,), "its folder"
     ),
     PrivateName("_max_depth", "lightning.pytorch.callbacks.ModelSummary", (_HERE,), "its argument"),
-    PrivateName("_summarize_kwargs", "lightning.pytorch.callbacks.ModelSummary", (_HERE,), "its arguments"),
     PrivateName("_log_model", "lightning.pytorch.loggers.WandbLogger", (_HERE,), "loggers that upload"),
     PrivateName(
         "_TunerExitException", "lightning.pytorch.utilities.exceptions", (_HERE,), "the end of a run that only tunes"
@@ -264,9 +263,9 @@ def asks_for_upload(logger: Any) -> bool:
     return getattr(logger, "_log_model", False) in (True, "all")
 
 
-def summary_options(callback: ModelSummary) -> tuple[int, dict[str, Any]]:
-    """The settings of a model summary: its depth, and arguments of ``summarize``."""
-    return callback._max_depth, callback._summarize_kwargs
+def summary_depth(callback: ModelSummary) -> int:
+    """The argument ``max_depth`` of a model summary."""
+    return callback._max_depth
 
 
 def shown_value(metric: Metric) -> Any:

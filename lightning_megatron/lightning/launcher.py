@@ -91,13 +91,17 @@ class CheckedLauncher(SubprocessScriptLauncher):
         raise_if_any(script_problems(self.num_processes))
         keep_recipes(self._device, trainer)
         devices.drop_card(self._device)
-        function = compared(begun(function, trainer, self._calls.begin), trainer, self._calls.compare)
+
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            self._calls.compare(trainer, *args, *kwargs.values())
+            return begun(function, trainer, self._calls.begin)(*args, **kwargs)
+
         if self.num_processes == 1 and self.num_nodes == 1:
-            return function(*args, **kwargs)  # no process to start: no variables are set, no thread watches
+            return compared(*args, **kwargs)  # no process to start: no variables are set, no thread watches
         share_cores(self.num_processes)  # before the others start, which inherit the variable
         with handed_on(self.kill):
             try:
-                return super().launch(function, *args, trainer=trainer, **kwargs)
+                return super().launch(compared, *args, trainer=trainer, **kwargs)
             except _ENDS:
                 raise
             except BaseException as error:
@@ -213,16 +217,6 @@ def begun(function: Callable[..., Any], trainer: Trainer | None, begin: Begin) -
     def run(*args: Any, **kwargs: Any) -> Any:
         given = with_other_path(function, args, kwargs, partial(begin, trainer))
         return function(*given.args, **given.kwargs)
-
-    return run
-
-
-def compared(function: Callable[..., Any], trainer: Trainer | None, compare: Callable[..., None]) -> Callable[..., Any]:
-    """A function that compares ranks first, with everything that it is called with."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        compare(trainer, *args, *kwargs.values())
-        return function(*args, **kwargs)
 
     return run
 

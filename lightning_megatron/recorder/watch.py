@@ -143,7 +143,12 @@ class PeerWatch:
         return f"{doing}: {diagnosis.reason or 'no other rank is seen to be dead, stopped or behind'}"
 
     def report(self, views: Sequence[RankView], diagnosis: Diagnosis) -> None:
-        """Print the table on the lowest surviving rank and a line on the others, once."""
+        """Print the table on the lowest surviving rank, and a line on others or after an error, once.
+
+        Args:
+            views: views of all ranks.
+            diagnosis: diagnosis of them.
+        """
         with self._reporting:
             if self._has_reported:
                 return
@@ -154,11 +159,13 @@ class PeerWatch:
                 note_process_state(self._folder, rank, int(process.state), process.status or 0)
         own = next((view for view in views if view.rank == self._rank), None)
         survivors = [v.rank for v in views if (v.is_alive or v is own) and v.rank not in diagnosis.culprits]
-        if self._rank == min(survivors, default=self._rank):
-            text = render(views, diagnosis, time.time_ns())
-            _log.error("Rank %d has lost its job.\n%s\nActions of all ranks: %s", self._rank, text, self._folder)
-        else:
+        if self._rank != min(survivors, default=self._rank):
             _log.error("Rank %d has lost its job: %s", self._rank, diagnosis.reason or "nobody stands out")
+            return
+        text, first = render(views, diagnosis, time.time_ns()), diagnosis.culprits[:1]
+        has_raised = any(view.state == State.RAISED for view in views if view.rank in first)  # and prints its error
+        text = f" {text.splitlines()[0]}; actions" if has_raised else f"\n{text}\nActions"
+        _log.error("Rank %d has lost its job.%s of all ranks: %s", self._rank, text, self._folder)
 
     def _report_fact(self) -> None:
         views = self.views()
@@ -223,9 +230,9 @@ class PeerWatch:
         self._recorder.set_state(State.LOST, reason)
         views = self.views()
         self.report(views, diagnose(views))
+        if self._failed is None:  # else the report has named the folder
+            print(f"Rank {self._rank} is ended, since {reason}; it was here:", file=sys.stderr, flush=True)
         stack = self._folder / f"stack-of-rank-{self._rank}.txt"
-        where = "it was here:" if self._failed is None else f"its stack is in {stack}"  # where may be what is wrong
-        print(f"Rank {self._rank} is ended, since {reason}; {where}", file=sys.stderr, flush=True)
         with suppress(OSError), nullcontext(sys.stderr) if self._failed is None else stack.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         self._before_end()

@@ -25,7 +25,7 @@ Exit status: 0 if every flag has a counterpart, 1 if some have none or the recip
 is at fault."""
 
 _EXAMPLES = """examples:
-  lightning-megatron from-megatron-args 'torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 8 ...'
+  lightning-megatron from-megatron-args 'torchrun ... pretrain_gpt.py ...'
   lightning-megatron from-megatron-args --file command.txt --devices 32 > recipe.yaml
   HL_LLAMA_MODEL_SIZE=70 HL_TP=8 ... lightning-megatron from-megatron-args --env llama '--vocab-size 128256'"""
 

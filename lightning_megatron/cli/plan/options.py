@@ -39,7 +39,8 @@ def plan_parser() -> argparse.ArgumentParser:
     add("--device", metavar="NAME|FILE", help=f"{', '.join(device_names())}, or a device file")
     add("--seq-length", type=int, metavar="TOKENS", help="tokens of a sample")
     add("--global-batch-size", type=int, metavar="SAMPLES", help="samples of one optimizer step, over all replicas")
-    add("--precision", choices=PRECISIONS, help="Lightning's name (default: the recipe's, else bf16-mixed)")
+    precisions = f"{', '.join(PRECISIONS)} (default: the recipe's, else bf16-mixed)"
+    add("--precision", choices=PRECISIONS, metavar="NAME", help=precisions)
     add("--fp8", action="store_true", help="linear layers multiply in fp8")
     add("--attention", choices=("flash", "reference"), help="reference keeps the scores (default flash)")
     add("--max-memory", type=size_in_bytes, metavar="80GB", help="memory for tensors of a rank")
@@ -54,7 +55,7 @@ def plan_parser() -> argparse.ArgumentParser:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="a size to keep")
     add("--recompute", choices=("selective", "full", "moe", "mlp"), help="recomputation to keep")
     add("--cp-comm-type", choices=CP_COMM_TYPES, help="communication of context parallelism to keep")
-    add("--pipeline-schedule", choices=SCHEDULES, help="pipeline schedule to keep")
+    add("--pipeline-schedule", choices=SCHEDULES, metavar="NAME", help=f"to keep: {', '.join(SCHEDULES)}")
     add("--top", type=_count, default=3, metavar="N", help="number of layouts to print (default 3)")
     add("--explain", action="store_true", help="print the formula of every term of the best layout")
     add("--json", action="store_true", help="print JSON")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -84,7 +85,7 @@ class MegatronLog(Callback):
         counts = all_gather_object(strategy.mesh, _parameters_here(pl_module, strategy))
         if trainer.is_global_zero:
             for line in self._start_lines(trainer, pl_module, strategy, sorted({c for c in counts if c is not None})):
-                print(line, flush=True)
+                _print(line)
         loader = trainer.train_dataloader
         if not self._resumed and isinstance(loader, ResumableDataLoader):
             place = loader.position
@@ -180,7 +181,7 @@ class MegatronLog(Callback):
             self._window.flops / seconds / trainer.world_size / 1e12 if known else None,
         )
         if trainer.global_rank == trainer.world_size - 1:
-            print(lines.iteration_line(at), flush=True)
+            _print(lines.iteration_line(at))
         self._log(trainer, lines.scalars(at))
         self._begin()
 
@@ -223,6 +224,11 @@ class MegatronLog(Callback):
         """Count on."""
         self._resumed = True
         self.consumed = Work(samples=state_dict["samples"], tokens=state_dict["tokens"])
+
+
+def _print(line: str) -> None:
+    """Print a line, on a terminal over the progress bar, which may be another rank's and comes again below it."""
+    print(f"\r\033[K{line}" if sys.stdout.isatty() else line, flush=True)
 
 
 def _strategy_of(trainer: Trainer) -> MegatronStrategy:

@@ -7,15 +7,32 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.device import peak_flops, synchronize
-from lightning_megatron.lightning.monitoring.model_summary import CountsBatchFlops, CountsFlops
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
+
+
+@runtime_checkable
+class CountsFlops(Protocol):
+    """A model configuration that knows its FLOPs; ``TransformerConfig`` is one."""
+
+    def flops_per_token(self, seq_length: int) -> float:
+        """FLOPs of forward and backward for one token."""
+        ...
+
+
+@runtime_checkable
+class CountsBatchFlops(Protocol):
+    """A module whose batches have more than one length; ``T5Module`` is one."""
+
+    def batch_flops(self, batch: Any) -> float:
+        """FLOPs of forward and backward for a batch."""
+        ...
 
 
 @dataclass

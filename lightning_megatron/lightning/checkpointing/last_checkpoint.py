@@ -13,14 +13,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_megatron.checkpoint.directory.newest import absent
 from lightning_megatron.errors import MissingCheckpointError
 
-_NAMED = ("last", "best", "hpc", "registry")
+NAMED = ("last", "best", "hpc", "registry")
 """Words that Lightning takes as ``ckpt_path`` beside paths."""
 
 
 def refuse_missing(objects: Sequence[object]) -> None:
     """Raise ``MissingCheckpointError`` if nothing is at the path of a checkpoint among the arguments of a run."""
     for path in (Path(item) for item in objects if isinstance(item, str | os.PathLike)):
-        if str(path).partition(":")[0] not in _NAMED and not path.exists():
+        if str(path).partition(":")[0] not in NAMED and not path.exists():
             raise MissingCheckpointError(f"loading {path}: {absent(path)}")
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_megatron.comm.rendezvous import Meeting, Store
@@ -217,11 +218,9 @@ def write_fault(place: Place, parent: Path, rest: str) -> str:
 
 def _least_bytes(saver: Callback, objects: Iterable[object]) -> int:
     """Bytes of a checkpoint at least: weights of 16 bits, or 12 bytes a parameter with AdamW's state of our modules."""
-    modules = [item for item in objects if isinstance(item, LightningModule)]
     whole = not getattr(saver, "save_weights_only", False)
-    each = [12 if whole and isinstance(module, HasModelShape) else 2 for module in modules]
-    trained = ((n, p) for n, m in zip(each, modules, strict=True) for p in m.parameters() if p.requires_grad)
-    return sum(n * p.numel() for n, p in trained if not is_lazy(p))
+    modules = ((12 if whole and isinstance(m, HasModelShape) else 2, m) for m in objects if isinstance(m, nn.Module))
+    return sum(n * p.numel() for n, m in modules for p in m.parameters() if p.requires_grad and not is_lazy(p))
 
 
 def _without(path: str, rest: str) -> tuple[Path, str]:

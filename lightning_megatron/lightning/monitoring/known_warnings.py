@@ -22,6 +22,11 @@ class KnownWarning(NamedTuple):
 
 OF_ALL_RUNS = (
     KnownWarning(
+        "Precision .* is not supported by the model summary",
+        UserWarning,
+        "parameters are shown as the 32 bits that they have in mixed precisions",
+    ),
+    KnownWarning(
         r"`isinstance\(treespec, LeafSpec\)` is deprecated",
         FutureWarning,
         "Lightning's own code uses a class that torch has renamed, in every process",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from contextlib import ExitStack
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
@@ -26,19 +26,17 @@ class Terminal:
     """Lets log lines stay above a progress bar, from :meth:`open` to :meth:`close`."""
 
     def __init__(self) -> None:
-        self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._streams = ExitStack()
 
     def open(self) -> None:
         """Replace the stream of log handlers that write to stderr; no bar is shown yet."""
         for handler in [handler for name in _LOGGERS for handler in logging.getLogger(name).handlers]:
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
-                self._streams.append((handler, handler.setStream(_AboveBars())))
+                self._streams.callback(handler.setStream, handler.setStream(_AboveBars()))
 
     def close(self) -> None:
         """Give handlers their streams back."""
-        while self._streams:
-            handler, stream = self._streams.pop()
-            handler.setStream(stream)
+        self._streams.close()
 
     def count(self, trainer: Trainer, done: int) -> None:
         """Let the bar count on from ``done`` batches to the end: Lightning's counts to the number of those left."""

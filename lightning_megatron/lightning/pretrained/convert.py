@@ -137,6 +137,7 @@ def checkpoint_to_hf(
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
     tokenizer: PathLike | None = None,
+    allow_other_tokenizer: bool = False,
 ) -> Exported:
     """Convert a checkpoint, saved under any layout, to a directory that transformers reads.
 
@@ -149,6 +150,7 @@ def checkpoint_to_hf(
         dtype: dtype of its tensors; ``None`` for that of the checkpoint.
         max_shard_size: bytes of one file at most.
         tokenizer: directory whose tokenizer and chat template are copied; ``None`` for none.
+        allow_other_tokenizer: True to copy one that seems to be another than the model was trained with.
 
     Returns:
         The contents of the directory beside the weights.
@@ -160,8 +162,9 @@ def checkpoint_to_hf(
     """
     loaded, tensors = open_checkpoint(source)
     config = _config_of(loaded.meta, source)
-    if tokenizer is not None and (spec := directory_spec(tokenizer)) is not None:
-        do = "copy its files yourself to use it all the same"
+    spec = None if tokenizer is None or allow_other_tokenizer else directory_spec(tokenizer)
+    if spec is not None:
+        do = "or add --allow-other-tokenizer"
         with suppress(DataError, ModuleNotFoundError):  # one that is not read here is copied as it is
             raise_if_any(TrainedTokenizer.of_weights(source).problems("tokenizer", spec, do))
     settings: Settings = loaded.meta.get(SETTINGS) or ({} if tokenizer is None else read_settings(tokenizer))

@@ -18,8 +18,8 @@ from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, read_meta
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
 
-_PADDING = 1024
-"""Ids without a token that a model's vocabulary has at most: Megatron-LM rounds up to multiples of 128 x tp."""
+_PADDING = 2048
+"""Ids without a token that a model's vocabulary has less than: Megatron-LM rounds up to multiples of 128 x tp."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TrainedTokenizer:
             with suppress(DataError, ModuleNotFoundError):  # a directory may hold what is not read here
                 known = tokenizer_fingerprint(self.spec.build(), self.spec.file)
         if known is None:
-            is_other = size is not None and not size - _PADDING <= now["vocab_size"] <= size
+            is_other = size is not None and not size - _PADDING < now["vocab_size"] <= size
             found = [Problem("vocab_size", now["vocab_size"], f"the model was trained with {size}")] * is_other
         else:  # the same tokenizer may be named by one file or by the directory around it
             theirs, mine = set(known["files"]), set(now["files"])

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_megatron.comm.rendezvous import Meeting, Store
-from lightning_megatron.errors import print_briefly
 from lightning_megatron.lightning._private import trainer_of
 from lightning_megatron.lightning.children import GRACE
 from lightning_megatron.lightning.launcher import CheckedLauncher
@@ -210,9 +209,10 @@ class ActionRecord:
         """
         if error is not self.error:
             self._write(error)
-            self._strategy._log_error(error)
+            if self._watch is None or self._recorder.state != State.LOST:  # else the watch has reported it
+                self._strategy._log_error(error)
             if isinstance(error, Exception):
-                print_briefly(error, here=self._is_first)
+                vars(error)["is_printed_here"] = self._is_first
         return self.all_have_raised
 
     @property

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -219,7 +220,12 @@ def tokenizer_faults(job: Job) -> list[Problem]:
     """Data of another tokenizer than that of the weights that a run begins with."""
     specs = [spec for item in job.objects if (spec := getattr(item, "required_tokenizer", None)) is not None]
     known = [TrainedTokenizer.of_settings(getattr(module, "hf_settings", {})) for module in job.modules]
-    for path in (item for item in job.objects if specs and isinstance(item, str | os.PathLike)):
+    paths = [item for item in job.objects if specs and isinstance(item, str | os.PathLike)]
+    if "last" in paths and job.trainer is not None:  # folders of loggers are known behind the launch alone
+        folders = (getattr(saver, "dirpath", None) for saver in job.trainer.checkpoint_callbacks)
+        entries = (entry for folder in folders if folder is not None for entry in Path(folder).glob("*.ckpt"))
+        paths += sorted(entries, key=lambda entry: entry.lstat().st_mtime)[-1:]
+    for path in paths:
         with suppress(CheckpointError, ConfigError):  # said by what loads it
             known.append(replace(TrainedTokenizer.of_weights(path), vocab_size=None))  # sizes: layout_faults
     do = "or give allow_other_data=True"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,16 @@ class Refuses(Callback):
     def admits(self, overflow: bool) -> bool:
         self.asked += 1
         return self.asked == 1
+
+
+def test_a_line_on_a_terminal_takes_the_place_of_the_bar_of_any_rank(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    fitted(prefix, tmp_path, MegatronLog())
+    printed = [line for line in capsys.readouterr().out.splitlines() if LINE.search(line)]
+    assert printed
+    assert all(line.startswith("\033[K") for line in printed)  # behind the carriage return, which ends a line here
 
 
 def test_skipped_steps_have_no_loss(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

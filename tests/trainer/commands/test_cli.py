@@ -96,6 +96,21 @@ def test_texts_of_help_fit_into_the_terminal(
             assert line.count("'") % 2 == 0, "a word in quotes is not broken"
 
 
+def test_help_of_every_command_of_ours_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    names = [
+        line.split()[0]
+        for line in capsys.readouterr().out.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
+    ]
+    assert {"train-tokenizer", "plan", "from-megatron-args", "schedule"} <= {*names}
+    for name in names[4:]:  # behind LightningCLI's
+        assert main([name, "--help"]) == 0
+        assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
 def test_help_of_fit_says_where_the_layout_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--help"]) == 0
     text = capsys.readouterr().out

@@ -11,12 +11,15 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import LlamaModule, MegatronDataModule, MegatronStrategy
 from lightning_megatron.cli import main as command_line
 from lightning_megatron.data import IndexedDatasetWriter
+from lightning_megatron.data.preprocessing.encode import TokenizerSpec
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf, hf_to_checkpoint
+from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer
 from lightning_megatron.testing.trainer import quiet_trainer
 
 pytest.importorskip("transformers")
@@ -134,6 +137,14 @@ def test_generate_compares_sizes_where_nothing_else_is_known(
     assert generate(unsaid, "--tokenizer-model", str(home.own)) == 2
 
 
+@pytest.mark.parametrize(
+    ("tokens", "size", "refused"), [(1000, 2048, 0), (30001, 32048, 0), (2000, 4096, 1), (9, 8, 1)]
+)
+def test_a_vocabulary_may_be_padded_for_16_ranks(tokens: int, size: int, refused: bool) -> None:
+    spec = TokenizerSpec("NullTokenizer", vocab_size=tokens - 1)
+    assert bool(TrainedTokenizer(vocab_size=size).problems("tokenizer", spec, "")) == refused
+
+
 def test_a_tokenizer_that_has_moved_must_be_named(
     home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,9 +181,14 @@ def test_evaluate_takes_no_other(
 
 def test_an_export_takes_no_other(home: Home, trained: Path, imported: Path, tmp_path: Path) -> None:
     for number, source in enumerate((trained, imported)):
-        with pytest.raises(ConfigError, match="another tokenizer; copy its files yourself"):
+        with pytest.raises(ConfigError, match="another tokenizer; or add --allow-other-tokenizer"):
             checkpoint_to_hf(source, tmp_path / "out", tokenizer=home.other)
         assert not (tmp_path / "out").exists()
+        words = [str(source), str(tmp_path / f"other{number}"), "--tokenizer", str(home.other)]
+        assert command_line.main(["convert", "ckpt-to-hf", *words, "--allow-other-tokenizer"]) == 0
+        assert (tmp_path / f"other{number}" / "tokenizer.json").read_bytes() == (
+            home.other / "tokenizer.json"
+        ).read_bytes()
         checkpoint_to_hf(source, tmp_path / f"out{number}", tokenizer=home.own)
 
 
@@ -185,6 +201,22 @@ def test_a_trainer_takes_no_other(stage: str, home: Home, trained: Path) -> None
     run(module(), datamodule=home.data(home.other, allow_other_data=True), ckpt_path=trained)
     run(module(), datamodule=home.data(None), ckpt_path=trained)
     run(module(), datamodule=home.data(home.own), ckpt_path=trained)
+
+
+def test_the_last_checkpoint_of_a_named_folder_is_asked_before_the_launch(home: Home, tmp_path: Path) -> None:
+    def trainer(**options: Any) -> Any:
+        saver = ModelCheckpoint(tmp_path, save_last=True)
+        strategy = MegatronStrategy()
+        return quiet_trainer(
+            strategy, callbacks=[saver], default_root_dir=tmp_path, enable_checkpointing=True, **options
+        )
+
+    trainer(max_steps=1).fit(module(), datamodule=home.data(home.own))
+    again = trainer(max_steps=2)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        again.strategy.check(module(), home.data(home.other), "last", trainer=again)
+    again.strategy.check(module(), home.data(home.own), "last", trainer=again)
+    again.strategy.check(module(), home.data(home.other), trainer=again)
 
 
 def test_training_from_a_hugging_face_directory_takes_no_other(home: Home, imported: Path) -> None:

@@ -151,6 +151,8 @@ def test_an_error_of_one_rank_is_printed_by_all_and_ends_the_job(
     for text in found.values():
         assert "ValueError: on purpose" in text, text
         assert "different actions" not in text
+        assert "c10d" not in text
+        assert "Traceback" in text or text.count("on purpose") == 1, "one line of a rank that has lost its peer"
     printed = {name: text.count("Traceback") for name, text in found.items()}
     assert printed == {name: int(name == f"output-{len(found) - 1}") for name in found}, "one traceback: of the first"
     assert not any("most recent call first" in text for text in found.values()), "stacks of others are in the record"

@@ -40,7 +40,7 @@ from lightning_megatron.lightning._private import (
     set_shown_value,
     shown_value,
     steps_between_saves,
-    summary_options,
+    summary_depth,
     trainer_argument,
     trainer_of,
     training_data,
@@ -231,7 +231,7 @@ def test_how_often_is_saved_can_be_asked_for() -> None:
 
 
 def test_what_a_summary_was_made_with_can_be_asked_for() -> None:
-    assert summary_options(RichModelSummary(3, header_style="bold")) == (3, {"header_style": "bold"})
+    assert summary_depth(RichModelSummary(3)) == 3
 
 
 @pytest.mark.parametrize("injects", [True, False])

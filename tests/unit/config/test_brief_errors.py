@@ -12,7 +12,7 @@ from lightning_megatron.machine.job_environment import own_environment
 
 BEGIN = """
 from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.errors import ConfigError, Problem, problems_of, print_briefly
+from lightning_megatron.errors import ConfigError, Problem, problems_of
 """
 LIBRARY = "def call(function, *args):\n    return function(*args)\n"
 
@@ -63,7 +63,7 @@ def mine():
 try:
     call(call, mine)
 except Exception as error:
-    print_briefly(error)
+    error.is_printed_here = True
     raise
 """
     lines = printed(tmp_path, script)
@@ -71,8 +71,21 @@ except Exception as error:
 
 
 def test_an_error_that_another_rank_prints_leaves_nothing_and_other_errors_are_as_always(tmp_path: Path) -> None:
-    begin = "error = ArithmeticError('x')\nprint_briefly(error, here=False)\n"
+    begin = "error = ArithmeticError('x')\nerror.is_printed_here = False\n"
     assert printed(tmp_path, f"{begin}raise error") == []
     assert printed(tmp_path, f"{begin}raise KeyError('other')")[-1] == "KeyError: 'other'"
     caught = "from torch import call\nproblems_of(ParallelLayout, 0)\ncall(int, 'x')"
     assert len([line for line in printed(tmp_path, caught) if line.startswith("File")]) == 2
+
+
+def test_an_error_that_is_made_or_caught_changes_nothing(tmp_path: Path) -> None:
+    script = """
+import sys
+before = sys.excepthook
+error = ConfigError([])
+problems_of(ParallelLayout, 0)
+assert sys.excepthook is before
+assert vars(error).keys() == {"problems"}
+raise KeyError("other")
+"""
+    assert printed(tmp_path, script)[-1] == "KeyError: 'other'"

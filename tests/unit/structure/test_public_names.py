@@ -6,12 +6,14 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
+from py_compile import compile as compile_source
 from runpy import run_path
 
 import pytest
 from packaging.version import Version
 
 from lightning_megatron.deprecation import DEPRECATED, Deprecation
+from lightning_megatron.errors import Problem
 from lightning_megatron.lazy_exports import exports_of
 
 ROOT = Path(__file__).parents[3]
@@ -85,3 +87,22 @@ def test_a_name_that_will_go_leads_to_its_replacement_and_warns_where_it_is_used
         _ = package.Speed
     with pytest.raises(AttributeError, match="no attribute 'Speeds'"):
         _ = package.Speeds
+
+
+def test_names_are_found_in_an_installation_without_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (package := tmp_path / "lightning_megatron_compiled").mkdir()
+    source = package / "__init__.py"
+    source.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from lightning_megatron.lazy_exports import exports_of\n"
+        "if TYPE_CHECKING:\n    from lightning_megatron.errors import ConfigError, Problem\n"
+        "__getattr__, __dir__ = exports_of(__name__)\n"
+    )
+    compile_source(str(source), str(package / "__init__.pyc"))
+    source.unlink()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = import_module(package.name)
+    monkeypatch.delitem(sys.modules, package.name)
+    monkeypatch.setitem(sys.modules, package.name, found)
+    assert found.Problem is Problem
+    assert "ConfigError" in dir(found)
