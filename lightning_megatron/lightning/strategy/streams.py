@@ -28,7 +28,8 @@ class StreamChecks:
     def attach(self, trainer: Trainer | None, mesh: ParallelMesh, timeout: timedelta) -> None:
         """Watch the loaders by callbacks that are called before all others."""
         if trainer is not None:
-            self._callbacks = (TrainingWatch(mesh), EvaluationWatch(mesh, timeout))
+            watch = self._watch(mesh)
+            self._callbacks = (TrainingWatch(mesh, watch), EvaluationWatch(mesh, timeout, watch))
             trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
 
     def detach(self, module: LightningModule | None) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_megatron import device as devices
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.lightning.streams.end_of_data import DataState, EndOfDataCheck
 from lightning_megatron.lightning.streams.lengths import are_certain, require_equal_lengths
 from lightning_megatron.mesh import Axis, ParallelMesh, dense_grid, expert_grid, rank_groups
@@ -39,10 +40,11 @@ class EvaluationWatch(Callback):
     Args:
         mesh: mesh of this rank.
         timeout: timeout of the groups that are created for the checks.
+        batches: watch over the batches, which is told of the begin and end of each.
     """
 
-    def __init__(self, mesh: ParallelMesh, timeout: timedelta) -> None:
-        self._mesh, self._timeout = mesh, timeout
+    def __init__(self, mesh: ParallelMesh, timeout: timedelta, batches: BatchWatch) -> None:
+        self._mesh, self._timeout, self._watch = mesh, timeout, batches
         self._coupled = coupled_ranks(mesh.layout)
         self._hosts: Axis | None = None
         self._check = EndOfDataCheck()
@@ -74,16 +76,6 @@ class EvaluationWatch(Callback):
                     self._hosts = replace(axis, action_log=recorder.main, number=recorder.group(name, ranks))
         return self._hosts
 
-    def _next(self) -> None:
-        self._batches += 1
-        self._check.begin(DataState.MORE, self._batches)
-        self._check.settle()
-
-    def _end(self) -> None:
-        self._check.begin(DataState.ENDED, self._batches)
-        self._check.settle()
-        self._check = EndOfDataCheck()
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare numbers of batches; here and below, a difference is a ``DataError`` on all ranks that it concerns."""
         counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
@@ -97,29 +89,38 @@ class EvaluationWatch(Callback):
         """Compare."""
         self._begin(trainer, "predict", trainer.num_predict_batches, trainer.predict_dataloaders)
 
-    def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Vote."""
-        self._next()
+        self._watch.begin_batch(pl_module)
+        self._batches += 1
+        self._check.begin(DataState.MORE, self._batches)
+        self._check.settle()
 
-    def on_test_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Vote."""
-        self._next()
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
-    def on_predict_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Vote."""
-        self._next()
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Tell the watch over the batches."""
+        self._watch.end_batch(pl_module, batch, dataloader_idx)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Vote for the end."""
-        self._end()
+        self._check.begin(DataState.ENDED, self._batches)
+        self._check.settle()
+        self._check = EndOfDataCheck()
 
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Vote for the end."""
-        self._end()
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Vote for the end."""
-        self._end()
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
 
 def may_stay_away(trainer: Trainer) -> bool:
