@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
 from lightning_megatron.comm.rendezvous import Store
-from lightning_megatron.lightning._private import agree_to_validate
 from lightning_megatron.lightning.accelerator import enable_gpu_migration
 from lightning_megatron.lightning.checkpointing.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.comparison.facts import start_statement
@@ -27,8 +26,7 @@ from lightning_megatron.lightning.step.engine import StepEngine
 from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.step.graphs import BlockGraphs
 from lightning_megatron.lightning.step.op_report import write_op_report
-from lightning_megatron.lightning.step.optimizers import OptimizerSet
-from lightning_megatron.lightning.step.plateaus import decide_on_rank_0
+from lightning_megatron.lightning.step.optimizers import OptimizerSet, decide_on_rank_0
 from lightning_megatron.lightning.step.watchers import watches_parameters
 from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
 from lightning_megatron.lightning.strategy.comparison import StartComparison
@@ -68,7 +66,6 @@ class RunStrategy(CheckpointStrategy):
         self._accumulating = self._backward_is_done = self._op_report_is_due = False
         self._graphs = BlockGraphs()
         self._known_warnings = KnownWarnings()
-        self._validated = 0.0
 
     @property
     def engine(self) -> StepEngine:
@@ -207,7 +204,7 @@ class RunStrategy(CheckpointStrategy):
         super().setup_optimizers(trainer)
         self._comparison.optimizers(self.lightning_module)
         assert self.lightning_module is not None
-        if self.mesh.is_distributed and self.lightning_module.automatic_optimization:
+        if self.mesh.is_distributed:
             decide_on_rank_0(self.lr_scheduler_configs, self.broadcast)
         mode, kind = self.precision_plugin.mode, devices.kind_of(self.root_device)
         summands = micro_batches_of_step(trainer, self.micro_batch_size), self.data_parallel_size
@@ -269,8 +266,7 @@ class RunStrategy(CheckpointStrategy):
         self._writer.catch_up()
         if self.lightning_module is not None:
             warn_of_missed_saves(self.lightning_module.trainer)
-            if self.mesh.is_distributed:
-                self._validated = agree_to_validate(self.lightning_module.trainer, self._validated)
+            self._streams.agree_to_validate(self.lightning_module.trainer, self.mesh)
 
     @contextmanager
     def watching_batches(self) -> Generator[None, None, None]:

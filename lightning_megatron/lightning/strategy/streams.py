@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_megatron.lightning._private import agree_to_validate
 from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
 from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.mesh import ParallelMesh
@@ -20,6 +21,7 @@ class StreamChecks:
     def __init__(self) -> None:
         self._batches: BatchWatch | None = None
         self._callbacks: Sequence[Callback] = ()
+        self._validated = 0.0
 
     def restart(self) -> None:
         """Forget the mesh: the next run may have another one."""
@@ -51,6 +53,11 @@ class StreamChecks:
             DataError: for a fault that all ranks have seen.
         """
         return self._watch(mesh).look(module, batch, loader)
+
+    def agree_to_validate(self, trainer: Trainer, mesh: ParallelMesh) -> None:
+        """Agree before a step if a validation by time follows it."""
+        if mesh.is_distributed:
+            self._validated = agree_to_validate(trainer, self._validated)
 
     @contextmanager
     def step(self, module: LightningModule | None, mesh: ParallelMesh) -> Generator[None, None, None]:

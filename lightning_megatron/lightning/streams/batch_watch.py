@@ -76,21 +76,15 @@ class BatchWatch:
             self._note_hashes(module, *moved)
 
     def end_batch(self, module: LightningModule, batch: Any, loader: int = 0) -> None:
-        """Look at a batch that the step has read itself, and at none: Lightning takes no step, and peers do.
-
-        Args:
-            module: user's module.
-            batch: batch on the host.
-            loader: number of its loader.
+        """Look at a batch that the step has read itself, or at none, for which Lightning takes no step.
 
         Raises:
-            DataError: on all ranks, if ranks of one replica have read different batches in training.
+            DataError: in training, on all ranks, if ranks of one replica have different batches.
         """
-        if not self._has_peers or not (_reads_iterator(module) or (batch is None and module.trainer.training)):
-            return
-        self._note_hashes(module, batch, loader)
-        if module.trainer.training and self._is_due:
-            self._compare()
+        if self._has_peers and (_reads_iterator(module) or (batch is None and module.trainer.training)):
+            self._note_hashes(module, batch, loader)
+            if self._is_due and module.trainer.training:
+                self._compare()
 
     def _note_hashes(self, module: LightningModule, batch: Any, loader: int) -> None:
         trainer = module.trainer
@@ -188,11 +182,10 @@ class BatchWatch:
 
 
 def _reads_iterator(module: LightningModule) -> bool:
-    """True if the step of the present stage is given the iterator over batches instead of a batch."""
-    trainer = module.trainer
-    stages = {"training": trainer.training, "test": trainer.testing, "predict": trainer.predicting}
-    step = getattr(module, f"{next((name for name, is_it in stages.items() if is_it), 'validation')}_step")
-    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+    """True if steps of the present stage are given the iterator over batches, and not a batch."""
+    stage = module.trainer.state.stage
+    name = {"train": "training", "val": "validation"}.get(prefix := str(stage and stage.dataloader_prefix), prefix)
+    return is_param_in_hook_signature(getattr(module, f"{name}_step"), "dataloader_iter", explicit=True)
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

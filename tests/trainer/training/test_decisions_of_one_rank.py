@@ -63,9 +63,9 @@ def found_rates(folder: Path) -> int:
     module.learning_rate = 0.1
     how: dict[str, Any] = {"check_val_every_n_epoch": None, "val_check_interval": timedelta(minutes=30)}
     with pytest.MonkeyPatch.context() as patch:
-        now = training_epoch_loop.time.monotonic
+        strategy, now = MegatronStrategy(tp=2, timeout=timedelta(minutes=1)), training_epoch_loop.time.monotonic
         patch.setattr(training_epoch_loop, "time", SimpleNamespace(monotonic=lambda: now() + ahead))
-        trainer = quiet_trainer(MegatronStrategy(tp=2), default_root_dir=folder, max_epochs=1, **how)
+        trainer = quiet_trainer(strategy, default_root_dir=folder, max_epochs=1, **how)
         finder = Tuner(trainer).lr_find(module, DataLoader(ROWS), DataLoader(ROWS), num_training=3)  # type: ignore[arg-type]
     assert finder is not None
     return len(finder.results["loss"])
