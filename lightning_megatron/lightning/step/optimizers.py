@@ -369,12 +369,12 @@ def decide_on_rank_0(configs: Iterable[LRSchedulerConfig], broadcast: Callable[[
     """
 
     def step(self: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
-        super(type(self), self).step(broadcast(float(metrics)), *args, **kwargs)
+        super(type(self), self).step(broadcast(float(metrics)), *args, **kwargs)  # type: ignore[arg-type]
 
     for config in configs:
         if isinstance(config.scheduler, ReduceLROnPlateau):
             kind = type(config.scheduler)
-            agreed = object.__new__(type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__}))
+            agreed: Any = object.__new__(type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__}))
             agreed.__dict__ = config.scheduler.__dict__
             config.scheduler = agreed
 

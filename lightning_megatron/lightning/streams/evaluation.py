@@ -82,7 +82,7 @@ class EvaluationWatch(Callback):
                     self._hosts = replace(axis, action_log=recorder.main, number=recorder.group(name, ranks))
         return self._hosts
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **_: Any) -> None:
         """Vote."""
         self._watch.begin_batch(pl_module)
         self._batches += 1
@@ -91,7 +91,7 @@ class EvaluationWatch(Callback):
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **_: Any) -> None:
         """Tell the watch over the batches."""
         _, batch, _, *loader = args
         self._watch.end_batch(pl_module, batch, *loader)
