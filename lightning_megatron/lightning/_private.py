@@ -244,7 +244,7 @@ def agree_to_validate(trainer: Trainer, since: float) -> float:
 
     Args:
         trainer: Trainer that is fitting.
-        since: what this has returned after the batch before.
+        since: what this has returned before the batch before.
 
     Returns:
         Begin of the training, or end of the last validation.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
@@ -12,8 +12,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_megatron import device as devices
 from lightning_megatron.comm.objects import all_gather_object
@@ -356,6 +358,25 @@ class OptimizerSet:
             keeper.release()
         for sharded in self.sharded:
             sharded.close()
+
+
+def decide_on_rank_0(configs: Iterable[LRSchedulerConfig], broadcast: Callable[[float], float]) -> None:
+    """Let plateau schedulers see the metric of rank 0: without ``sync_dist=True`` each rank may have its own.
+
+    Args:
+        configs: Lightning's configurations; in them, others take their place that share the state of the user's.
+        broadcast: function that gives all ranks the value of rank 0.
+    """
+
+    def step(self: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        super(type(self), self).step(broadcast(float(metrics)), *args, **kwargs)  # type: ignore[arg-type]
+
+    for config in configs:
+        if isinstance(config.scheduler, ReduceLROnPlateau):
+            kind = type(config.scheduler)
+            agreed: Any = object.__new__(type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__}))
+            agreed.__dict__ = config.scheduler.__dict__
+            config.scheduler = agreed
 
 
 def _names_on_all_stages(own: list[str], mesh: ParallelMesh) -> list[str]:

@@ -26,7 +26,7 @@ from lightning_megatron.lightning.step.engine import StepEngine
 from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.step.graphs import BlockGraphs
 from lightning_megatron.lightning.step.op_report import write_op_report
-from lightning_megatron.lightning.step.optimizers import OptimizerSet
+from lightning_megatron.lightning.step.optimizers import OptimizerSet, decide_on_rank_0
 from lightning_megatron.lightning.step.watchers import watches_parameters
 from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
 from lightning_megatron.lightning.strategy.comparison import StartComparison
@@ -204,6 +204,8 @@ class RunStrategy(CheckpointStrategy):
         super().setup_optimizers(trainer)
         self._comparison.optimizers(self.lightning_module)
         assert self.lightning_module is not None
+        if self.mesh.is_distributed:
+            decide_on_rank_0(self.lr_scheduler_configs, self.broadcast)
         mode, kind = self.precision_plugin.mode, devices.kind_of(self.root_device)
         summands = micro_batches_of_step(trainer, self.micro_batch_size), self.data_parallel_size
         watched = watches_parameters(trainer)
@@ -259,11 +261,12 @@ class RunStrategy(CheckpointStrategy):
             self._optimizer_set.check_params()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Resume random numbers in mid-epoch, and finish background saves."""
+        """Resume random numbers in mid-epoch, finish background saves, and agree if a validation comes next."""
         self._randomness.begin_batch(batch_idx, self.mesh)
         self._writer.catch_up()
         if self.lightning_module is not None:
             warn_of_missed_saves(self.lightning_module.trainer)
+            self._streams.agree_to_validate(self.lightning_module.trainer, self.mesh)
 
     @contextmanager
     def watching_batches(self) -> Generator[None, None, None]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_megatron.lightning._private import agree_to_validate
 from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
 from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.mesh import ParallelMesh
@@ -20,6 +21,7 @@ class StreamChecks:
     def __init__(self) -> None:
         self._batches: BatchWatch | None = None
         self._callbacks: Sequence[Callback] = ()
+        self._validated = 0.0
 
     def restart(self) -> None:
         """Forget the mesh: the next run may have another one."""
@@ -28,7 +30,8 @@ class StreamChecks:
     def attach(self, trainer: Trainer | None, mesh: ParallelMesh, timeout: timedelta) -> None:
         """Watch the loaders by callbacks that are called before all others."""
         if trainer is not None:
-            self._callbacks = (TrainingWatch(mesh), EvaluationWatch(mesh, timeout))
+            watch = self._watch(mesh)
+            self._callbacks = (TrainingWatch(mesh, watch), EvaluationWatch(mesh, timeout, watch))
             trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
 
     def detach(self, module: LightningModule | None) -> None:
@@ -50,6 +53,11 @@ class StreamChecks:
             DataError: for a fault that all ranks have seen.
         """
         return self._watch(mesh).look(module, batch, loader)
+
+    def agree_to_validate(self, trainer: Trainer, mesh: ParallelMesh) -> None:
+        """Agree before a step if a validation by time follows it."""
+        if mesh.is_distributed:
+            self._validated = agree_to_validate(trainer, self._validated)
 
     @contextmanager
     def step(self, module: LightningModule | None, mesh: ParallelMesh) -> Generator[None, None, None]:

@@ -5,8 +5,8 @@ has raised. So a rank with a bad batch goes on with a repaired one, and a messag
 training step (or at the end of an evaluation), ends the run everywhere.
 
 Ranks of one replica that read different batches train one model on parts of different samples. So hashes of the first
-batches of a run and of an epoch, and of a few later ones, are compared before their step; those of each loader of an
-evaluation at its end.
+batches of a run and of an epoch, and of a few later ones, are compared before their step (after it where the step reads
+a ``dataloader_iter``); those of each loader of an evaluation at its end.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import Pending
@@ -65,23 +66,36 @@ class BatchWatch:
         self._trained = 0
         self._evaluated: Counter[int] = Counter()
         self._is_due = False
+        self._moved: tuple[Any, int] | None = None
         self._hashes: dict[str, int] = {}
 
-    def _note_hashes(self, module: Any, batch: Any, loader: int) -> None:
-        trainer = trainer_of(module)
-        if trainer is None or not self._has_peers:
-            return
+    def begin_batch(self, module: LightningModule) -> None:
+        """Take the batch that was moved last for that of the loop: hooks of a user may move others from here on."""
+        moved, self._moved = self._moved, None
+        if moved is not None and self._has_peers and not _reads_iterator(module):
+            self._note_hashes(module, *moved)
+
+    def end_batch(self, module: LightningModule, batch: Any, loader: int = 0) -> None:
+        """Look at a batch that the step has read itself, or at none, for which Lightning takes no step.
+
+        Raises:
+            DataError: in training, on all ranks, if ranks of one replica have different batches.
+        """
+        if self._has_peers and (_reads_iterator(module) or (batch is None and module.trainer.training)):
+            self._note_hashes(module, batch, loader)
+            if self._is_due and module.trainer.training:
+                self._compare()
+
+    def _note_hashes(self, module: LightningModule, batch: Any, loader: int) -> None:
+        trainer = module.trainer
         if trainer.training:
-            number, name = trainer.fit_loop.batch_idx + 1, "batch"
+            number, name = trainer.fit_loop.batch_idx, "batch"
             self._is_due = min(number, self._trained) < FIRST or number % EVERY == 0
-            self._hashes.clear()  # of batches that a user has moved since the last step
         else:  # compared at the end, since replicas may have different numbers of batches
             number, name = self._evaluated[loader], f"batch {self._evaluated[loader]} of loader {loader}"
             self._evaluated[loader] += 1
         if self._is_due if trainer.training else number < FIRST:
             self._hashes |= {key: _hash_of(leaf) for key, leaf in _leaves(batch, name)}
-        if batch is None and trainer.training and self._is_due:  # Lightning takes no step, and peers wait in theirs
-            self._compare()
 
     def _compare(self) -> None:
         """Compare within each replica, with one message of all ranks.
@@ -120,7 +134,7 @@ class BatchWatch:
         Raises:
             DataError: for a fault that all ranks have found.
         """
-        self._note_hashes(module, batch, loader)
+        self._moved = batch, loader
         fault = module.batch_fault(batch) if isinstance(module, ChecksBatches) else None
         if fault is None:
             return batch
@@ -165,6 +179,13 @@ class BatchWatch:
         call = self._mesh.host.call(Kind.ALL_GATHER_OBJECT)
         call.run(dist.all_gather_object, faults, own, group=self._mesh.host_group)
         raise DataError("; ".join(dict.fromkeys(fault for fault in faults if fault is not None)))
+
+
+def _reads_iterator(module: LightningModule) -> bool:
+    """True if steps of the present stage are given the iterator over batches, and not a batch."""
+    stage = module.trainer.state.stage
+    name = {"train": "training", "val": "validation"}.get(prefix := str(stage and stage.dataloader_prefix), prefix)
+    return is_param_in_hook_signature(getattr(module, f"{name}_step"), "dataloader_iter", explicit=True)
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -13,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_megatron import device as devices
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.lightning.streams.end_of_data import DataState, EndOfDataCheck
 from lightning_megatron.lightning.streams.lengths import are_certain, require_equal_lengths
 from lightning_megatron.mesh import Axis, ParallelMesh, dense_grid, expert_grid, rank_groups
@@ -39,26 +39,34 @@ class EvaluationWatch(Callback):
     Args:
         mesh: mesh of this rank.
         timeout: timeout of the groups that are created for the checks.
+        batches: watch over the batches, which is told of the begin and end of each.
     """
 
-    def __init__(self, mesh: ParallelMesh, timeout: timedelta) -> None:
-        self._mesh, self._timeout = mesh, timeout
+    def __init__(self, mesh: ParallelMesh, timeout: timedelta, batches: BatchWatch) -> None:
+        self._mesh, self._timeout, self._watch = mesh, timeout, batches
         self._coupled = coupled_ranks(mesh.layout)
         self._hosts: Axis | None = None
         self._check = EndOfDataCheck()
         self._batches = 0
 
-    def _begin(self, trainer: Trainer, stage: str, counts: Sequence[float], loaders: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare numbers of batches; here and below, a difference is a ``DataError`` on all ranks that it concerns."""
         self._batches = 0
         if len(self._coupled[0]) == 1 or may_stay_away(trainer):
             return
-        gathered = all_gather_object(self._mesh, (list(counts), are_certain(counts, loaders)))
+        assert trainer.state.stage is not None
+        stage = trainer.state.stage.dataloader_prefix
+        counts = getattr(trainer, "num_sanity_val_batches" if trainer.sanity_checking else f"num_{stage}_batches")
+        certain = are_certain(counts, getattr(trainer, f"{stage}_dataloaders"))
+        gathered = all_gather_object(self._mesh, (list(counts), certain))
         names = f"{stage} data", f"limit_{stage}_batches"
         if all(certain for _, certain in gathered):
             for ranks in self._coupled:
                 require_equal_lengths({rank: gathered[rank][0] for rank in ranks}, *names)
         else:
             self._check = EndOfDataCheck(self._coupled_hosts(), *names)
+
+    on_test_start = on_predict_start = on_validation_start
 
     def _coupled_hosts(self) -> Axis | None:
         """Axis of the ranks that wait for each other; all ranks create the groups together, at the first use."""
@@ -74,52 +82,29 @@ class EvaluationWatch(Callback):
                     self._hosts = replace(axis, action_log=recorder.main, number=recorder.group(name, ranks))
         return self._hosts
 
-    def _next(self) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **_: Any) -> None:
+        """Vote."""
+        self._watch.begin_batch(pl_module)
         self._batches += 1
         self._check.begin(DataState.MORE, self._batches)
         self._check.settle()
 
-    def _end(self) -> None:
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **_: Any) -> None:
+        """Tell the watch over the batches."""
+        _, batch, _, *loader = args
+        self._watch.end_batch(pl_module, batch, *loader)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Vote for the end."""
         self._check.begin(DataState.ENDED, self._batches)
         self._check.settle()
         self._check = EndOfDataCheck()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare numbers of batches; here and below, a difference is a ``DataError`` on all ranks that it concerns."""
-        counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._begin(trainer, "val", counts, trainer.val_dataloaders)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare."""
-        self._begin(trainer, "test", trainer.num_test_batches, trainer.test_dataloaders)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare."""
-        self._begin(trainer, "predict", trainer.num_predict_batches, trainer.predict_dataloaders)
-
-    def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Vote."""
-        self._next()
-
-    def on_test_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Vote."""
-        self._next()
-
-    def on_predict_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Vote."""
-        self._next()
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Vote for the end."""
-        self._end()
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Vote for the end."""
-        self._end()
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Vote for the end."""
-        self._end()
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
 
 def may_stay_away(trainer: Trainer) -> bool:

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Timer
 
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import DataError
-from lightning_megatron.lightning._private import agree_to_validate
+from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.lightning.streams.end_of_data import DataState, EndOfDataCheck
 from lightning_megatron.lightning.streams.lengths import STREAM, are_certain, require_equal_lengths
 from lightning_megatron.mesh import ParallelMesh
@@ -45,13 +45,14 @@ class TrainingWatch(Callback):
 
     Args:
         mesh: mesh of this rank.
+        batches: watch over the batches, which is told of the begin and end of each.
     """
 
-    def __init__(self, mesh: ParallelMesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: ParallelMesh, batches: BatchWatch) -> None:
+        self._mesh, self._batches = mesh, batches
         self._check = EndOfDataCheck()
         self._is_compared = self._foresees = False
-        self._begun, self._validated = 0, 0.0
+        self._begun = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare numbers of batches, once for each set of loaders.
@@ -83,6 +84,7 @@ class TrainingWatch(Callback):
         Raises:
             DataError: on all ranks.
         """
+        self._batches.begin_batch(pl_module)
         self._begun += 1
         progress = trainer.fit_loop.epoch_loop.batch_progress
         ready = progress.current.ready
@@ -94,14 +96,13 @@ class TrainingWatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Wait for the check, after a step in which all ranks took part, and agree if a validation comes next.
+        """Wait for the check, after a step in which all ranks took part.
 
         Raises:
             DataError: on all ranks.
         """
         self._check.settle()
-        if self._mesh.is_distributed:
-            self._validated = agree_to_validate(trainer, self._validated)
+        self._batches.end_batch(pl_module, batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check if other ranks may have another batch, and refuse an epoch without any: there could be endless ones.

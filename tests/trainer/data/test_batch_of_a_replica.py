@@ -196,16 +196,73 @@ def test_a_rank_that_has_no_batch_is_no_wait_without_end(ranks: Any) -> None:
 
 
 class Preview(Callback):
-    """Moves a batch of its own on rank 0, as for a picture in a logger."""
+    """Moves a batch of its own on rank 0 in each of these hooks, as for a picture in a logger."""
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def _move(self, trainer: Trainer, *_: Any) -> None:
         if trainer.is_global_zero:
             trainer.strategy.batch_to_device({"preview": torch.ones(2)})
 
+    on_train_batch_start = on_train_batch_end = _move
+    on_validation_start = on_validation_batch_start = on_validation_batch_end = _move
+    on_test_batch_start = on_test_batch_end = on_predict_batch_start = on_predict_batch_end = _move
 
-def error_of_a_preview() -> str:
-    return error_of(DataLoader([torch.ones(2)] * 3, batch_size=None), Preview())  # type: ignore[arg-type]
+
+class Evaluated(Plain):
+    """An ordinary module that is evaluated, too."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def errors_of_previews() -> list[str]:
+    """Texts of the errors of a fit and of evaluations in which rank 0 moves batches of its own."""
+    batches, texts = DataLoader([torch.ones(2)] * 3, batch_size=None), []  # type: ignore[arg-type, var-annotated]
+    for run in ("fit", "validate", "test", "predict"):
+        trainer, module = quiet_trainer(MegatronStrategy(tp=2), max_epochs=1, callbacks=[Preview()]), Evaluated()
+        loaders = [batches, batches] if run == "fit" else [batches]
+        try:
+            getattr(trainer, run)(module, *loaders)
+        except DataError as error:
+            texts.append(f"{run}: {error}")
+    return texts
 
 
 def test_batches_that_a_callback_moves_are_not_those_of_the_step(ranks: Any) -> None:
-    assert set(ranks(2, error_of_a_preview)) == {""}
+    assert ranks(2, errors_of_previews) == [[], []]
+
+
+class ReadsItself(Plain):
+    """A module whose steps read the batches from the iterator themselves."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:
+        next(dataloader_iter)
+
+
+def errors_of_iterators(kind: str) -> tuple[str, str]:
+    """Errors of a run with equal batches, and of one in which each rank has its own in training or validation."""
+
+    def of(own: int) -> str:
+        rows = [DataLoader([torch.ones(2) + n * own for n in (1, 2, 3)], batch_size=None) for _ in range(2)]  # type: ignore[arg-type, var-annotated]
+        same = DataLoader([torch.ones(2)] * 3, batch_size=None)  # type: ignore[arg-type, var-annotated]
+        rows[1 if kind == "training" else 0] = same
+        try:
+            quiet_trainer(MegatronStrategy(tp=2), max_epochs=1).fit(ReadsItself(), *rows)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    return of(0), of(torch.distributed.get_rank())
+
+
+@pytest.mark.parametrize("kind", ["training", "validation"])
+def test_batches_that_a_step_reads_itself_are_compared(ranks: Any, kind: str) -> None:
+    for same, own in ranks(2, errors_of_iterators, kind):
+        assert same == ""
+        assert "ranks [0, 1] are one replica" in own
