@@ -124,6 +124,15 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is nothing at the path of a checkpoint."""
 
 
+def described(error: BaseException) -> str:
+    """``ValueError: its text`` on one line; also of an error whose text cannot be made."""
+    try:
+        text = str(error)
+    except Exception as fault:
+        text = f"its text cannot be made: {type(fault).__name__}"
+    return " ".join(f"{type(error).__name__}: {text}".split())
+
+
 def print_errors_briefly() -> None:
     """Let Python print the user's frames alone of errors of this package that nothing catches: their text says it all.
 

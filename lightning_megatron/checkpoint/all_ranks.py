@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from lightning_megatron.comm.objects import all_gather_object
-from lightning_megatron.errors import CheckpointError, MissingCheckpointError
+from lightning_megatron.errors import CheckpointError, MissingCheckpointError, described
 from lightning_megatron.mesh import ParallelMesh
 
 T = TypeVar("T")
@@ -50,8 +50,7 @@ def _text_of(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not (isinstance(cause, OSError) and cause.errno):
         cause = cause.__cause__ or cause.__context__
-    shown = cause or error
-    return f"{type(shown).__name__}: {shown}"
+    return described(cause or error)
 
 
 def _failed(action: str, faults: dict[int, _Fault], mesh: ParallelMesh) -> CheckpointError:

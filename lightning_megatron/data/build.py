@@ -122,8 +122,9 @@ def parse_data_path(data_path: DataPath, argument: str = "data_path") -> Blend:
     weights = [_as_number(item) for item in items[::2]]
     if items and len(items) % 2 == 0 and None not in weights:
         given = [w for w in weights if w is not None]
-        if any(not 0 < w < math.inf for w in given):
-            raise ConfigError([Problem(argument, items, "every weight must be a positive number")])
+        if not (all(w > 0 for w in given) and sum(given) < math.inf):
+            reason = "every weight must be a positive number, and so their sum: leave out what is not to be read"
+            raise ConfigError([Problem(argument, items, reason)])
         rest = items[1::2]
     else:
         given, rest = [], items

@@ -211,8 +211,9 @@ class MegatronSampler(Sampler[list[int | None]]):
         return left // self.global_batch_size if self._drop_last else -(-left // self.global_batch_size)
 
     def _order(self) -> torch.Tensor | range:
-        if not self._shuffle:
-            return range(self.num_samples_total)
+        return self._permutation() if self._shuffle else range(self.num_samples_total)
+
+    def _permutation(self) -> torch.Tensor:
         return torch.randperm(self.num_samples_total, generator=torch.Generator().manual_seed(self._seed + self._epoch))
 
     def _at(self, order: torch.Tensor | range, position: int) -> int | None:
@@ -228,7 +229,7 @@ class ConsecutiveEpochs(MegatronSampler):
 
     Args:
         num_samples_total: samples of one epoch.
-        epochs: number of epochs; then the first one follows again.
+        epochs: number of epochs; then the first one follows again, each time shuffled by ``seed + epoch``.
         **options: further arguments of :class:`MegatronSampler`.
     """
 
@@ -236,6 +237,8 @@ class ConsecutiveEpochs(MegatronSampler):
         super().__init__(num_samples_total, **options)
         self._epochs = epochs
 
-    def _order(self) -> range:
+    def _order(self) -> torch.Tensor | range:
         first = self._epoch % self._epochs * self.num_samples_total
+        if self._epoch >= self._epochs:
+            return first + self._permutation()
         return range(first, first + self.num_samples_total)

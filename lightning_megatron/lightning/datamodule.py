@@ -85,10 +85,11 @@ class MegatronDataModule(LightningDataModule):
         seq_length: tokens of a sample.
         batch_size: samples of one batch of one data-parallel replica.
         split: shares of the documents for training, validation and test, if ``data_path`` is for all three.
-        train_samples: samples to draw for training, over as many epochs of the data as needed; ``None`` means as many
-            as ``Trainer(max_steps=...)`` consumes, or ``max_epochs`` epochs of the data, shuffled as one. Without both
-            training ends after them. Where samples are counted (by either of the last two arguments, or a schedule in
-            samples) it is a length of training, and ``max_steps`` beside it an error.
+        train_samples: samples to draw for training, over as many epochs of the data as needed; ``None`` means
+            ``max_epochs`` epochs of the data, shuffled as one, or as many as ``max_steps`` consumes. Without both
+            training ends after them; epochs that repeat them have orders of their own. Where samples are counted (by
+            either of the last two arguments, or a schedule in samples) it is a length of training, and ``max_steps``
+            beside it an error.
         val_samples: samples to draw for validation; ``None`` means one epoch of its share, in a weighted blend until
             the first of its members is used up.
         test_samples: samples to draw for test; ``None`` as for ``val_samples``.
@@ -179,12 +180,9 @@ class MegatronDataModule(LightningDataModule):
         raise_if_any(self.sample_plan.own_problems() + self._problems())
 
     def _problems(self) -> list[Problem]:
-        found = []
-        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
-            if getattr(self, name) and self.tokenizer is None:
-                reason = "needs to know the end-of-document token: give tokenizer_type and tokenizer_model"
-                found.append(Problem(name, True, reason, (False,)))
-        return found
+        reason = "needs to know the end-of-document token: give tokenizer_type and tokenizer_model"
+        names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if self.tokenizer is None else ()
+        return [Problem(name, True, reason, (False,)) for name in names if getattr(self, name)]
 
     @property
     def _paths(self) -> dict[str, DataPath]:
@@ -239,6 +237,7 @@ class MegatronDataModule(LightningDataModule):
         if stage == "fit":  # a place is that of one run
             self._train_loader = self._saved_place = None
         if stage == "fit" and trainer is not None and self.sample_plan.ends(trainer, self._counts_samples):
+            raise_if_any(self.sample_plan.missing(len(self._datasets[0] or ())))
             self._ends_training = True
             steps = self.sample_plan.batches(self._dp_size) // trainer.accumulate_grad_batches
             trainer.fit_loop.epoch_loop.max_steps = steps
@@ -261,16 +260,16 @@ class MegatronDataModule(LightningDataModule):
         return self.trainer is not None and count_samples((self, self.trainer.lightning_module))
 
     def _build(self) -> tuple[SampleDataset | None, ...]:
-        train, val, test = self.samples
-        if train is None and self.trainer is not None and self.trainer.max_steps > 0:
+        (train, val, test), epochs = self.samples, self.sample_plan.epochs(self.trainer)
+        if train is epochs is None and self.trainer is not None and self.trainer.max_steps > 0:
             batches = self.trainer.max_steps * self.trainer.accumulate_grad_batches
             train = self.sample_plan.needed(batches, self._dp_size)
         given = self.data_path, self.val_data_path, self.test_data_path
         whole = given[1] is not None or given[2] is not None
         paths = Paths(None, *given, self.split) if whole else Paths(self.data_path, split=self.split)
         datasets = self._make_datasets(paths, (train, val, test))
-        epochs, self._epochs_drawn = self.sample_plan.epochs(self.trainer), 1
-        if train is None and epochs > 1 and (once := datasets[0]) is not None and len(once):
+        self._epochs_drawn = 1
+        if train is None and epochs and epochs > 1 and (once := datasets[0]) is not None and len(once):
             datasets = (self._make_datasets(paths, (epochs * len(once), 0, 0))[0] or once, *datasets[1:])
             self._epochs_drawn = len(datasets[0] or once) // len(once)
         return datasets
@@ -312,7 +311,8 @@ class MegatronDataModule(LightningDataModule):
     def _loader(self, dataset: SampleDataset | None, samples: int | None = None, ramp: BatchRamp | None = None) -> Any:
         total = len(dataset or ()) // self._epochs_drawn if samples is None else samples
         drop_last = samples is not None or total >= self.global_batch_size
-        return self._reading(dataset, total, ramp, drop_last=drop_last, epochs=self._epochs_drawn)
+        order = self.sample_plan.order(self.trainer, epochs=self._epochs_drawn, seed=self.seed)
+        return self._reading(dataset, total, ramp, drop_last=drop_last, **order)
 
     def _reading(
         self, dataset: SampleDataset | None, total: int | None = None, ramp: BatchRamp | None = None, **order: Any

@@ -30,8 +30,6 @@ from lightning_megatron.lightning.environments.mpi import MpirunEnvironment
 from lightning_megatron.lightning.stopping.signals import handed_on
 
 Begin = Callable[[Trainer, Any], Any]
-_ENDS = (SystemExit, TunerExit)
-"""Exceptions that are no errors: all ranks leave the run with them."""
 _DERIVE_THE_ADDRESS = (SLURMEnvironment, LSFEnvironment, MPIEnvironment, MpirunEnvironment)
 
 
@@ -102,13 +100,13 @@ class CheckedLauncher(SubprocessScriptLauncher):
         with handed_on(self.kill):
             try:
                 return super().launch(compared, *args, trainer=trainer, **kwargs)
-            except _ENDS:
+            except TunerExit:  # no error: all ranks leave the run with it
                 raise
             except BaseException as error:
                 together = self._calls.note_error(error)
                 if together and self._children is not None:
                     self._children.let_end()
-                elif isinstance(error, Exception):
+                elif isinstance(error, Exception | SystemExit):
                     self.end_children()
                 raise
             finally:
@@ -163,7 +161,7 @@ class JoinedLauncher(Launcher):
             keep_recipes(self._device, trainer)
             share_cores(self.num_processes)
             return begun(function, trainer, self._calls.begin)(*args, **kwargs)
-        except _ENDS:
+        except TunerExit:  # no error: all ranks leave the run with it
             raise
         except BaseException as error:
             self._calls.note_error(error)

@@ -123,5 +123,6 @@ def text_in(raw: bytes) -> str:
 
 
 def as_text(text: str, length: int) -> bytes:
-    """Encode a text, cut or padded to a fixed length."""
-    return text.encode()[: length - 1].ljust(length, b"\0")
+    """Encode a text, cut in the middle or padded to a fixed length: a traceback ends with what it is about."""
+    raw, half = text.encode(errors="replace"), length // 2 - 3
+    return (raw if len(raw) < length else raw[:half] + b" ... " + raw[-half:]).ljust(length, b"\0")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -58,17 +58,25 @@ def candidates(places: Iterable[tuple[Path, str]], also: Iterable[Path] = ()) ->
 
 
 def newest_good(found: Sequence[Candidate]) -> tuple[Candidate | None, list[Candidate]]:
-    """The first checkpoint that a run can go on from, and the damaged ones that are, or may be, newer."""
+    """The first checkpoint that a run can go on from, and those passed over that are, or may be, newer."""
     best = next((candidate for candidate in found if candidate.state == "good"), None)
     damaged = [candidate for candidate in found if candidate.state == "damaged"]
     if best is None or best.progress is None:
         return best, damaged
-    own = best.progress
-    return best, [candidate for candidate in damaged if candidate.progress is None or candidate.progress >= own]
+    own, reason = best.progress, "a single file with more steps, which does not say whether its run was later"
+    passed = [candidate for candidate in damaged if candidate.progress is None or candidate.progress >= own]
+    files = [c for c in found if c.progress is not None and not c.progress.generation and c.progress.step > own.step]
+    return best, passed + [replace(c, reason=reason) for c in files if c.state == "good" and own.generation]
 
 
 def _recovered(top: Path, suffix: str) -> Iterator[Path]:
-    for folder, inner, _ in os.walk(top):  # a name with a slash in it, such as that of a metric, makes folders
+    seen = set()
+    # A name with a slash in it, such as that of a metric, makes folders; links may have led to other disks since.
+    for folder, inner, _ in os.walk(top, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            inner.clear()
+            continue
+        seen.add(real)
         unfinished = Path(folder) / UNFINISHED
         for entry in sorted(unfinished.iterdir()) if unfinished.is_dir() else ():
             if (name := Unfinished.parse(entry)) is not None and name.kind == "replaced":

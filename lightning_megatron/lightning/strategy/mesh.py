@@ -26,6 +26,7 @@ from lightning_megatron.comm.loopback import LoopbackPort
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.errors import described
 from lightning_megatron.lightning._private import default_store, injects_samplers
 from lightning_megatron.lightning.accelerator import preferred_accelerator
 from lightning_megatron.lightning.dataloaders import (
@@ -324,13 +325,13 @@ class MeshStrategy(ParallelStrategy):
 
     def _log_error(self, exception: BaseException) -> None:
         """Log the rank that failed, with its place in the model: of many tracebacks one is the cause."""
-        if self._mesh is None or not self._mesh.is_distributed or isinstance(exception, SystemExit):
+        if self._mesh is None or not self._mesh.is_distributed:
             return
         layout, pp = self._mesh.layout, self._mesh.pp
         stages = list(range(pp.rank, layout.pp * layout.vpp, layout.pp))
         held = "" if pp.size == 1 else f", which runs {'stage' if len(stages) == 1 else 'stages'} {stages}"
         notes = "".join(f"; {note}" for note in getattr(exception, "__notes__", ()))
-        text = " ".join(f"{type(exception).__name__}: {exception}{notes}".split())
+        text = described(exception) + " ".join(notes.split())
         _log.error("%r%s, failed with %s", self._mesh, held, text)
 
     @classmethod

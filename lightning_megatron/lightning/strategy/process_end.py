@@ -62,13 +62,14 @@ class ProcessEnd:
         self._groups = [weakref.ref(group) for group in groups]
         self._host = None if host is None else weakref.ref(host)
 
-    def note_error(self, error: BaseException) -> None:
+    def note_error(self, error: BaseException, together: bool) -> None:
         """Note that a run has ended in an error.
 
         Args:
-            error: error; ``SystemExit`` is none, since all ranks of a run leave it together that way.
+            error: error; ``SystemExit`` is none where all ranks leave the run together that way.
+            together: True if all ranks have raised one.
         """
-        self.has_failed = self.has_failed or not isinstance(error, SystemExit)
+        self.has_failed = self.has_failed or not (together and isinstance(error, SystemExit))
 
     def _end(self) -> None:
         if not dist.is_initialized():

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_megatron.comm.rendezvous import Meeting, Store
+from lightning_megatron.errors import described
 from lightning_megatron.lightning._private import trainer_of
 from lightning_megatron.lightning.children import GRACE
 from lightning_megatron.lightning.launcher import CheckedLauncher
@@ -209,7 +210,8 @@ class ActionRecord:
         """
         if error is not self.error:
             self._write(error)
-            if self._watch is None or self._recorder.state != State.LOST:  # else the watch has reported it
+            reported = () if self._watch is None else (State.LOST,)  # by the watch
+            if self._recorder.state not in (State.FINISHED, *reported):
                 self._strategy._log_error(error)
             if isinstance(error, Exception):
                 vars(error)["is_printed_here"] = self._is_first
@@ -231,7 +233,7 @@ class ActionRecord:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, PeerLostError):
             cause = cause.__cause__
-        if isinstance(error, SystemExit):
+        if isinstance(error, SystemExit) and self.all_have_raised:
             self._recorder.set_state(State.FINISHED)
         elif cause is not None:
             self._recorder.set_state(State.LOST, str(cause))
@@ -242,7 +244,7 @@ class ActionRecord:
             else:
                 _log.error("%s", named)
         else:
-            self._recorder.set_state(State.RAISED, f"{type(error).__name__}: {error}")
+            self._recorder.set_state(State.RAISED, described(error))
 
     @property
     def all_have_raised(self) -> bool:
@@ -266,7 +268,7 @@ class ActionRecord:
         """
         if self.error is not None and not self.all_have_raised:
             why = "a save needs all ranks, and not all of them have raised an error in this step"
-            _log.error("%s is not saved: %s. The error: %s: %s", path, why, type(self.error).__name__, self.error)
+            _log.error("%s is not saved: %s. The error: %s", path, why, described(self.error))
             raise self.error
 
     @contextmanager

@@ -423,8 +423,9 @@ class RunStrategy(CheckpointStrategy):
 
     def note_error(self, error: BaseException) -> bool:
         """Write down, before any hook, the error that this rank's run ends in; True if all ranks can still save."""
-        self._end.note_error(error)
-        return self._record.note_error(error)
+        together = self._record.note_error(error)
+        self._end.note_error(error, together)
+        return together
 
     def on_exception(self, exception: BaseException) -> None:
         """Write the error down, if the launcher has not done so."""

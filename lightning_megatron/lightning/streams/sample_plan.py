@@ -124,11 +124,22 @@ class SamplePlan:
             return False
         return counts_samples or trainer.max_epochs in ENDLESS
 
-    def epochs(self, trainer: Trainer | None) -> int:
-        """Epochs of a run that somebody has told to end after them, each with samples of its own."""
-        if trainer is None or trainer.overfit_batches or trainer.max_epochs in ENDLESS:  # type: ignore[attr-defined]
-            return 1
-        return trainer.max_epochs or 1
+    def epochs(self, trainer: Trainer | None) -> int | None:
+        """Epochs that a run has been told to end after, each with samples of its own; ``None`` for no such end."""
+        if trainer is None or trainer.max_epochs in ENDLESS:
+            return None
+        return 1 if trainer.overfit_batches else trainer.max_epochs  # type: ignore[attr-defined]
+
+    def order(self, trainer: Trainer | None, **consecutive: Any) -> dict[str, Any]:
+        """Arguments of the sampler: epochs with orders of their own, unless Lightning wants the same batches again."""
+        return {} if trainer is not None and trainer.overfit_batches else consecutive  # type: ignore[attr-defined]
+
+    def missing(self, samples: int) -> list[Problem]:
+        """The fault of data with fewer samples than training is to end after."""
+        if samples >= (self.train_samples or 0):
+            return []
+        reason = f"a data_path without weights is read once, and has {samples}: give [weight, prefix, ...]"
+        return [Problem("train_samples", self.train_samples, reason, (samples,))]
 
     def saved(self, dp: int, accumulated: int) -> dict[str, Any]:
         """State of a checkpoint, by which :meth:`resume_problems` compares."""

@@ -21,6 +21,7 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import CheckpointError, dcp, verify
 from lightning_megatron.checkpoint.directory.atomic_dir import place_for
 from lightning_megatron.checkpoint.directory.folder_lock import FolderInUseError, FolderLock
+from lightning_megatron.checkpoint.directory.newest import Candidate, newest_good
 from lightning_megatron.checkpoint.integrity.manifest import Progress, read_manifest, records
 from lightning_megatron.lightning.checkpointing.run_folders import patience
 from lightning_megatron.testing.trainer import quiet_trainer
@@ -143,6 +144,23 @@ def test_last_finds_names_with_a_slash_and_never_begins_anew_beside_them(tmp_pat
         manifest.unlink()
     with pytest.raises(CheckpointError, match="there are checkpoints in"):
         begins_at(tmp_path, 12, **names)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed")
+def test_last_follows_links_to_where_folders_have_been_moved(tmp_path):
+    begins_at(tmp_path / "run", 4, filename="{step}/model")
+    (tmp_path / "run" / "step=4").rename(tmp_path / "moved")
+    (tmp_path / "run" / "step=4").symlink_to(tmp_path / "moved")
+    (tmp_path / "run" / "itself").symlink_to(tmp_path / "run")
+    assert begins_at(tmp_path / "run", 6, filename="{step}/model") == 4
+
+
+def test_a_file_of_stock_lightning_that_may_be_newer_is_named(tmp_path):
+    ours, file = Candidate(tmp_path / "a.ckpt", Progress(1, 4)), Candidate(tmp_path / "b.ckpt", Progress(0, 6))
+    best, passed = newest_good([ours, file])
+    assert best is ours
+    assert [(one.path, "more steps" in one.reason) for one in passed] == [(file.path, True)]
+    assert newest_good([Candidate(tmp_path / "c.ckpt", Progress(1, 6)), file])[1] == []
 
 
 # What is newer

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_megatron import MegatronDataModule, MegatronStrategy
@@ -35,11 +34,13 @@ def write(path: Path, seed: int = 0) -> str:
 
 
 def rows_of(
-    data: MegatronDataModule, module: LightningModule | None = None, **options: Any
+    data: MegatronDataModule, path: Path | None = None, ckpt_path: Path | None = None, **options: Any
 ) -> dict[int, list[list[int]]]:
     module = Seen()
     trainer = quiet_trainer(MegatronStrategy(), limit_val_batches=0, **{"max_epochs": EPOCHS, **options})
-    trainer.fit(module, data)
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    if path is not None:
+        trainer.save_checkpoint(path)
     return module.rows
 
 
@@ -62,3 +63,21 @@ def test_a_weighted_blend_and_an_overfit_one(tmp_path: Path) -> None:
     assert seen[0] != seen[1] != seen[2]
     same = rows_of(MegatronDataModule(blend, LENGTH, 2, "1,0,0"), overfit_batches=2)
     assert same[0] == same[1] == same[2], "the same batches again, as Lightning wants them"
+
+
+def test_epochs_end_a_run_also_where_max_steps_may_end_it_earlier(tmp_path: Path) -> None:
+    """``max_epochs`` draws the order; ``max_steps`` cuts it, and a run without them goes on in it."""
+    path = write(tmp_path / "a")
+    whole = [row for epoch in rows_of(MegatronDataModule(path, LENGTH, 2, "1,0,0")).values() for row in epoch]
+    for steps in (100, 8):
+        rows = rows_of(MegatronDataModule(path, LENGTH, 2, "1,0,0"), tmp_path / "cut", max_steps=steps)
+        assert [row for epoch in rows.values() for row in epoch] == whole[: 2 * steps]
+    rest = rows_of(MegatronDataModule(path, LENGTH, 2, "1,0,0"), ckpt_path=tmp_path / "cut")
+    assert [row for epoch in rest.values() for row in epoch] == whole[16:24], "Lightning counts the cut epoch as done"
+
+
+def test_an_epoch_that_is_read_again_has_another_order(tmp_path: Path) -> None:
+    data = MegatronDataModule(write(tmp_path / "a"), LENGTH, 2, "1,0,0", train_samples=SAMPLES)
+    first, second, third = rows_of(data).values()
+    assert sorted(first) == sorted(second) == sorted(third)
+    assert first != second != third != first

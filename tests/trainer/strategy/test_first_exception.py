@@ -29,7 +29,15 @@ LIMIT = 10.0
 """Seconds from the error to the end of the job; the timeout of collectives is 30 minutes."""
 
 
-def job(folder: Path, layout: str, place: str, saver: str, who: str) -> None:
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+ERRORS = {"value": ValueError("on purpose"), "exit": SystemExit("on purpose"), "wordless": WordlessError()}
+
+
+def job(folder: Path, layout: str, place: str, saver: str, who: str, error: str = "value") -> None:
     """Train until one rank, or all, raise an error at a place, after `STEPS` batches; each rank has its own output."""
     rank, (size, axes) = int(os.environ.get("LOCAL_RANK", 0)), LAYOUTS[layout]
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
@@ -46,7 +54,7 @@ def job(folder: Path, layout: str, place: str, saver: str, who: str) -> None:
     def reach(here: str, step: int) -> None:
         if here == place and step == STEPS and who in ("all", "last" if rank == size - 1 else str(rank)):
             (folder / "raised").write_text(str(time.time()))
-            raise ValueError("on purpose")
+            raise ERRORS[error]
 
     class Rows(Dataset[Any]):
         def __len__(self) -> int:
@@ -54,6 +62,7 @@ def job(folder: Path, layout: str, place: str, saver: str, who: str) -> None:
 
         def __getitem__(self, number: int) -> Any:
             reach("data", number // 2)
+            reach("worker", number // 2)
             row = torch.arange(number, number + 17) % 64
             return {"tokens": row[:-1], "labels": row[1:]}
 
@@ -99,7 +108,11 @@ def job(folder: Path, layout: str, place: str, saver: str, who: str) -> None:
         default_root_dir=folder,
     )
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32, "vocab_size": 64}
-    trainer.fit(Model("llama-tiny", **sizes, num_query_groups=2), DataLoader(Rows(), 2), DataLoader(Rows(), 2))
+    trainer.fit(
+        Model("llama-tiny", **sizes, num_query_groups=2),
+        DataLoader(Rows(), 2, num_workers=int(place == "worker")),
+        DataLoader(Rows(), 2),
+    )
 
 
 def run(folder: Path, *how: str) -> float:
@@ -158,6 +171,24 @@ def test_an_error_of_one_rank_is_printed_by_all_and_ends_the_job(
     assert not any("most recent call first" in text for text in found.values()), "stacks of others are in the record"
     assert seconds < LIMIT or ((layout, place) == QUICK and not is_busy), found
     assert not (tmp_path / "saved" / "on_exception.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "place", "error", "told"),
+    [
+        ("tp", "step", "exit", "SystemExit: on purpose"),
+        pytest.param("dp", "step", "wordless", "WordlessError: its text cannot be made", marks=rest),
+        pytest.param("tp", "worker", "value", "ValueError: on purpose", marks=rest),
+    ],
+)
+def test_an_error_of_another_kind_is_printed_by_all_too(
+    tmp_path: Path, layout: str, place: str, error: str, told: str
+) -> None:
+    seconds = run(tmp_path, layout, place, "on exception", "last", error)
+    found = outputs(tmp_path)
+    assert len(found) == 2
+    assert all(told in text for text in found.values()), found
+    assert seconds < LIMIT or error == "exit", found
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Trainer
 
+from lightning_megatron import MegatronDataModule
 from lightning_megatron.data import BlendedDataset, DataError, GPTDataset, IndexedDataset, blend, build_gpt_datasets
 from lightning_megatron.data.build import parse_data_path, parse_split
 from lightning_megatron.errors import ConfigError
@@ -210,3 +212,16 @@ def test_blend_faults(write_corpus: WriteCorpus) -> None:
         BlendedDataset([member], [1])
     with pytest.raises(ConfigError, match="a blend has 1 to 32767 data sets"):
         BlendedDataset([])
+
+
+def test_weights_whose_sum_is_no_number() -> None:
+    with pytest.raises(ConfigError, match="and so their sum: leave out what is not to be read"):
+        parse_data_path([1e308, "a", 1e308, "b"])
+
+
+def test_a_list_without_weights_has_no_more_samples_than_training_is_to_end_after(write_corpus: WriteCorpus) -> None:
+    paths = [str(write_corpus([33], name)) for name in "ab"]
+    data = MegatronDataModule(paths, seq_length=8, split="1,0,0", train_samples=9)
+    data.trainer = Trainer(accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False)
+    with pytest.raises(ConfigError, match=r"train_samples=9: a data_path without weights is read once, and has 8"):
+        data.setup("fit")

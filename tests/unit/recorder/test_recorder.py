@@ -256,3 +256,10 @@ def test_a_record_is_of_one_process_and_goes_on_in_memory_without_a_file(tmp_pat
     recorder.main.end(recorder.main.begin(Kind.FORWARD))
     with pytest.raises(NotADirectoryError):
         recorder.open(Path(__file__) / "below-a-file", 0, 1)
+
+
+def test_a_long_text_keeps_its_end_and_any_text_can_be_written(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    recorder.set_state(State.RAISED, f"Caught ValueError in a worker {'é' * 1000} \ud800 ValueError: on purpose")
+    assert view_of(tmp_path).error.startswith("Caught ValueError in a worker")
+    assert view_of(tmp_path).error.endswith("ValueError: on purpose")
