@@ -216,10 +216,8 @@ class RunStrategy(CheckpointStrategy):
             reduce_dtype=reduce_dtype(self._job.grad_reduce_dtype, kind, mode.params, *summands),
             overlap_param_gather=self._job.optimizer.overlap_param_gather and not watched,
         )
-        self._optimizer_set = OptimizerSet(
-            self.lightning_module, self.optimizers, self.mesh, config, check_finite=self._job.check_for_nan
-        )
-        found = self._optimizer_set
+        found = OptimizerSet(self.lightning_module, self.optimizers, self.mesh, config, self._job.check_for_nan)
+        self._optimizer_set = found
         self.precision_plugin.manage(self.sharded_optimizers, found.check_replicas, watched, found.finite_checks)
 
     # Barriers and checkpoints

@@ -136,7 +136,8 @@ FAULTS: dict[str, tuple[Callable[[], object], list[str]]] = {
             seq_length=0, batch_size="4", val_samples=-1, split="1,x", data_path=[-1, "a"], tokenizer_type="Nulltoken"
         ),
         [
-            "data_path=[-1, 'a']: every weight must be a positive number",
+            "data_path=[-1, 'a']: every weight must be a positive number, and so their sum: leave out what is "
+            "not to be read",
             f"seq_length=0: {WHOLE}; nearest valid: 1",
             f"batch_size='4': {WHOLE}; nearest valid: 4, 1",
             "split='1,x': must be one to three numbers, none negative and not all zero: training, validation, test; "
