@@ -138,9 +138,9 @@ def load(
 
     def fit() -> list[str]:
         missing, faults = load_faults(state, metadata)
-        if strict and (needed := [key for key in missing if not Key.parse(key).is_calibration]):
-            faults = _missing_faults(needed, list(metadata.state_dict_metadata)) + faults
         if strict:
+            needed = [key for key in missing if not Key.parse(key).is_calibration]
+            faults = _missing_faults(needed, list(metadata.state_dict_metadata)) + faults
             where = ("optimizer", "model")
             faults += [
                 f"{key}: in the checkpoint, but not in the {where[Key.parse(key).is_model]}" for key in unexpected

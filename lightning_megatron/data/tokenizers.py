@@ -7,7 +7,6 @@ import importlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,20 +53,18 @@ class Tokenizer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Special:
-    """Special tokens of a tokenizer."""
-
-    bos: int | None = None
-    eos: int | None = None
-    pad: int | None = None
-    eod: int | None = None
-
-
 class _Base:
-    def __init__(self, vocab_size: int, special: _Special) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eod: int | None,
+        *,
+        bos: int | None = None,
+        eos: int | None = None,
+        pad: int | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
-        self.bos, self.eos, self.pad, self.eod = special.bos, special.eos, special.pad, special.eod
+        self.eod, self.bos, self.eos, self.pad = eod, bos, eos, pad
 
 
 class SentencePieceTokenizer(_Base):
@@ -88,8 +85,9 @@ class SentencePieceTokenizer(_Base):
         if not self._model.vocab_size():
             raise DataError.at(path, "a sentencepiece model without pieces", do="give a .model file")
         self._add_bos = add_bos
-        bos, eos, pad = (i if i >= 0 else None for i in self._special_ids())
-        super().__init__(self._model.vocab_size(), _Special(bos, eos, pad, eos))
+        special = self._model.bos_id(), self._model.eos_id(), self._model.pad_id()
+        bos, eos, pad = (i if i >= 0 else None for i in special)
+        super().__init__(self._model.vocab_size(), eos, bos=bos, eos=eos, pad=pad)
 
     def encode(self, text: str) -> list[int]:
         """Token ids; the begin token first if ``add_bos``."""
@@ -98,28 +96,24 @@ class SentencePieceTokenizer(_Base):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text."""
-        text: str = self._model.decode([int(i) for i in ids])
-        return text
+        return str(self._model.decode([int(i) for i in ids]))
 
     def vocabulary(self) -> dict[str, int]:
         """Ids by piece."""
         return {self._model.id_to_piece(number): number for number in range(self.vocab_size)}
 
-    def _special_ids(self) -> tuple[int, int, int]:
-        return self._model.bos_id(), self._model.eos_id(), self._model.pad_id()
-
 
 class FastTokenizer(_Base):
     """Tokenizer of the ``tokenizers`` library that ``file`` describes."""
 
-    def __init__(self, backend: Any, special: _Special, file: Path, *, special_in_text: bool) -> None:
+    def __init__(self, backend: Any, file: Path, *, special_in_text: bool, **special: int | None) -> None:
         backend.no_truncation()  # as transformers does: a text is all of its tokens, and no other
         backend.no_padding()
         self._backend, self._file = backend, file
         self._model = backend.model
         self._special_in_text = special_in_text
         ids = [*self.vocabulary().values(), *self.encode("")]  # what is put around a text may have ids of its own
-        super().__init__(max(ids, default=-1) + 1, special)
+        super().__init__(max(ids, default=-1) + 1, **special)
 
     def encode(self, text: str) -> list[int]:
         """Token ids."""
@@ -162,14 +156,12 @@ class FastTokenizer(_Base):
     def decode_whole(self, ids: Iterable[int]) -> str:
         """The text, with special tokens."""
         with _told_by(self._file):
-            text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
-        return text
+            return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, without special tokens."""
         with _told_by(self._file):
-            text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
-        return text
+            return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def description(self) -> dict[str, Any]:
         """Content of its ``tokenizer.json``."""
@@ -226,9 +218,8 @@ class HuggingFaceTokenizer(FastTokenizer):
             add_tokens(backend, settings, tokenizers.AddedToken)
         self.special_tokens = special_tokens(settings)
         ids = {name: backend.token_to_id(token) for name, token in self.special_tokens.items()}
-        eos = ids.get("eos_token")
-        special = _Special(ids.get("bos_token"), eos, ids.get("pad_token"), eos)
-        super().__init__(backend, special, file, special_in_text=True)
+        bos, eos, pad = (ids.get(name) for name in ("bos_token", "eos_token", "pad_token"))
+        super().__init__(backend, file, special_in_text=True, bos=bos, eos=eos, pad=pad, eod=eos)
 
 
 class GPT2BPETokenizer(FastTokenizer):
@@ -250,7 +241,7 @@ class GPT2BPETokenizer(FastTokenizer):
         eod = backend.token_to_id("<|endoftext|>")
         if eod is None:
             raise DataError.at(vocab, "has no <|endoftext|>", do="give GPT-2's vocab.json, or add that token")
-        super().__init__(backend, _Special(eod, eod, None, eod), vocab, special_in_text=False)
+        super().__init__(backend, vocab, special_in_text=False, bos=eod, eos=eod, eod=eod)
 
 
 class BertWordPieceTokenizer(FastTokenizer):
@@ -278,8 +269,8 @@ class BertWordPieceTokenizer(FastTokenizer):
         backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         backend.decoder = tokenizers.decoders.WordPiece()
         self.mask, self.pieces = pieces.get("[MASK]"), pieces
-        special = _Special(pieces["[CLS]"], pieces["[SEP]"], pieces["[PAD]"], pieces["[SEP]"])
-        super().__init__(backend, special, vocab, special_in_text=False)
+        bos, eos, pad = pieces["[CLS]"], pieces["[SEP]"], pieces["[PAD]"]
+        super().__init__(backend, vocab, special_in_text=False, bos=bos, eos=eos, pad=pad, eod=eos)
 
 
 class NullTokenizer(_Base):
@@ -292,7 +283,7 @@ class NullTokenizer(_Base):
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
             raise ConfigError([Problem("vocab_size", vocab_size, "a vocabulary has at least 1 token")])
-        super().__init__(vocab_size + 1, _Special(eod=vocab_size))
+        super().__init__(vocab_size + 1, eod=vocab_size)
         self._given = vocab_size
 
     def encode(self, text: str) -> list[int]:
@@ -315,15 +306,16 @@ class NullTokenizer(_Base):
         return " ".join(str(int(i)) for i in ids)
 
 
-TOKENIZER_TYPES = (
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "NullTokenizer",
-)
+_BESIDE = {
+    **dict.fromkeys(("GPTSentencePieceTokenizer", "Llama2Tokenizer"), ("tokenizer.model",)),
+    "HuggingFaceTokenizer": ("tokenizer.json",),
+    "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
+    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), ("vocab.txt",)),
+    "NullTokenizer": (),
+}
+"""Files of each type, by the names that they have where nothing else is said."""
+
+TOKENIZER_TYPES = tuple(_BESIDE)
 
 
 def build_tokenizer(
@@ -376,15 +368,6 @@ def build_tokenizer(
         return NullTokenizer(need("vocab_size", vocab_size, "the number of tokens"))
     reason = f"unknown type; known are {', '.join(TOKENIZER_TYPES)}"
     raise ConfigError([Problem("tokenizer_type", type, reason, nearest_names(type, TOKENIZER_TYPES))])
-
-
-_BESIDE = {
-    **dict.fromkeys(("GPTSentencePieceTokenizer", "Llama2Tokenizer"), ("tokenizer.model",)),
-    "HuggingFaceTokenizer": ("tokenizer.json",),
-    "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
-    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), ("vocab.txt",)),
-}
-"""Files of each type, by the names that they have where nothing else is said."""
 
 
 def tokenizer_beside(type: str, folder: str | Path) -> Path | None:

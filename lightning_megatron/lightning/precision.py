@@ -85,9 +85,7 @@ class MegatronPrecision(Precision):
     def __init__(self, precision: str = "32-true", loss_scale: DynamicLossScale | None = None) -> None:
         super().__init__()
         if precision not in MODES:
-            advice = {
-                "16-true": "fp16 without fp32 main parameters does not train: use '16-mixed'",
-            }
+            advice = {"16-true": "fp16 without fp32 main parameters does not train: use '16-mixed'"}
             reason = advice.get(precision, "not a precision of this strategy")
             raise ConfigError([Problem("precision", precision, reason, nearest_names(precision, list(MODES)))])
         self.precision = precision  # type: ignore[assignment]  # Lightning's Literal has more names
@@ -215,9 +213,7 @@ class MegatronPrecision(Precision):
 
         So inputs keep their dtype until a layer takes them (:meth:`convert_module`), as under Lightning's autocast.
         """
-        if self.mode.params != torch.float64:
-            return data
-        return apply_to_collection(data, Tensor, lambda t: t.to(self.mode.params) if torch.is_floating_point(t) else t)
+        return _cast(data, torch.float64) if self.mode.params == torch.float64 else data
 
     def forward_context(self) -> AbstractContextManager[None]:
         """No autocast: parameters have their dtype already. In fp64 new tensors get the dtype, as in Lightning."""
@@ -270,15 +266,11 @@ class MegatronPrecision(Precision):
         check = self._finite_checks.get(sharded)
         if check is None:
             return
-        if self.step_gate is not None or (overflow and not self._scale_is_least):
+        can_shrink = self.loss_scale is not None and self.loss_scale.scale > self.loss_scale.minimum
+        if self.step_gate is not None or (overflow and can_shrink):
             check.forget()
         else:
             check(step, self.last_grad_norm)
-
-    @property
-    def _scale_is_least(self) -> bool:
-        """True if the loss scale cannot become smaller after an overflow."""
-        return self.loss_scale is not None and self.loss_scale.scale <= self.loss_scale.minimum
 
     def _step(self, sharded: ShardedOptimizer, model: LightningModule, result: Any, kwargs: dict[str, Any]) -> Any:
         """Step with a closure that returns the computed result: optimizers may call it, as in Lightning."""
@@ -385,4 +377,8 @@ def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
 
 def _cast_inputs(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtype = next(tensor.dtype for tensor in _own_tensors(part) if tensor.is_floating_point())
-    return apply_to_collection((args, kwargs), Tensor, lambda t: t.to(dtype) if torch.is_floating_point(t) else t)
+    return _cast((args, kwargs), dtype)
+
+
+def _cast(data: Any, dtype: torch.dtype) -> Any:
+    return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if torch.is_floating_point(t) else t)

@@ -12,14 +12,12 @@ if TYPE_CHECKING:
     from lightning_megatron.lightning.checkpointing.optimizer_file import export_optimizers, import_optimizers
     from lightning_megatron.lightning.checkpointing.other_settings import tell_other_settings
     from lightning_megatron.lightning.checkpointing.trainer_state import (
-        continue_randomness,
         load_trainer_checkpoint,
         save_trainer_checkpoint,
     )
 
 __all__ = [
     "build_module",
-    "continue_randomness",
     "export_optimizers",
     "import_optimizers",
     "load_trainer_checkpoint",

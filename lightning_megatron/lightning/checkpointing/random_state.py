@@ -17,13 +17,7 @@ def random_state(streams: RNGStreams) -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": [version, list(numbers), gauss],
-        "numpy": [
-            kind,
-            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "streams": streams.state_dict(),
     }

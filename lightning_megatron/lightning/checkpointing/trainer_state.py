@@ -30,7 +30,7 @@ from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
 from lightning_megatron.checkpoint.keys import groups_key, whole_state_key
 from lightning_megatron.checkpoint.meta import refuse_other_writers
-from lightning_megatron.lightning.checkpointing.random_state import random_state, restore_random_state
+from lightning_megatron.lightning.checkpointing.random_state import random_state
 from lightning_megatron.lightning.checkpointing.weight_versions import (
     NOTE,
     copies,
@@ -154,14 +154,14 @@ def load_trainer_checkpoint(
     for optimizer in optimizers:
         optimizer.finish_param_gather()
     if is_foreign(path):
-        return _load_foreign(path, module, optimizers, mesh), None
+        return _begin_with_weights(path, module, optimizers, mesh), None
     weights_only = weights_only is None or weights_only
     meta = load(path, {}, mesh, weights_only=weights_only, check=check).meta
     refuse_other_writers(path, meta)
     refuse_other_base(path, meta, module)
     check_checkpoint(path, meta, getattr(module, "model_shape", None))
     if IMPORTED_FROM in meta:
-        return _load_imported(path, module, optimizers, mesh), None
+        return _begin_with_weights(path, module, optimizers, mesh), None
     if optimizers and "optimizer_states" not in meta:
         raise CheckpointError(_weights_alone(path, module))
     rejoin_groups(meta, module, optimizers)
@@ -188,25 +188,15 @@ def load_trainer_checkpoint(
     return _lightning_dictionary(loaded.meta, target, module, optimizers), loaded.per_rank
 
 
-def _load_foreign(
+def _begin_with_weights(
     path: str, module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh
 ) -> dict[str, Any]:
-    """Load the weights of another program's checkpoint, with which a new run begins."""
-    load_weights(module, path, mesh)
-    for optimizer in optimizers:
-        optimizer.refresh_main()
-    return fresh_run() | {SETTINGS: read_settings(path), "state_dict": module.state_dict()}
-
-
-def _load_imported(
-    path: str, module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh
-) -> dict[str, Any]:
-    """Load a converted checkpoint, which holds parameters alone: no optimizer state, and no buffers of modules."""
+    """Load the weights of another program's checkpoint, or of one converted from it; a new run begins with them."""
     loaded = load_weights(module, path, mesh, strict=module.strict_loading, check="sizes")
-    assert loaded is not None
     for optimizer in optimizers:
         optimizer.refresh_main()
-    return {**loaded.meta, "state_dict": module.state_dict()}
+    meta = fresh_run() | {SETTINGS: read_settings(path)} if loaded is None else loaded.meta
+    return {**meta, "state_dict": module.state_dict()}
 
 
 @dataclass(frozen=True)
@@ -267,11 +257,6 @@ def _weights_alone(path: str, module: LightningModule) -> str:
         f"{path} holds weights alone (save_weights_only), and no run can go on from them. To begin a run with the"
         f" weights, give fit the module {call}, and no ckpt_path"
     )
-
-
-def continue_randomness(state: dict[str, Any], mesh: ParallelMesh) -> None:
-    """Set every generator of this process to a saved state."""
-    restore_random_state(state, mesh.rng)
 
 
 def optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh, sharded: bool) -> State:

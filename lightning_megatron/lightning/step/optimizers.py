@@ -119,14 +119,14 @@ class OptimizerSet:
         self._tied = tied_names([spec.tied_with for _, _, spec in specs if spec.tied_with], mesh)
         self._shared = self._held_by_several(specs)
         broadcast_params(specs, mesh)
-        self._shared.share_values({name: param for name, param, _ in specs})
+        params = {name: param for name, param, _ in specs}
+        self._shared.share_values(params)
         specs = [
             (name, param, replace(spec, tied_with=name) if name in self._shared.repeated else spec)
             for name, param, spec in specs
         ]
         self._own_names = [name for name, _, spec in specs if spec.tied_with is None]
-        own = {name for name, _, _ in specs}
-        reduce_late = own.intersection(self._tied | set(self._shared.names))
+        reduce_late = params.keys() & (self._tied | set(self._shared.names))
         config = replace(config, keep_param_grads=not module.automatic_optimization)
         self.sharded = [
             ShardedOptimizer(optimizer, specs, mesh, config, reduce_late)
@@ -136,7 +136,6 @@ class OptimizerSet:
         for sharded in self.sharded:
             sharded.install_gather_hooks(module)
         self._replica_checks = {sharded: ReplicaCheck(sharded, mesh) for sharded in self.sharded}
-        params = {name: param for name, param, _ in specs}
         self.finite_checks = {s: FiniteCheck(s, params, mesh) for s in self.sharded} if check_finite else {}
         self._after_step = [m for m in module.modules() if isinstance(m, AfterOptimizerStep)]
         self._after_skipped_step: list[ForgetStep] = [m for m in module.modules() if isinstance(m, ForgetStep)]
@@ -211,7 +210,7 @@ class OptimizerSet:
             backward_was_ours: True if ``training_step`` has run backwards.
 
         Returns:
-            The output; with the mean loss if it has the number of tokens.
+            The output; with the mean loss if it has the number of tokens, see :meth:`TokenCounter.normalize`.
         """
         self._check_loss(output)
         if output is None or not self._is_automatic:
@@ -221,7 +220,10 @@ class OptimizerSet:
                 slot.hide()
         if self._probe is not None:
             self._probe.plant()
-        return self.mean_over_tokens(output, batches)
+        output = self._tokens.normalize(output)
+        for sharded in self.sharded:
+            sharded.grad_factor = self._tokens.gradient_factor(batches)
+        return output
 
     def _check_loss(self, output: Any) -> None:
         """Check the loss on the last stage, where it is computed, before it is averaged over replicas."""
@@ -253,21 +255,6 @@ class OptimizerSet:
                 "cleared before the backwards of micro-batches: leave micro_batch_size out, or accumulate with "
                 "Trainer(accumulate_grad_batches=...)"
             )
-
-    def mean_over_tokens(self, output: Any, batches: int) -> Any:
-        """Average a loss over the tokens whose number ``training_step`` returned; other outputs pass unchanged.
-
-        Args:
-            output: output of the step, on this replica's whole batch.
-            batches: number of accumulated batches, by which Lightning divides each loss.
-
-        Returns:
-            The output with the mean loss, see :meth:`TokenCounter.normalize`.
-        """
-        output = self._tokens.normalize(output)
-        for sharded in self.sharded:
-            sharded.grad_factor = self._tokens.gradient_factor(batches)
-        return output
 
     def check_replicas(self, sharded: ShardedOptimizer) -> None:
         """Compare gradients that must be equal on tensor-parallel ranks; in the first steps only."""

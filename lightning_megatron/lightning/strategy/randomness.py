@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.lightning import checkpointing
-from lightning_megatron.lightning.checkpointing.random_state import random_state
+from lightning_megatron.lightning.checkpointing.random_state import random_state, restore_random_state
 from lightning_megatron.mesh import ParallelMesh
 
 
@@ -20,7 +19,7 @@ class ResumedRandomness:
         """Continue with the state of a checkpoint; ``None`` for a checkpoint without one."""
         self._saved = saved
         if saved is not None:
-            checkpointing.continue_randomness(saved, mesh)
+            restore_random_state(saved, mesh.rng)
 
     def begin_batch(self, batch_idx: int, mesh: ParallelMesh) -> None:
         """Resume in mid-epoch with the random numbers of the uninterrupted run.
@@ -28,13 +27,13 @@ class ResumedRandomness:
         A loader that begins draws a seed from torch's generator, which it would not have done in mid-epoch.
         """
         if self._saved is not None and batch_idx > 0:
-            checkpointing.continue_randomness(self._saved, mesh)
+            restore_random_state(self._saved, mesh.rng)
         self._saved = None
 
     def begin_validation(self, mesh: ParallelMesh) -> None:
         """Draw in a validation that starts again the random numbers that it drew before."""
         if self._saved is not None:
-            checkpointing.continue_randomness(self._saved, mesh)
+            restore_random_state(self._saved, mesh.rng)
         self._validation = random_state(mesh.rng)
 
     def end_validation(self, mesh: ParallelMesh, *, sanity_checking: bool) -> None:
@@ -46,4 +45,4 @@ class ResumedRandomness:
     def rewind_validation(self, mesh: ParallelMesh) -> None:
         """Set every generator to its state at the start of the current validation, which a resumed run repeats."""
         if self._validation is not None:
-            checkpointing.continue_randomness(self._validation, mesh)
+            restore_random_state(self._validation, mesh.rng)
