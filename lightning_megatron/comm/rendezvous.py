@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but no stub says so
 
-__all__ = ["Meeting", "Store"]
+__all__ = ["Meeting", "Store", "comes_true"]
 
 
 class Meeting:
@@ -52,9 +52,10 @@ class Meeting:
         said.set(str(self._rank), own)
         end = time.monotonic() + limit.total_seconds()
         try:
-            if self._rank == 0 and _have_come(said, ranks, end):
+            # Of a wait that ends without its keys, torch prints two lines.
+            if self._rank == 0 and comes_true(lambda: said.check(ranks), end):
                 said.set("judgement", str(len({said.get(rank) for rank in ranks}) == 1))
-            return _have_come(said, ["judgement"], end) and said.get("judgement") == b"True"
+            return comes_true(lambda: said.check(["judgement"]), end) and said.get("judgement") == b"True"
         except RuntimeError:  # the process that hosts the store has ended
             return False
 
@@ -66,9 +67,9 @@ class Meeting:
             self._store.wait(["all have parted"])
 
 
-def _have_come(store: Store, keys: list[str], end: float) -> bool:
-    """Look for keys again and again: of a ``wait`` that ends without them, torch prints two lines."""
-    while not store.check(keys):
+def comes_true(holds: Callable[[], bool], end: float) -> bool:
+    """Ask again and again until something holds; False if it does not by the monotonic time ``end``."""
+    while not holds():
         if time.monotonic() > end:
             return False
         time.sleep(0.05)

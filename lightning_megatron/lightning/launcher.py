@@ -29,7 +29,6 @@ from lightning_megatron.lightning.comparison.places import check_places, places_
 from lightning_megatron.lightning.environments.mpi import MpirunEnvironment
 from lightning_megatron.lightning.stopping.signals import handed_on
 
-Begin = Callable[[Trainer, Any], Any]
 _DERIVE_THE_ADDRESS = (SLURMEnvironment, LSFEnvironment, MPIEnvironment, MpirunEnvironment)
 
 
@@ -48,7 +47,7 @@ class LaunchCalls:
 
     check: Callable[..., None]
     note_error: Callable[[BaseException], bool]
-    begin: Begin
+    begin: Callable[[Trainer, Any], Any]
     compare: Callable[..., None]
     port: LoopbackPort
 
@@ -62,6 +61,9 @@ class CheckedLauncher(SubprocessScriptLauncher):
         num_nodes: nodes of the job.
         device: device of this process.
         calls: calls into the strategy.
+
+    Attributes:
+        children: processes that this one has launched, if any.
 
     Raises:
         ConfigError: if another launcher has started processes that Lightning does not see.
@@ -80,7 +82,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
         super().__init__(cluster_environment, num_processes, num_nodes)
         raise_if_any(launch_problems(cluster_environment))
         self._device, self._calls = device, calls
-        self._children: Children | None = None
+        self.children: Children | None = None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Check, spawn, run ``function``."""
@@ -92,7 +94,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
 
         def compared(*args: Any, **kwargs: Any) -> Any:
             self._calls.compare(trainer, *args, *kwargs.values())
-            return begun(function, trainer, self._calls.begin)(*args, **kwargs)
+            return run_begun(function, trainer, self._calls, *args, **kwargs)
 
         if self.num_processes == 1 and self.num_nodes == 1:
             return compared(*args, **kwargs)  # no process to start: no variables are set, no thread watches
@@ -104,10 +106,10 @@ class CheckedLauncher(SubprocessScriptLauncher):
                 raise
             except BaseException as error:
                 together = self._calls.note_error(error)
-                if together and self._children is not None:
-                    self._children.let_end()
-                elif isinstance(error, Exception | SystemExit):
-                    self.end_children()
+                if self.children is not None and together:
+                    self.children.let_end()
+                elif self.children is not None and isinstance(error, Exception | SystemExit):
+                    self.children.end()
                 raise
             finally:
                 self._calls.port.free()
@@ -118,20 +120,12 @@ class CheckedLauncher(SubprocessScriptLauncher):
         super()._call_children_scripts()
         # Lightning's observer kills this process as soon as one of these fails, and does nothing with an empty list.
         first_rank = self.cluster_environment.node_rank() * self.num_processes
-        self._children, self.procs = Children(self.procs, first_rank), []
+        self.children, self.procs = Children(self.procs, first_rank), []
 
     def kill(self, signum: int) -> None:
         """Send a signal to the processes that this one has launched."""
-        if self._children is not None:
-            self._children.send(signum)
-
-    def end_children(self) -> list[int]:
-        """End the processes that this one has launched; returns the ranks of those that did not end by themselves."""
-        return [] if self._children is None else self._children.end()
-
-    def dead_children(self) -> dict[int, int]:
-        """Exit status of launched ranks that have failed, negative for a signal."""
-        return {} if self._children is None else self._children.failed
+        if self.children is not None:
+            self.children.send(signum)
 
 
 class JoinedLauncher(Launcher):
@@ -160,7 +154,7 @@ class JoinedLauncher(Launcher):
             look_at_files([*args, *kwargs.values()], trainer)
             keep_recipes(self._device, trainer)
             share_cores(self.num_processes)
-            return begun(function, trainer, self._calls.begin)(*args, **kwargs)
+            return run_begun(function, trainer, self._calls, *args, **kwargs)
         except TunerExit:  # no error: all ranks leave the run with it
             raise
         except BaseException as error:
@@ -207,16 +201,14 @@ def keep_recipes(device: torch.device, trainer: Trainer | None) -> None:
         rank_zero_info(f"compiled recipes are kept in {folder}; PT_HPU_RECIPE_CACHE_CONFIG names another folder")
 
 
-def begun(function: Callable[..., Any], trainer: Trainer | None, begin: Begin) -> Callable[..., Any]:
-    """A function that first lets the ranks of a fit agree on a checkpoint."""
+def run_begun(
+    function: Callable[..., Any], trainer: Trainer | None, calls: LaunchCalls, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function; the ranks of a fit first agree on a checkpoint."""
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
-        return function
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given = with_other_path(function, args, kwargs, partial(begin, trainer))
-        return function(*given.args, **given.kwargs)
-
-    return run
+        return function(*args, **kwargs)
+    given = with_other_path(function, args, kwargs, partial(calls.begin, trainer))
+    return function(*given.args, **given.kwargs)
 
 
 def script_problems(processes: int) -> list[Problem]:

@@ -63,8 +63,7 @@ class PeerWatch:
         local: ranks of this host.
         world_size: ranks of the job.
         timeout: timeout of collectives, in seconds.
-        ends: True if this process may be ended by force when it waits for ranks that have failed.
-        before_end: function called before that; it ends processes that this one has launched.
+        before_end: function called before this process is ended; it ends processes that this one has launched.
         children: function that gives the exit status of launched ranks that have failed, negative for a signal.
     """
 
@@ -75,12 +74,11 @@ class PeerWatch:
         local: Collection[int],
         world_size: int,
         timeout: float,
-        ends: bool,
         before_end: Callable[[], None],
         children: Callable[[], Mapping[int, int]],
     ) -> None:
         assert recorder.folder is not None
-        self._recorder, self._rank, self._timeout, self._ends = recorder, rank, timeout, ends
+        self._recorder, self._rank, self._timeout = recorder, rank, timeout
         self._folder: Path = recorder.folder
         self._local = [FailureProbe(self._folder, other) for other in local if other != rank]
         # Each rank begins with its successor, so that ranks read different files at a time.
@@ -96,10 +94,9 @@ class PeerWatch:
         recorder.blame = self.blame
 
     def start(self) -> None:
-        """Start the thread, if it may end the process."""
-        if self._ends:
-            self._thread = threading.Thread(target=self._look, name="peer-watch", daemon=True)
-            self._thread.start()
+        """Start the thread, which ends this process by force when it waits for ranks that have failed."""
+        self._thread = threading.Thread(target=self._look, name="peer-watch", daemon=True)
+        self._thread.start()
 
     def give_time(self, seconds: float) -> None:
         """Give the main thread more time to end by itself, since it knows of the failure and is ending other ranks."""
@@ -115,13 +112,11 @@ class PeerWatch:
     def views(self) -> list[RankView]:
         """Views of all ranks as they are now; reads every file of the run."""
         dead = self._children()
-        found = read_run(self._folder)
-        return [
-            replace(view, process=Process(ProcessState.DEAD, dead[view.rank]))
-            if view.rank in dead and view.process.state != ProcessState.ENDED_BY_LAUNCHER
-            else view
-            for view in found
-        ]
+        views = read_run(self._folder)
+        for view in views:
+            if view.rank in dead and view.process.state != ProcessState.ENDED_BY_LAUNCHER:
+                views[view.rank] = replace(view, process=Process(ProcessState.DEAD, dead[view.rank]))
+        return views
 
     def blame(self, doing: str) -> str:
         """Report the rank to blame for a failed collective, and return the text of the error.

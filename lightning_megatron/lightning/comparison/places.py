@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_megatron.comm.rendezvous import Meeting, Store
+from lightning_megatron.comm.rendezvous import Meeting, Store, comes_true
 from lightning_megatron.config.layout import HasModelShape
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.files.free_space import readable
@@ -76,19 +76,14 @@ def places_of(trainer: Trainer | None, objects: Iterable[object] = ()) -> list[P
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name, folder = type(callback).__name__, getattr(callback, "dirpath", None)
         path = getattr(callback, "path", None)
-        if isinstance(callback, Checkpoint) and folder is not None:
+        if isinstance(callback, Checkpoint):
             found.append((f"{name}.dirpath", folder, True, False, needed[folder]))
         elif name == "KillSwitch" and path is not None:
             found.append(("KillSwitch.path", os.path.dirname(os.path.abspath(path)), True, True))
-    found += [
-        (f"{type(logger).__name__}.save_dir", logger.save_dir, False, True)
-        for logger in trainer.loggers
-        if logger.save_dir is not None
-    ]
+    found += [(f"{type(logger).__name__}.save_dir", logger.save_dir, False, True) for logger in trainer.loggers]
     data = next((each for each in objects if isinstance(each, LightningDataModule)), None)
     cache = getattr(data or getattr(trainer, "datamodule", None), "cache_dir", None)
-    if cache is not None:
-        found.append(("data.cache_dir", cache, False, False))
+    found.append(("data.cache_dir", cache, False, False))
     return [
         Place(name, os.path.abspath(path), *how)
         for name, path, *how in found
@@ -174,7 +169,7 @@ class PlaceProbe:
             if place.name in marks and self._rank > 0:
                 name, missing, host = marks[place.name]
                 parent, rest = _without(place.path, missing)
-                if not _is_seen(parent / name, end):
+                if not comes_true((parent / name).exists, end):
                     reason = f"is not the folder that rank 0 has on {host}: what that has written is not to be seen"
                     yield place.name, place.path, f"{reason}; it must be on a file system that all machines share"
                     continue
@@ -229,14 +224,6 @@ def _without(path: str, rest: str) -> tuple[Path, str]:
     if end and parts[-len(end) :] == end:
         return Path(*parts[: -len(end)]), rest
     return Path(path), ""
-
-
-def _is_seen(mark: Path, end: float) -> bool:
-    while not mark.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def _holds_something(place: Place) -> bool:

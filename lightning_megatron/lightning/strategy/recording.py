@@ -19,8 +19,7 @@ from lightning.pytorch import Trainer
 from lightning_megatron.comm.rendezvous import Meeting, Store
 from lightning_megatron.errors import described
 from lightning_megatron.lightning._private import trainer_of
-from lightning_megatron.lightning.children import GRACE
-from lightning_megatron.lightning.launcher import CheckedLauncher
+from lightning_megatron.lightning.children import GRACE, Children
 from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
 from lightning_megatron.lightning.strategy.mesh import MeshStrategy
 from lightning_megatron.machine.transport import is_lost_connection
@@ -145,8 +144,7 @@ class ActionRecord:
         if theirs is not None and (own is None or str(own) != theirs) and os.path.isdir(theirs):
             self._recorder.close(remove=True)
             self._open(Path(theirs))
-        about = {"host": socket.gethostname(), "device": str(strategy.root_device), "mesh": repr(strategy.mesh)}
-        self._recorder.describe(about)
+        self._recorder.describe({"mesh": repr(strategy.mesh)})
         self._watch_peers()
         if trainer is not None and self._recorder.folder is not None:
             self._marks = HookMarks(self._recorder.main)
@@ -165,19 +163,20 @@ class ActionRecord:
             _log.warning("actions of rank %d are not written down: %s", rank, error)
 
     def _watch_peers(self) -> None:
+        self._stop_watch()
+        strategy = self._strategy
+        if self._recorder.folder is not None and strategy.world_size > 1:
+            rank, first = strategy.global_rank, strategy.node_rank * strategy.num_processes
+            local, seconds = range(first, first + strategy.num_processes), strategy.collective_timeout.total_seconds()
+            children = self._end_children, self._dead_children
+            self._watch = PeerWatch(self._recorder, rank, local, strategy.world_size, seconds, *children)
+            if self._makes_group:  # else this process is not ended by force
+                self._watch.start()
+
+    def _stop_watch(self) -> None:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        strategy = self._strategy
-        if self._recorder.folder is not None and strategy.world_size > 1:
-            seconds, own = (
-                strategy.collective_timeout.total_seconds(),
-                (self._makes_group, self._end_children, self._dead_children),
-            )
-            rank, first = strategy.global_rank, strategy.node_rank * strategy.num_processes
-            local = range(first, first + strategy.num_processes)
-            self._watch = PeerWatch(self._recorder, rank, local, strategy.world_size, seconds, *own)
-            self._watch.start()
 
     @property
     def _root(self) -> str:
@@ -186,16 +185,17 @@ class ActionRecord:
 
     # Processes that this one has launched
 
+    @property
+    def _children(self) -> Children | None:
+        return getattr(self._strategy.launcher, "children", None)
+
     def _end_children(self) -> None:
-        launcher = self._strategy.launcher
-        if isinstance(launcher, CheckedLauncher):
-            for rank in launcher.end_children():
-                if self._recorder.folder is not None:
-                    note_process_state(self._recorder.folder, rank, ProcessState.ENDED_BY_LAUNCHER, 0)
+        for rank in [] if self._children is None else self._children.end():
+            if self._recorder.folder is not None:
+                note_process_state(self._recorder.folder, rank, ProcessState.ENDED_BY_LAUNCHER, 0)
 
     def _dead_children(self) -> Mapping[int, int]:
-        launcher = self._strategy.launcher
-        return launcher.dead_children() if isinstance(launcher, CheckedLauncher) else {}
+        return {} if self._children is None else self._children.failed
 
     # The end
 
@@ -286,9 +286,8 @@ class ActionRecord:
     def _close(self) -> None:
         if self._marks is not None:
             self._marks.detach()
-        if self._watch is not None:
-            self._watch.stop()
-        self._watch = self._marks = self.error = None  # whose traceback holds the frames of the run
+        self._stop_watch()
+        self._marks = self.error = None  # whose traceback holds the frames of the run
         folder = self._recorder.folder
         self._recorder.set_state(State.FINISHED)
         self._recorder.close()

@@ -177,7 +177,6 @@ def job_problems(job: Job) -> list[Problem]:
     """Every fault of a job that can be known before its processes start, one function a subject."""
     subjects = (
         trainer_faults,
-        saving_faults,
         module_faults,
         data_faults,
         tokenizer_faults,
@@ -187,23 +186,18 @@ def job_problems(job: Job) -> list[Problem]:
         expert_faults,
         weight_faults,
         op_faults,
-        recompute_faults,
     )
     found = [problem for subject in subjects for problem in subject(job)]
     return found or memory_faults(job)
 
 
 def trainer_faults(job: Job) -> list[Problem]:
-    """Callbacks and arguments of the Trainer."""
-    if job.trainer is None:
-        return []
-    callbacks: Sequence[Callback] = job.trainer.callbacks  # type: ignore[attr-defined]
-    return callback_problems(callbacks, job.layout, job.modules) + trainer_problems(job.trainer)
-
-
-def saving_faults(job: Job) -> list[Problem]:
-    """Faults of the first save."""
-    return saving_problems(job.objects, job.trainer)
+    """Callbacks and arguments of the Trainer, and faults of the first save."""
+    found = []
+    if job.trainer is not None:
+        callbacks: Sequence[Callback] = job.trainer.callbacks  # type: ignore[attr-defined]
+        found = callback_problems(callbacks, job.layout, job.modules) + trainer_problems(job.trainer)
+    return found + saving_problems(job.objects, job.trainer)
 
 
 def module_faults(job: Job) -> list[Problem]:
@@ -282,13 +276,9 @@ def weight_faults(job: Job) -> list[Problem]:
 
 
 def op_faults(job: Job) -> list[Problem]:
-    """Implementations of ops that the model cannot use."""
-    return [] if job.model is None else job.ops.model_problems(job.layout, job.model, job.dtype)
-
-
-def recompute_faults(job: Job) -> list[Problem]:
-    """Settings of recomputation that the model cannot use."""
-    return job.settings.recompute.problems(job.layout, job.model)
+    """Implementations of ops, and settings of their recomputation, that the model cannot use."""
+    found = [] if job.model is None else job.ops.model_problems(job.layout, job.model, job.dtype)
+    return found + job.settings.recompute.problems(job.layout, job.model)
 
 
 def memory_faults(job: Job) -> list[Problem]:

@@ -27,7 +27,7 @@ WORLD, ON_A_HOST = 64, 8
 
 def watch_of(recorder: Recorder, rank: int, timeout: float = 1800.0) -> PeerWatch:
     first = rank // ON_A_HOST * ON_A_HOST
-    return PeerWatch(recorder, rank, range(first, first + ON_A_HOST), WORLD, timeout, True, lambda: None, dict)
+    return PeerWatch(recorder, rank, range(first, first + ON_A_HOST), WORLD, timeout, lambda: None, dict)
 
 
 @pytest.fixture
