@@ -12,7 +12,7 @@ from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.errors import Problem, raise_if_any
 
 
-class MegatronSampler(Sampler[list[int | None]]):
+class MegatronSampler(Sampler[list[int]]):
     """Batches of one data-parallel rank, as a ``batch_sampler`` of a DataLoader.
 
     Global batch ``k`` of an epoch is samples ``[k * G, (k + 1) * G)`` of the epoch's order, ``G = batch_size *
@@ -31,9 +31,8 @@ class MegatronSampler(Sampler[list[int | None]]):
         seed: see ``shuffle``.
         drop_last: leave out the samples that do not fill a global batch; else the last one is filled, since ranks must
             have equally many batches.
-        fill: samples that the last batch is filled with: ``"repeat"``, the first samples of the epoch; ``"none"``,
-            ``None``, which :class:`~lightning_megatron.data.gpt_dataset.GPTDataset` turns into samples without loss; or
-            ``"short"``, none at all: the ranks share what is left, and where there are too few, some have no sample.
+        fill: samples that the last batch is filled with: ``"repeat"``, the first samples of the epoch; or ``"short"``,
+            none at all: the ranks share what is left, and where there are too few, some have no sample.
 
     Raises:
         ConfigError: if the sizes cannot work, or with ``drop_last`` make no batch.
@@ -49,7 +48,7 @@ class MegatronSampler(Sampler[list[int | None]]):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = True,
-        fill: Literal["repeat", "none", "short"] = "repeat",
+        fill: Literal["repeat", "short"] = "repeat",
     ) -> None:
         problems = []
         self._ramp: BatchRamp | None = None
@@ -134,14 +133,14 @@ class MegatronSampler(Sampler[list[int | None]]):
         """Number of batches of a whole epoch, at any position."""
         return self._batches(0)
 
-    def __iter__(self) -> Iterator[list[int | None]]:
+    def __iter__(self) -> Iterator[list[int]]:
         """Batches from the restored position, the first time after :meth:`load_state_dict`; else of a whole epoch."""
         start = self.start()
         order = self._order()
         for _ in range(self._batches(start)):
             size = self.global_batch_at(start)
             first, end = (start + size * rank // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1))
-            yield [self._at(order, i) for i in range(first, end)]
+            yield [int(order[i % self.num_samples_total]) for i in range(first, end)]
             start += size
 
     def start(self) -> int:
@@ -215,13 +214,6 @@ class MegatronSampler(Sampler[list[int | None]]):
 
     def _permutation(self) -> torch.Tensor:
         return torch.randperm(self.num_samples_total, generator=torch.Generator().manual_seed(self._seed + self._epoch))
-
-    def _at(self, order: torch.Tensor | range, position: int) -> int | None:
-        if position >= self.num_samples_total:
-            if self._fill == "none":
-                return None
-            position %= self.num_samples_total
-        return int(order[position])
 
 
 class ConsecutiveEpochs(MegatronSampler):

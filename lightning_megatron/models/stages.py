@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -85,31 +85,22 @@ class StagedModel(nn.Module):
         self._parts = {part.stage: part for part in parts or (StageLayers.whole(config.num_layers),)}
         embeds = any(part.has_embedding for part in self._parts.values())
         predicts = any(part.has_loss for part in self._parts.values())
-        base, sp, classes = draw_seed(), self.sequence_parallel, self._classes()
-        self._seed = base
+        self._seed, classes = draw_seed(), self._classes()
+        how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "ops": ops}
         self.embedding: Embedding | None = None
         if embeds or (predicts and config.embeds_in_the_end):
-            with seeded(base, 0):
-                self.embedding = classes.embedding(
-                    config, mesh, sequence_parallel=sp, only_for_head=not embeds, ops=ops
-                )
+            with seeded(self._seed, 0):
+                self.embedding = classes.embedding(config, mesh, only_for_head=not embeds, **how)
         self.layers = nn.ModuleDict()
         for number in (number for part in self._parts.values() for number in part.layers):
-            with seeded(base, number + 1):
-                self.layers[str(number)] = classes.block(
-                    config,
-                    mesh,
-                    layer=number,
-                    sequence_parallel=sp,
-                    recompute=recompute,
-                    ops=ops,
-                )
+            with seeded(self._seed, number + 1):
+                self.layers[str(number)] = classes.block(config, mesh, layer=number, recompute=recompute, **how)
         blocks = {int(number): block for number, block in self.layers.items()}
         self.fp8 = use_fp8(blocks, config.num_layers, ops, mesh)
         self.head: Head | None = None
         if predicts:
-            with seeded(base, config.num_layers + 1):
-                self.head = classes.head(config, mesh, sequence_parallel=sp, ops=ops)
+            with seeded(self._seed, config.num_layers + 1):
+                self.head = classes.head(config, mesh, **how)
         self._add_parts(mesh, ops)
 
     def _classes(self) -> Parts:

@@ -142,7 +142,7 @@ class TransformerModule(AdaptedModule):
             raise ConfigError([Problem("config", given, reason, (self.config_class.__name__, self.default_config))])
         self._take_adapters(lora)
         lengths = {
-            "warmup_steps": warmup_steps or None,
+            "warmup_steps": warmup_steps,
             "decay_steps": decay_steps,
             "tail_steps": tail_steps,
             "warmup_samples": warmup_samples,
@@ -155,7 +155,7 @@ class TransformerModule(AdaptedModule):
             init_lr,
             lr_schedule,
             tail_style,
-            {name: length for name, length in lengths.items() if length is not None},
+            {name: length for name, length in lengths.items() if length},
             weight_decay,
             weight_decay if start_weight_decay is None else start_weight_decay,
             weight_decay_schedule,
@@ -183,7 +183,6 @@ class TransformerModule(AdaptedModule):
                 "init_lr": init_lr,
                 "tail_style": tail_style,
                 **lengths,
-                "warmup_steps": warmup_steps,
                 "start_weight_decay": start_weight_decay,
                 "weight_decay_schedule": weight_decay_schedule,
                 "loss_reduction": loss_reduction,

@@ -25,7 +25,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.comm.collectives import Pending, all_reduce_max
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import DataError
 from lightning_megatron.lightning._private import trainer_of
@@ -106,7 +106,7 @@ class BatchWatch:
         mesh, own = self._mesh, zlib.crc32(repr(sorted(self._hashes.items())).encode())
         votes = torch.full((2, mesh.dp.size), -(1 << 40))
         votes[:, mesh.dp.rank] = torch.tensor([own, -own])
-        mesh.host.call(Kind.ALL_REDUCE, votes).run(dist.all_reduce, votes, dist.ReduceOp.MAX, group=mesh.host_group)
+        votes = all_reduce_max(votes, mesh.host)
         hashes, self._hashes, self._is_due = self._hashes, {}, False
         self._evaluated.clear()
         if torch.equal(votes[0], -votes[1]):
@@ -135,12 +135,10 @@ class BatchWatch:
             DataError: for a fault that all ranks have found.
         """
         self._moved = batch, loader
-        fault = module.batch_fault(batch) if isinstance(module, ChecksBatches) else None
-        if fault is None:
+        if not isinstance(module, ChecksBatches) or (fault := module.batch_fault(batch)) is None:
             return batch
         if self._mesh.dp.size == 1:
             raise DataError(fault)
-        assert isinstance(module, ChecksBatches)
         self._fault = self._fault or fault
         return module.without_faults(batch)
 
@@ -170,15 +168,9 @@ class BatchWatch:
             return
         vote, self._vote = self._vote, None
         if vote.wait().item():
-            self._raise_everywhere()
-
-    def _raise_everywhere(self) -> None:
-        faults: list[str | None] = [None] * self._mesh.world.size
-        own = None if self._fault is None else f"data-parallel rank {self._mesh.dp.rank}: {self._fault}"
-        self._fault = None
-        call = self._mesh.host.call(Kind.ALL_GATHER_OBJECT)
-        call.run(dist.all_gather_object, faults, own, group=self._mesh.host_group)
-        raise DataError("; ".join(dict.fromkeys(fault for fault in faults if fault is not None)))
+            own = None if self._fault is None else f"data-parallel rank {self._mesh.dp.rank}: {self._fault}"
+            self._fault = None
+            raise DataError("; ".join(dict.fromkeys(filter(None, all_gather_object(self._mesh, own)))))
 
 
 def _reads_iterator(module: LightningModule) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatron.lightning.streams.end_of_data import DataState, uneven_error
@@ -20,7 +21,7 @@ def are_certain(counts: Sequence[float], loaders: Any) -> bool:
         counts: numbers of batches, of each loader or of all together.
         loaders: a loader, or lists and mappings of loaders.
     """
-    return STREAM not in counts and not any(_streams(loader) for loader in _leaves(loaders))
+    return STREAM not in counts and not any(_streams(loader) for loader in CombinedLoader(loaders).flattened)
 
 
 def require_equal_lengths(counts: Mapping[int, Sequence[float]], data: str, limit: str) -> None:
@@ -36,15 +37,6 @@ def require_equal_lengths(counts: Mapping[int, Sequence[float]], data: str, limi
     """
     if len({tuple(count) for count in counts.values()}) > 1:
         raise uneven_error(data, limit, [(rank, DataState.ENDED, int(sum(count))) for rank, count in counts.items()])
-
-
-def _leaves(loaders: Any) -> Iterator[Any]:
-    """Loaders in a collection; Lightning treats any list as one."""
-    if isinstance(loaders, Mapping | list | tuple):
-        for loader in loaders.values() if isinstance(loaders, Mapping) else loaders:
-            yield from _leaves(loader)
-    else:
-        yield loaders
 
 
 def _streams(loader: Any) -> bool:

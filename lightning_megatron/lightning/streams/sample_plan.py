@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from lightning_megatron.config.layout import BatchShape, ParallelLayout
 from lightning_megatron.data.batch_ramp import BatchRamp
-from lightning_megatron.errors import ConfigError, Problem, multiples_around, problems_of
+from lightning_megatron.errors import Problem, multiples_around, problems_of
 
 ENDLESS = (None, -1, 1000)
 """Values of ``max_epochs`` that nobody has chosen: 1000 is what Lightning takes without any limit."""
@@ -97,11 +97,8 @@ class SamplePlan:
             found.append(Problem("global_batch_size", self.global_batch_size, reason, near))
         if self.rampup is None or found:
             return found
-        try:
-            ramp = self._ramp_to(self.global_batch(dp))
-        except ConfigError as error:
-            return list(error.problems)
-        return self._stage_problems(ramp, unit)
+        final = self.global_batch(dp)
+        return problems_of(self._ramp_to, final) or self._stage_problems(self._ramp_to(final), unit)
 
     def _stage_problems(self, ramp: BatchRamp, unit: int) -> list[Problem]:
         """Global batches of a ramp that ranks and micro-batches cannot share."""

@@ -70,11 +70,8 @@ class TrainingWatch(Callback):
         counts, all_certain = [count for count, _ in gathered], all(certain for _, certain in gathered)
         if all_certain and _reaches_end(trainer, min(counts)):
             require_equal_lengths({rank: [count] for rank, count in enumerate(counts)}, _DATA, _LIMIT)
-        self._check = (
-            EndOfDataCheck()
-            if all_certain and len(set(counts)) == 1
-            else EndOfDataCheck(self._mesh.host, _DATA, _LIMIT)
-        )
+        is_even = all_certain and len(set(counts)) == 1
+        self._check = EndOfDataCheck(None if is_even else self._mesh.host, _DATA, _LIMIT)
         # Lightning reads streams without a limit one batch ahead, so it knows the last batch.
         self._foresees = all_certain or all(count == STREAM for count in counts)
 

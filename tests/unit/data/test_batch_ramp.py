@@ -74,7 +74,7 @@ def test_impossible_ramps(given: tuple[int, int, int, int], text: str) -> None:
         BatchRamp(*given)
 
 
-def batches_of_all(ramp: BatchRamp, dp: int, total: int, state: dict[str, int] | None = None) -> list[list[int | None]]:
+def batches_of_all(ramp: BatchRamp, dp: int, total: int, state: dict[str, int] | None = None) -> list[list[int]]:
     parts = []
     for rank in range(dp):
         sampler = MegatronSampler(total, batch_size=ramp, dp_rank=rank, dp_size=dp)

@@ -75,7 +75,6 @@ def test_other_ranks_resume_at_the_same_sample(total: int, before: int, after: i
 
 def test_last_batch_is_filled() -> None:
     assert global_batches(7, 2, batch_size=2, drop_last=False) == [[0, 1, 2, 3], [4, 5, 6, 0]]
-    assert global_batches(7, 2, batch_size=2, drop_last=False, fill="none") == [[0, 1, 2, 3], [4, 5, 6, None]]
     assert global_batches(2, 4, batch_size=2, drop_last=False) == [[0, 1] * 4]
     assert global_batches(7, 2, batch_size=2) == [[0, 1, 2, 3]]
 
@@ -197,7 +196,7 @@ def test_epochs_after_one_that_a_limit_of_steps_cut_off_have_their_own_orders():
     def sampler() -> MegatronSampler:
         return MegatronSampler(12, batch_size=4, shuffle=True, seed=3)
 
-    def orders(given: MegatronSampler, epochs: list[int]) -> list[list[int | None]]:
+    def orders(given: MegatronSampler, epochs: list[int]) -> list[list[int]]:
         found = []
         for epoch in epochs:
             given.set_epoch(epoch)
