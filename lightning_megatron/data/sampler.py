@@ -61,6 +61,8 @@ class MegatronSampler(Sampler[list[int]]):
             problems.append(Problem("batch_size", batch_size, "a batch has at least 1 sample", (1,)))
         if not 0 <= dp_rank < dp_size:
             problems.append(Problem("dp_rank", dp_rank, f"must be in 0..{dp_size - 1} where dp={dp_size}"))
+        if fill not in ("repeat", "short"):
+            problems.append(Problem("fill", fill, "no such way to fill the last batch", ("repeat", "short")))
         if num_samples_total < 1:
             problems.append(Problem("num_samples_total", num_samples_total, "there is nothing to sample"))
         first = batch_size if self._ramp is None else self._ramp.start // max(1, dp_size)

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import Check, Rules, above, at_least
+from lightning_megatron.checkpoint.directory.newest import candidates, newest_good
 from lightning_megatron.config.byte_size import memory_problems
 from lightning_megatron.config.layout import (
     BATCH_RULES,
@@ -217,8 +218,9 @@ def tokenizer_faults(job: Job) -> list[Problem]:
     paths = [item for item in job.objects if specs and isinstance(item, str | os.PathLike)]
     if "last" in paths and job.trainer is not None:  # folders of loggers are known behind the launch alone
         folders = (getattr(saver, "dirpath", None) for saver in job.trainer.checkpoint_callbacks)
-        entries = (entry for folder in folders if folder is not None for entry in Path(folder).glob("*.ckpt"))
-        paths += sorted(entries, key=lambda entry: entry.lstat().st_mtime)[-1:]
+        entries = (entry for folder in folders if folder is not None for entry in Path(folder).rglob("*.ckpt"))
+        newest, _ = newest_good(candidates((), entries))
+        paths += [] if newest is None else [newest.path]
     for path in paths:
         with suppress(CheckpointError, ConfigError):  # said by what loads it
             known.append(replace(TrainedTokenizer.of_weights(path), vocab_size=None))  # sizes: layout_faults

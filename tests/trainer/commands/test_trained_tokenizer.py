@@ -213,6 +213,7 @@ def test_the_last_checkpoint_of_a_named_folder_is_asked_before_the_launch(home: 
 
     trainer(max_steps=1).fit(module(), datamodule=home.data(home.own))
     again = trainer(max_steps=2)
+    (tmp_path / "damaged.ckpt").mkdir()  # newer, and no run goes on from it
     with pytest.raises(ConfigError, match="another tokenizer"):
         again.strategy.check(module(), home.data(home.other), "last", trainer=again)
     again.strategy.check(module(), home.data(home.own), "last", trainer=again)

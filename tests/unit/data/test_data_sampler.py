@@ -111,6 +111,8 @@ def test_epochs_differ_and_repeat() -> None:
 def test_sampler_faults() -> None:
     with pytest.raises(ConfigError, match=r"3 problems(.|\n)*batch_size=0(.|\n)*dp_rank=2: must be in 0..1 where dp=2"):
         MegatronSampler(0, batch_size=0, dp_rank=2, dp_size=2)
+    with pytest.raises(ConfigError, match=r"fill='none': no such way.*nearest valid: repeat, short"):
+        MegatronSampler(7, batch_size=1, fill="none")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="7 samples do not fill one global batch of 4 x dp 2; lower it"):
         MegatronSampler(7, batch_size=4, dp_size=2)
 
