@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.checkpoint import BackgroundWriter, Fragment, PendingSave, State, load, model_state, save
 from lightning_megatron.checkpoint.directory.atomic_dir import remove, sync_file
-from lightning_megatron.checkpoint.fragment import Chunk
+from lightning_megatron.checkpoint.tensors.fragment import Chunk
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
 from lightning_megatron.testing.trainer import quiet_trainer

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from lightning_megatron.config.transformer import TransformerConfig
     from lightning_megatron.errors import ConfigError
     from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-    from lightning_megatron.lightning.accelerator import HPUAccelerator
-    from lightning_megatron.lightning.base_module import MegatronModule
     from lightning_megatron.lightning.callbacks import (
         DeviceProfiler,
         ExpertTelemetry,
@@ -29,15 +27,17 @@ if TYPE_CHECKING:
         UploadCheckpoints,
         VerifyCheckpoint,
     )
-    from lightning_megatron.lightning.datamodule import MegatronDataModule
-    from lightning_megatron.lightning.module import BloomModule, GPTModule, LlamaModule, MixtralModule
+    from lightning_megatron.lightning.compat.accelerator import HPUAccelerator
+    from lightning_megatron.lightning.datamodules.bert_data import BertDataModule
+    from lightning_megatron.lightning.datamodules.chat_data import ChatDataModule
+    from lightning_megatron.lightning.datamodules.datamodule import MegatronDataModule
+    from lightning_megatron.lightning.datamodules.t5_data import T5DataModule
+    from lightning_megatron.lightning.modules.base_module import MegatronModule
     from lightning_megatron.lightning.modules.bert import BertModule
-    from lightning_megatron.lightning.modules.bert_data import BertDataModule
-    from lightning_megatron.lightning.modules.chat_data import ChatDataModule
+    from lightning_megatron.lightning.modules.decoder import BloomModule, GPTModule, LlamaModule, MixtralModule
+    from lightning_megatron.lightning.modules.load_module import load_module, read_checkpoint
     from lightning_megatron.lightning.modules.t5 import T5Module
-    from lightning_megatron.lightning.modules.t5_data import T5DataModule
-    from lightning_megatron.lightning.precision import MegatronPrecision
-    from lightning_megatron.lightning.pretrained.load_module import load_module, read_checkpoint
+    from lightning_megatron.lightning.step.precision import MegatronPrecision
     from lightning_megatron.lightning.strategy.megatron import MegatronHPUStrategy, MegatronStrategy
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.weight_map import WeightMap
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 
 
 def lazy(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:

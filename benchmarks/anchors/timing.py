@@ -8,7 +8,7 @@ from functools import cache
 
 from anchors.programs import PROGRAMS, Program
 from anchors.rows import Anchor
-from lightning_megatron.planning.device_file import DeviceSpec, Efficiency, Link, load_device
+from lightning_megatron.planning.core.device_file import DeviceSpec, Efficiency, Link, load_device
 from lightning_megatron.planning.time.communication import Groups
 from lightning_megatron.planning.time.optimizer import dense_parameters, expert_parameters
 from lightning_megatron.planning.time.sizes import Sizes

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_megatron.calibration.kernels import DTYPES
 from lightning_megatron.device import KINDS, best_available, device_count, kind_of, total_memory_bytes
 from lightning_megatron.errors import Problem, raise_if_any
-from lightning_megatron.planning.device_file import DeviceSpec, Efficiency, Link, device_names, load_device
+from lightning_megatron.planning.core.device_file import DeviceSpec, Efficiency, Link, device_names, load_device
 
 Found = dict[str, Any]
 _SHORTEST = 0.5

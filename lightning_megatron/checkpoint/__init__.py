@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.background.writer import BackgroundWriter
     from lightning_megatron.checkpoint.directory.atomic_dir import remove, remove_unlinked
     from lightning_megatron.checkpoint.directory.leftovers import remove_stale
-    from lightning_megatron.checkpoint.directory.newest import Candidate, candidates, is_checkpoint, newest_good
-    from lightning_megatron.checkpoint.fragment import Fragment
+    from lightning_megatron.checkpoint.formats.meta import objects_in
     from lightning_megatron.checkpoint.integrity.fault import Fault
     from lightning_megatron.checkpoint.integrity.finite_values import refuse_nonfinite
-    from lightning_megatron.checkpoint.integrity.hashes import Check, faults_of
     from lightning_megatron.checkpoint.integrity.manifest import Progress, read_manifest
-    from lightning_megatron.checkpoint.integrity.verify import verify
     from lightning_megatron.checkpoint.loading import Loaded, load
-    from lightning_megatron.checkpoint.meta import objects_in
     from lightning_megatron.checkpoint.saving import PendingSave, SaveGuard, save
-    from lightning_megatron.checkpoint.state_dict import (
+    from lightning_megatron.checkpoint.select.hashes import Check, faults_of
+    from lightning_megatron.checkpoint.select.newest import Candidate, candidates, is_checkpoint, newest_good
+    from lightning_megatron.checkpoint.select.verify import verify
+    from lightning_megatron.checkpoint.tensors.fragment import Fragment
+    from lightning_megatron.checkpoint.tensors.state_dict import (
         State,
         local_tensors,
         model_state,

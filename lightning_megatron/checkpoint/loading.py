@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_megatron.checkpoint.all_ranks import on_all_ranks
-from lightning_megatron.checkpoint.dcp import load_faults, read_fragments
+from lightning_megatron.checkpoint.dcp.fragments import load_faults, read_fragments
 from lightning_megatron.checkpoint.directory.leftovers import recover
-from lightning_megatron.checkpoint.directory.newest import locate
 from lightning_megatron.checkpoint.formats.lightning_file import Order, SingleFile
-from lightning_megatron.checkpoint.formats.unpacked_size import refuse_oversized
-from lightning_megatron.checkpoint.fragment import Chunk, Fragment
+from lightning_megatron.checkpoint.formats.meta import read_meta, type_faults
 from lightning_megatron.checkpoint.integrity.fault import listed
-from lightning_megatron.checkpoint.integrity.hashes import Check, faults_of
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
-from lightning_megatron.checkpoint.keys import Key
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
-from lightning_megatron.checkpoint.meta import read_meta, type_faults
+from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_oversized
 from lightning_megatron.checkpoint.saving import own_key
-from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.checkpoint.select.hashes import Check, faults_of
+from lightning_megatron.checkpoint.select.newest import locate
+from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
+from lightning_megatron.checkpoint.tensors.keys import Key
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.tensors.state_dict import State
+from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import CheckpointError, nearest_names
 from lightning_megatron.mesh import ParallelMesh

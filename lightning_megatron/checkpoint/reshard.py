@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.fragment import Chunk, Fragment
-from lightning_megatron.checkpoint.keys import Key
-from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
+from lightning_megatron.checkpoint.tensors.keys import Key
+from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.comm.p2p import receive, send
 from lightning_megatron.errors import CheckpointError

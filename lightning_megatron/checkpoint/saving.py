@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.checkpoint.all_ranks import on_all_ranks
-from lightning_megatron.checkpoint.dcp import write_fragments
+from lightning_megatron.checkpoint.dcp.fragments import write_fragments
 from lightning_megatron.checkpoint.directory.atomic_dir import (
     UNFINISHED,
     discard,
@@ -25,17 +24,18 @@ from lightning_megatron.checkpoint.directory.atomic_dir import (
     sync_file,
 )
 from lightning_megatron.checkpoint.directory.leftovers import remove_stale
-from lightning_megatron.checkpoint.fragment import Fragment
+from lightning_megatron.checkpoint.formats.meta import META, refuse_objects, render_meta, write_meta
+from lightning_megatron.checkpoint.formats.plain import plain
 from lightning_megatron.checkpoint.integrity.fault import Fault, listed
 from lightning_megatron.checkpoint.integrity.finite_values import refuse_nonfinite
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, FileRecord, Manifest, Progress, record
 from lightning_megatron.checkpoint.integrity.replicas import differing_replicas
-from lightning_megatron.checkpoint.integrity.verify import size_faults, written_faults
-from lightning_megatron.checkpoint.keys import rank_key
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
-from lightning_megatron.checkpoint.meta import META, refuse_objects, render_meta, write_meta
-from lightning_megatron.checkpoint.plain import plain
-from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.checkpoint.select.verify import size_faults, written_faults
+from lightning_megatron.checkpoint.tensors.fragment import Fragment
+from lightning_megatron.checkpoint.tensors.keys import rank_key
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.tensors.state_dict import State
+from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
@@ -59,7 +59,7 @@ def save(
     Args:
         path: the directory to make, on a file system that all ranks share.
         state: this rank's fragments of the model and the optimizers; on a single rank also tensors that are read
-            while they are written (:class:`~lightning_megatron.checkpoint.lazy_tensor.LazyTensor`).
+            while they are written (:class:`~lightning_megatron.checkpoint.tensors.lazy_tensor.LazyTensor`).
         meta: small values, equal on all ranks; those of rank 0 are saved.
         mesh: ranks that save together.
         per_rank: values for the rank at the same coordinates of the same layout, such as its random streams.

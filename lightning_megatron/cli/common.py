@@ -15,7 +15,7 @@ from textwrap import fill
 from types import FrameType
 from typing import NoReturn
 
-from lightning_megatron.config.byte_size import parse_bytes
+from lightning_megatron.machine.byte_size import parse_bytes
 
 _SIGNALS = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 

@@ -29,7 +29,7 @@ class _Command(NamedTuple):
         return getattr(import_module(f"lightning_megatron.cli.{self.module}"), f"{name}_command")
 
 
-_TRAINER = "trainer"
+_TRAINER = "training.trainer"
 _COMMANDS = {
     "fit": _Command(_TRAINER, "train, from a YAML recipe or arguments"),
     "validate": _Command(_TRAINER, "one pass over the validation data"),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lightning_megatron.arguments import OneOf, Rules, above, at_least, field_problems, unknown_name, within
 from lightning_megatron.config.attention import ATTENTION_RULES, AttentionConfig
-from lightning_megatron.config.hugging_face.other_names import ELSEWHERE
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.moe import MOE_RULES, MoEConfig
+from lightning_megatron.config.other_names import ELSEWHERE
 from lightning_megatron.config.rope_scaling import DynamicScaling, RopeScaling, YarnScaling, rope_scaling_of
 from lightning_megatron.config.score_rule import ScoreRule, alibi_slopes
 from lightning_megatron.errors import Problem, divisors, nearest_to, raise_if_any

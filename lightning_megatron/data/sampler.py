@@ -20,7 +20,7 @@ class MegatronSampler(Sampler[list[int]]):
     and a position is one number, the samples that all ranks together consumed; any number of ranks can resume from it.
 
     The loader counts the batches, since it knows which were consumed and which its workers only prefetched: see
-    :class:`~lightning_megatron.data.resumable_loader.ResumableDataLoader`.
+    :class:`~lightning_megatron.data.loading.resumable_loader.ResumableDataLoader`.
 
     Args:
         num_samples_total: samples of the data set.

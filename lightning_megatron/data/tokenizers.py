@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lightning_megatron.data.chat.special_tokens import add_tokens, settings_of, special_tokens
+from lightning_megatron.data.special_tokens import add_tokens, settings_of, special_tokens
 from lightning_megatron.errors import ConfigError, DataError, Problem, nearest_names
 from lightning_megatron.files.small import LONGEST, read_json
 

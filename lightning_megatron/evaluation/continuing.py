@@ -12,7 +12,7 @@ from lightning_megatron.evaluation.ranks import Batch, Ranks
 from lightning_megatron.evaluation.steps import next_logits
 from lightning_megatron.evaluation.windows import groups
 from lightning_megatron.layers.attention import KVCache
-from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.models.generate import Sampling, choose
 
 Ends = Callable[[Sequence[int]], bool]

@@ -26,9 +26,9 @@ from lightning_megatron.device import best_available
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.families import module_of
 from lightning_megatron.files import PathLike
-from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, module_arguments
-from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
+from lightning_megatron.lightning.run_state.hyper_parameters import config_of, module_arguments
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
 

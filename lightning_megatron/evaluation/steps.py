@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lightning_megatron.evaluation.ranks import Batch
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
-from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.modules.decoder import GPTModule
 
 _LOGITS = 1 << 26
 """Elements of the logits that are made at once."""

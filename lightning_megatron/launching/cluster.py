@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from lightning_megatron.arguments import Check, Rules, at_least, field_problems, unknown_name
-from lightning_megatron.config.byte_size import parse_bytes
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
+from lightning_megatron.machine.byte_size import parse_bytes
 
 Device = Literal["gaudi", "nvidia", "cpu"]
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")

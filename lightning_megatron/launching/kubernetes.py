@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_megatron.config.byte_size import parse_bytes
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.launching.cluster import Cluster
 from lightning_megatron.launching.job import MODULE, TrainingJob, shell_line
+from lightning_megatron.machine.byte_size import parse_bytes
 
 Manifest = dict[str, Any]
 _IMAGE = "cluster.image"

@@ -3,7 +3,7 @@
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_megatron.lightning.accelerator import HPUAccelerator
+from lightning_megatron.lightning.compat.accelerator import HPUAccelerator
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 
 MegatronStrategy.register_strategies(StrategyRegistry)

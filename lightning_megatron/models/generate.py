@@ -15,7 +15,6 @@ from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.init import draw_seed
 from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.models.t5.model import T5Model
 
 
 @dataclass(frozen=True)
@@ -88,58 +87,12 @@ def generate(
     if documents is not None:
         return _with_last_documents(model, tokens, max_new_tokens, sampling, documents)
     longest = model.config.max_position_embeddings
-    raise_if_any(_length_problems(tokens.shape[1], max_new_tokens, longest) + sampling.problems())
+    raise_if_any(length_problems(tokens.shape[1], max_new_tokens, longest) + sampling.problems())
     was_training = model.training
     model.eval()
     caches = [KVCache(model.config.window(int(number))) for number in model.layers]
     try:
-        return _continued(lambda new: model(new, caches=caches), tokens, max_new_tokens, sampling)
-    finally:
-        model.train(was_training)
-
-
-@torch.no_grad()
-def answer(
-    model: T5Model,
-    tokens: Tensor,
-    max_new_tokens: int,
-    *,
-    start: int,
-    padding_mask: Tensor | None = None,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: int | None = None,
-    seed: int | None = None,
-) -> Tensor:
-    """Texts that the decoder writes for those that the encoder reads, which it reads once.
-
-    Args:
-        model: model on any mesh without a pipeline.
-        tokens: texts for the encoder, ``[B, S]``.
-        max_new_tokens: tokens to write at most.
-        start: token that begins the decoder's text.
-        padding_mask: ``[B, S]``, 1 or True for tokens, 0 for padding; ``None`` for no padding.
-        temperature: temperature of the softmax; 0 takes the likeliest token.
-        top_k: number of likeliest tokens to sample from.
-        top_p: total probability of the likeliest tokens to sample from.
-        stop: token that ends a text; it is kept, and repeated while other texts of the batch continue.
-        seed: seed of the sampling, as for :func:`generate`.
-
-    Returns:
-        ``[B, 1 + n]``, ``n <= max_new_tokens``; the first token is ``start``.
-
-    Raises:
-        ConfigError: for arguments out of range.
-    """
-    sampling = Sampling(temperature, top_k, top_p, stop, seed)
-    raise_if_any(_length_problems(tokens.shape[1], max_new_tokens) + sampling.problems())
-    was_training = model.training
-    model.eval()
-    try:
-        memory, caches = model.encode(tokens, padding_mask), model.caches()
-        first = tokens.new_full((tokens.shape[0], 1), start)
-        return _continued(lambda new: model.decode(new, memory, caches), first, max_new_tokens, sampling)
+        return continued(lambda new: model(new, caches=caches), tokens, max_new_tokens, sampling)
     finally:
         model.train(was_training)
 
@@ -176,7 +129,7 @@ def _with_last_documents(
     )
 
 
-def _continued(logits_of: Callable[[Tensor], Tensor], tokens: Tensor, count: int, sampling: Sampling) -> Tensor:
+def continued(logits_of: Callable[[Tensor], Tensor], tokens: Tensor, count: int, sampling: Sampling) -> Tensor:
     """Texts ``[B, S]`` and at most ``count`` tokens more.
 
     Args:
@@ -218,7 +171,14 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
     return torch.multinomial(probabilities, 1, generator=generator)
 
 
-def _length_problems(length: int, new: int, longest: int | None = None) -> list[Problem]:
+def length_problems(length: int, new: int, longest: int | None = None) -> list[Problem]:
+    """Faults of the length of prompts and of the number of tokens to add.
+
+    Args:
+        length: tokens of a prompt.
+        new: tokens to add at most.
+        longest: tokens that the model has positions for; ``None`` for any number.
+    """
     found = []
     if length < 1:
         found.append(Problem("tokens", length, "a prompt has at least one token"))

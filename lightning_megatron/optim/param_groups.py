@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffers.slot import BufferKey, OwnedParam
-from lightning_megatron.optim.config import DistributedOptimizerConfig
-from lightning_megatron.optim.update_scope import ELEMENTWISE, UpdateScope, has_train_eval_modes, update_scope
+from lightning_megatron.optim.core.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.update_scope import ELEMENTWISE, UpdateScope, has_train_eval_modes, update_scope
 from lightning_megatron.params import ParamSpec
 
 _WORKS = (*(kind.__name__ for kind in ELEMENTWISE), "FusedAdamW")

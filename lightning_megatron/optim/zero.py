@@ -24,12 +24,12 @@ from lightning_megatron.optim.buffers.overlap import GradReducer, ParamGather
 from lightning_megatron.optim.buffers.slot import Slot
 from lightning_megatron.optim.buffers.unused_params import UnusedParams
 from lightning_megatron.optim.clip import any_nonfinite, counts_here, global_norm
-from lightning_megatron.optim.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.update_scope import UpdateScope, has_train_eval_modes, update_scope
 from lightning_megatron.optim.main_param_groups import MainParamGroups
 from lightning_megatron.optim.optimizer_state import shards_of
 from lightning_megatron.optim.param_groups import assign
 from lightning_megatron.optim.sharded_state import ShardedState
-from lightning_megatron.optim.update_scope import UpdateScope, has_train_eval_modes, update_scope
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.weight_grad_store import GradPlace
 

@@ -13,7 +13,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.parity.twin import VOCABULARY, twin_config, twin_micro_batches, twin_seq_length
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.settings import SPLIT_ARGUMENTS
 from lightning_megatron.recipes.contents import arguments_of, class_of
 

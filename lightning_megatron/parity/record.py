@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.files.writing import writing
-from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.parity.difference import Output

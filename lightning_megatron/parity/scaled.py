@@ -11,7 +11,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import divisors
 from lightning_megatron.parity.recipe import strategy_in, twin_recipe
 from lightning_megatron.parity.twin import twin_layout
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.recipes.contents import arguments_of, class_of
 
 MOST = 16

@@ -10,7 +10,7 @@ from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.partition import BALANCED, LayerSplit
 from lightning_megatron.planning.candidates import Candidate, comm_types
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.request import PlanRequest
 from lightning_megatron.planning.time.step import time_of
 

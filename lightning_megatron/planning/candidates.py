@@ -13,7 +13,7 @@ from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, divisors, multiples_around, nearest_to
 from lightning_megatron.pipeline.partition import BALANCED, LayerSplit
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.request import PlanRequest
 
 LARGEST_MICRO_BATCH = 16

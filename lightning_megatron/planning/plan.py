@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_megatron.planning.device_file import DeviceSpec
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.device_file import DeviceSpec
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.memory.estimate import MemoryEstimate
 from lightning_megatron.planning.memory.peak import worst_memory
 from lightning_megatron.planning.memory.shapes import ACCELERATOR, HOST, Kernels

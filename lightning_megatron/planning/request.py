@@ -9,8 +9,8 @@ from typing import Any
 from lightning_megatron.arguments import OneOf, Rules, at_least, field_problems
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, multiples_around, nearest_names, raise_if_any
-from lightning_megatron.planning.device_file import DeviceSpec
-from lightning_megatron.planning.job import PRECISIONS, AttentionKind, unplanned_problems
+from lightning_megatron.planning.core.device_file import DeviceSpec
+from lightning_megatron.planning.core.job import PRECISIONS, AttentionKind, unplanned_problems
 
 FIXABLE = ("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size", "recompute", "cp_comm_type", "pipeline_schedule")
 """Arguments of the strategy that a user can fix."""

@@ -11,7 +11,7 @@ from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, divisors, nearest_to, raise_if_any
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 
 _LAYOUT = ("tp", "pp", "cp", "ep", "etp", "vpp", "sequence_parallel", "cp_comm_type")
 SPLIT_ARGUMENTS = {

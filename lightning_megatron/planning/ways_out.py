@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_megatron.config.byte_size import told_bytes
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.machine.byte_size import told_bytes
 from lightning_megatron.pipeline.partition import BALANCED, LayerSplit
-from lightning_megatron.planning.device_file import DeviceSpec
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.device_file import DeviceSpec
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.plan import Plan, plan_of
 from lightning_megatron.planning.settings import arguments_of
 

@@ -26,13 +26,13 @@ from lightning.pytorch.utilities import rank_zero_only as pl_rank_zero_only
 from torch import Tensor
 
 from lightning_megatron.config.layout import BatchShape, HasBatchShape, ParallelLayout
-from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.modules.transformer import TransformerModule
-from lightning_megatron.lightning.precision import MegatronPrecision
+from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh, dense_grid, rank_groups
 from lightning_megatron.ops.registry import Ops
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.rehearsal.cut import enough_micro_batches
 from lightning_megatron.rehearsal.errors import RehearsalError
 from lightning_megatron.rehearsal.known_calls import KnownCalls

@@ -11,7 +11,7 @@ from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.lightning.environments.given_ranks import GivenRanks
 from lightning_megatron.lightning.step.watchers import watches_parameters
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
-from lightning_megatron.lightning.strategy.settings import JobSettings
+from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.mesh import ParallelMesh, RehearsedRanks
 
 _BLOCK = 1 << 22

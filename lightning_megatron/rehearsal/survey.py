@@ -6,8 +6,8 @@ import torch
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
+from lightning_megatron.lightning.build.placement import Placement
 from lightning_megatron.lightning.modules.transformer import TransformerModule
-from lightning_megatron.lightning.placement import Placement
 from lightning_megatron.mesh import ParallelMesh, RehearsedRanks, dense_grid, rank_groups
 from lightning_megatron.params import named_specs
 from lightning_megatron.pipeline.partition import LayerSplit

@@ -1,4 +1,4 @@
-"""The private names of torch that a rehearsal needs, in one place; see the table in ``lightning/_private.py``.
+"""The private names of torch that a rehearsal needs, in one place; see the table in ``lightning/compat/_private.py``.
 
 Fake tensors have shape, dtype, device and strides, and no memory (https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html).
 The ``fake`` backend of process groups is one that sends nothing, for one process that plays one of many ranks.

@@ -9,7 +9,7 @@ import torch
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
-from lightning_megatron.lightning._private import CompilerCounts, compiler_counts
+from lightning_megatron.lightning.compat._private import CompilerCounts, compiler_counts
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import configuration

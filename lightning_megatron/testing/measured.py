@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_megatron.config.layout import BatchShape
-from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.rehearsal.context import PlaceLog, RunningPlace
 from lightning_megatron.rehearsal.measure import StepMeasure

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from layouts import DP2, PP2, TP2, Layout, Ranks, language_model, on_all, shard, texts, trainer_for
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron.checkpoint import dcp as transfer
 from lightning_megatron.checkpoint import saving, verify
 from lightning_megatron.checkpoint.background import writer as background
-from lightning_megatron.checkpoint.box_writer import BoxWriter
+from lightning_megatron.checkpoint.dcp import fragments as transfer
+from lightning_megatron.checkpoint.dcp.box_writer import BoxWriter
 from lightning_megatron.checkpoint.directory import atomic_dir as publish
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.testing.trainer import Recorder

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.checkpoint import SaveGuard, saving
-from lightning_megatron.checkpoint.integrity.verify import written_faults
+from lightning_megatron.checkpoint.select.verify import written_faults
 from lightning_megatron.recorder.diagnosis import diagnose
 from lightning_megatron.recorder.reading import read_run, runs_below
 from lightning_megatron.testing.ports import free_port

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from tracing import compiled
 
 from lightning_megatron import LlamaModule, MegatronHPUStrategy
-from lightning_megatron.lightning._private import CompilerCounts
+from lightning_megatron.lightning.compat._private import CompilerCounts
 from lightning_megatron.lightning.step.graphs import BlockGraphs, graph_line
 from lightning_megatron.testing.block_graphs import CASES, Case, count
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer

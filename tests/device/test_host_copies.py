@@ -10,7 +10,7 @@ from simulated_hpu.native_extension import native
 
 from lightning_megatron import device as devices
 from lightning_megatron.checkpoint.background.host_copy import HostCopy
-from lightning_megatron.checkpoint.fragment import Chunk, Fragment
+from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
 from lightning_megatron.params import Box
 
 HPU = torch.device("hpu")

@@ -192,7 +192,7 @@ def run(
         The outcome by kind, trick and reader.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "lightning_megatron.cli.trainer",
+    context.set_forkserver_preload([*PRELOAD, "lightning_megatron.cli.training.trainer",
                                     "lightning_megatron.cli.inference.continuation",
                                     "hostile_cases", "hostile_sources"])  # fmt: skip
     sound, mark = scratch / "sound", scratch / "mark"

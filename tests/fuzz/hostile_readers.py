@@ -47,7 +47,7 @@ def _verify(home: Path) -> None:
 
 
 def _load_module(path: Path) -> None:
-    from lightning_megatron.lightning.pretrained.load_module import load_module
+    from lightning_megatron.lightning.modules.load_module import load_module
 
     load_module(path)
 
@@ -59,7 +59,7 @@ def _from_checkpoint(path: Path) -> None:
 
 
 def _read(path: Path) -> None:
-    from lightning_megatron.lightning.pretrained.load_module import read_checkpoint
+    from lightning_megatron.lightning.modules.load_module import read_checkpoint
 
     read_checkpoint(path)
 

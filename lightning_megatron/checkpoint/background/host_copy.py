@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import device as devices
-from lightning_megatron.checkpoint.fragment import Chunk, Fragment
-from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
+from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.params import Box
 

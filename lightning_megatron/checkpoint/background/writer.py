@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.background.host_copy import HostCopy, StateCopy
 from lightning_megatron.checkpoint.directory.atomic_dir import (
     discard,
@@ -25,6 +24,7 @@ from lightning_megatron.checkpoint.directory.atomic_dir import (
     unlinked,
 )
 from lightning_megatron.checkpoint.saving import PendingSave
+from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import drain_group
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd, refuse_packed
-from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.integrity.fault import Fault
-from lightning_megatron.checkpoint.keys import MAIN, Key, groups_key, model_key, optimizer_family, state_key
-from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_odd, refuse_packed
+from lightning_megatron.checkpoint.tensors.fragment import Fragment
+from lightning_megatron.checkpoint.tensors.keys import MAIN, Key, groups_key, model_key, optimizer_family, state_key
+from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.errors import CheckpointError
 
 _BLOCK = 1 << 20

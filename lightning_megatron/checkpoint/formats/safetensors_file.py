@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_megatron.checkpoint.directory.atomic_dir import sync_directory, sync_file
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.params import Box
 

@@ -26,9 +26,9 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.formats.unpacked_size import FilePart
 from lightning_megatron.checkpoint.integrity.hashed_files import HashedStream
 from lightning_megatron.checkpoint.integrity.metadata_file import Place
+from lightning_megatron.checkpoint.integrity.unpacked_size import FilePart
 
 _STORAGES: dict[str, torch.dtype] = {
     "torch DoubleStorage": torch.float64,

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError, ConfigError, Problem, nearest_names
 from lightning_megatron.finite import amount, not_finite
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.integrity.fault import listed
-from lightning_megatron.checkpoint.keys import Key, model_name
-from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.checkpoint.tensors.fragment import Fragment
+from lightning_megatron.checkpoint.tensors.keys import Key, model_name
+from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.finite import amount, not_finite
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_megatron.checkpoint.fragment import cover_fault
 from lightning_megatron.checkpoint.integrity.fault import Fault
 from lightning_megatron.checkpoint.integrity.metadata_file import METADATA
-from lightning_megatron.checkpoint.keys import Key, groups_of, model_key
+from lightning_megatron.checkpoint.tensors.fragment import cover_fault
+from lightning_megatron.checkpoint.tensors.keys import Key, groups_of, model_key
 from lightning_megatron.params import Box
 
 

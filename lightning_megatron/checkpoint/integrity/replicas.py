@@ -8,10 +8,10 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.all_ranks import on_all_ranks
-from lightning_megatron.checkpoint.fragment import Fragment
 from lightning_megatron.checkpoint.integrity.fault import Fault
-from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.checkpoint.tensors.fragment import Fragment
+from lightning_megatron.checkpoint.tensors.state_dict import State
+from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import gather_object
 from lightning_megatron.mesh import ParallelMesh
 

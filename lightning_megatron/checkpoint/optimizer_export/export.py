@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.directory.atomic_dir import sync_file
 from lightning_megatron.checkpoint.formats import safetensors_file
+from lightning_megatron.checkpoint.formats.meta import refuse_objects
 from lightning_megatron.checkpoint.formats.safetensors_file import Entry
-from lightning_megatron.checkpoint.fragment import Chunk, Fragment
-from lightning_megatron.checkpoint.meta import refuse_objects
 from lightning_megatron.checkpoint.optimizer_export.memory_levels import Group, collecting_steps
-from lightning_megatron.checkpoint.state_dict import State
+from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
+from lightning_megatron.checkpoint.tensors.state_dict import State
+from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.comm.p2p import receive, send
 from lightning_megatron.errors import CheckpointError

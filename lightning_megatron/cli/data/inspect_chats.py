@@ -42,7 +42,7 @@ def inspect_chats(args: argparse.Namespace) -> int:
     raise_if_any(_problems(args))
     from rich.console import Console
 
-    from lightning_megatron.lightning.modules.chat_data import ChatDataModule
+    from lightning_megatron.lightning.datamodules.chat_data import ChatDataModule
 
     with tempfile.TemporaryDirectory(prefix="inspect-") as folder:  # beside the data nothing is written
         data = ChatDataModule(

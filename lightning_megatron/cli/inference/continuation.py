@@ -14,9 +14,9 @@ from lightning_megatron.device import best_available
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.evaluation.ranks import Ranks, Spread, Step, on_ranks
 from lightning_megatron.families import module_of
-from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, read_meta
-from lightning_megatron.lightning.module import GPTModule
-from lightning_megatron.lightning.pretrained.load_module import load_module
+from lightning_megatron.lightning.modules.decoder import GPTModule
+from lightning_megatron.lightning.modules.load_module import load_module
+from lightning_megatron.lightning.run_state.hyper_parameters import config_of, read_meta
 
 
 def continuation(args: argparse.Namespace) -> str | None:

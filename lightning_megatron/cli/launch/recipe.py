@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.plan.recipe import STRATEGIES
+from lightning_megatron.cli.recipes.job import STRATEGIES
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError, Problem, is_whole, problems_of, raise_if_any
 from lightning_megatron.launching.cluster import Cluster, cluster_of

@@ -13,7 +13,7 @@ from lightning_megatron.cli.common import exit_status
 from lightning_megatron.cli.plan import text
 from lightning_megatron.cli.plan.options import FIXED, plan_parser, with_link, with_options
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
-from lightning_megatron.planning.device_file import DeviceSpec, device_names, load_device
+from lightning_megatron.planning.core.device_file import DeviceSpec, device_names, load_device
 from lightning_megatron.planning.plan import Plan, plan_of
 from lightning_megatron.planning.settings import layout_words
 
@@ -52,7 +52,7 @@ def _calibrate(path: str) -> int:
 
 
 def _search(args: argparse.Namespace) -> int:
-    from lightning_megatron.cli.plan.model import model_of
+    from lightning_megatron.cli.recipes.model import model_of
     from lightning_megatron.planning.request import PlanRequest
     from lightning_megatron.planning.search import search
 
@@ -113,8 +113,8 @@ def _device(args: argparse.Namespace) -> DeviceSpec:
 
 
 def _judge(args: argparse.Namespace) -> int:
-    from lightning_megatron.cli.plan.model import model_of
-    from lightning_megatron.cli.plan.recipe import Given, read_recipe
+    from lightning_megatron.cli.recipes.job import Given, read_recipe
+    from lightning_megatron.cli.recipes.model import model_of
     from lightning_megatron.planning.ways_out import ways_out
 
     found: list[Problem] = []

@@ -11,8 +11,8 @@ from lightning_megatron.cli.recipes.options import add_recipe
 from lightning_megatron.config.layout import CP_COMM_TYPES
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.pipeline.schedule import SCHEDULES
-from lightning_megatron.planning.device_file import DeviceSpec, device_names
-from lightning_megatron.planning.job import PRECISIONS
+from lightning_megatron.planning.core.device_file import DeviceSpec, device_names
+from lightning_megatron.planning.core.job import PRECISIONS
 
 _SIZES = ("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size")
 FIXED = (*_SIZES, "recompute", "cp_comm_type", "pipeline_schedule")

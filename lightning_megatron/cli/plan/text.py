@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
+from lightning_megatron.planning.core.term import Term
 from lightning_megatron.planning.plan import Plan
 from lightning_megatron.planning.request import PlanRequest
 from lightning_megatron.planning.search import Found
 from lightning_megatron.planning.settings import arguments_of, layout_words
-from lightning_megatron.planning.term import Term
 from lightning_megatron.planning.ways_out import WayOut
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.plan.recipe import Given, read_recipe
+from lightning_megatron.cli.recipes.job import Given, read_recipe
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.parity.scaled import MOST, on_cpu
 from lightning_megatron.recipes.contents import class_of, contents_of

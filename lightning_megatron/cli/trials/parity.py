@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.common import command_parser, exit_status, fail
-from lightning_megatron.cli.plan.recipe import Given, read_recipe
+from lightning_megatron.cli.recipes.job import Given, read_recipe
 from lightning_megatron.cli.recipes.options import add_recipe, required, with_environment
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from lightning.pytorch import LightningDataModule, LightningModule
 
 import lightning_megatron  # noqa: F401 - registers the strategy, and makes modules known by their short names
-from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
 from lightning_megatron.cli.common import command_parser, exit_status
 from lightning_megatron.cli.recipes.options import add_recipe, required
-from lightning_megatron.cli.trainer import BriefParser
-from lightning_megatron.config.byte_size import told_bytes
+from lightning_megatron.cli.training.checkpoint_cli import CheckpointCLI
+from lightning_megatron.cli.training.trainer import BriefParser
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.machine.byte_size import told_bytes
 from lightning_megatron.rehearsal.errors import RehearsalError
 from lightning_megatron.rehearsal.known_calls import KnownCalls
 from lightning_megatron.rehearsal.rehearse import ranks_that_differ, rehearse

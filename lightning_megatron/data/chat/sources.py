@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.data.chat.builtin import BUILTIN_TEMPLATES
-from lightning_megatron.data.chat.special_tokens import settings_of
 from lightning_megatron.data.chat.template import ChatTemplate, TemplateSource
+from lightning_megatron.data.special_tokens import settings_of
 from lightning_megatron.data.tokenizers import HuggingFaceTokenizer
 from lightning_megatron.errors import ConfigError, DataError, Problem, nearest_names, raise_if_any
 from lightning_megatron.files.small import read_small

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from lightning_megatron.lightning.callbacks.device_profiler import DeviceProfiler
     from lightning_megatron.lightning.callbacks.expert_telemetry import ExpertTelemetry
     from lightning_megatron.lightning.callbacks.gaudi_telemetry import GaudiTelemetry
-    from lightning_megatron.lightning.callbacks.kill_switch import KillSwitch
     from lightning_megatron.lightning.callbacks.megatron_log import MegatronLog
     from lightning_megatron.lightning.callbacks.spike_guard import SpikeGuard
     from lightning_megatron.lightning.callbacks.straggler_monitor import StragglerMonitor
     from lightning_megatron.lightning.callbacks.throughput import Throughput
     from lightning_megatron.lightning.callbacks.upload_checkpoints import UploadCheckpoints
     from lightning_megatron.lightning.callbacks.verify_checkpoint import VerifyCheckpoint
+    from lightning_megatron.lightning.strategy.kill_switch import KillSwitch
 
 __all__ = [
     "DeviceProfiler",

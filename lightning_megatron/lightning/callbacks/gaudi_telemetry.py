@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.comm.objects import all_gather_object
-from lightning_megatron.lightning._private import CompilerCounts, compiler_counts
+from lightning_megatron.lightning.compat._private import CompilerCounts, compiler_counts
 from lightning_megatron.lightning.monitoring.first_steps import FirstSteps, summary
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lightning_megatron.arguments import above, at_least, checked
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.checkpoint.directory.newest import locate
-from lightning_megatron.checkpoint.integrity.verify import size_faults
+from lightning_megatron.checkpoint.select.newest import locate
+from lightning_megatron.checkpoint.select.verify import size_faults
 from lightning_megatron.comm.collectives import all_reduce
-from lightning_megatron.data.resumable_loader import ResumableDataLoader
+from lightning_megatron.data.loading.resumable_loader import ResumableDataLoader
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.lightning.callbacks.recent import Recent
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_exports import exports_of
 
 if TYPE_CHECKING:
-    from lightning_megatron.lightning.checkpointing.hyper_parameters import build_module, read_meta, target_device
     from lightning_megatron.lightning.checkpointing.optimizer_file import export_optimizers, import_optimizers
-    from lightning_megatron.lightning.checkpointing.other_settings import tell_other_settings
     from lightning_megatron.lightning.checkpointing.trainer_state import (
         load_trainer_checkpoint,
         save_trainer_checkpoint,
     )
+    from lightning_megatron.lightning.run_state.hyper_parameters import build_module, read_meta, target_device
+    from lightning_megatron.lightning.run_state.other_settings import tell_other_settings
 
 __all__ = [
     "build_module",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_megatron.checkpoint import State, refuse_nonfinite
-from lightning_megatron.checkpoint.all_ranks import on_all_ranks
-from lightning_megatron.checkpoint.keys import Key, groups_key, is_groups
 from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory, export_state, import_state
+from lightning_megatron.checkpoint.tensors.keys import Key, groups_key, is_groups
+from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning.checkpointing.trainer_state import (
     continue_optimizer,

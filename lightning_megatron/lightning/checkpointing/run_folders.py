@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_megatron import checkpoint
 from lightning_megatron.checkpoint.directory.folder_lock import DEAD_AFTER, FolderLock
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.lightning._private import checkpoint_folder
+from lightning_megatron.lightning.compat._private import checkpoint_folder
 from lightning_megatron.lightning.validation.saving import saves_checkpoints
 
 PATIENCE = DEAD_AFTER + 30.0

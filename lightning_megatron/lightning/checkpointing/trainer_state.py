@@ -26,12 +26,18 @@ from lightning_megatron.checkpoint import (
     regrouped,
     shared_state,
 )
-from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
-from lightning_megatron.checkpoint.keys import groups_key, whole_state_key
-from lightning_megatron.checkpoint.meta import refuse_other_writers
-from lightning_megatron.lightning.checkpointing.random_state import random_state
-from lightning_megatron.lightning.checkpointing.weight_versions import (
+from lightning_megatron.checkpoint.formats.meta import refuse_other_writers
+from lightning_megatron.checkpoint.tensors.keys import groups_key, whole_state_key
+from lightning_megatron.comm.all_ranks import on_all_ranks
+from lightning_megatron.lightning.pretrained.adapter_base import base_entry, kept_names, refuse_other_base, wanted
+from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
+from lightning_megatron.lightning.pretrained.foreign_weights import is_foreign
+from lightning_megatron.lightning.pretrained.hugging_face import kept_settings
+from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, fresh_run
+from lightning_megatron.lightning.pretrained.load_weights import load_weights, trained_names
+from lightning_megatron.lightning.run_state.random_state import random_state
+from lightning_megatron.lightning.run_state.weight_versions import (
     NOTE,
     copies,
     fill_untrained,
@@ -41,12 +47,6 @@ from lightning_megatron.lightning.checkpointing.weight_versions import (
     with_repeats,
     without_repeats,
 )
-from lightning_megatron.lightning.pretrained.adapter_base import base_entry, kept_names, refuse_other_base, wanted
-from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
-from lightning_megatron.lightning.pretrained.foreign_weights import is_foreign
-from lightning_megatron.lightning.pretrained.hugging_face import kept_settings
-from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, fresh_run
-from lightning_megatron.lightning.pretrained.load_weights import load_weights, trained_names
 from lightning_megatron.lightning.step.finetuning import rejoin_groups
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from lightning_megatron.config.layout import HasModelShape, ParallelLayout
 from lightning_megatron.errors import problems_of
+from lightning_megatron.lightning.build.placement import placement_of
 from lightning_megatron.lightning.comparison.code import code_facts
 from lightning_megatron.lightning.comparison.values import NOTHING, Facts, arguments_of, flat
-from lightning_megatron.lightning.placement import placement_of
 from lightning_megatron.mesh import coordinate, dense_grid
 from lightning_megatron.params import named_specs
 

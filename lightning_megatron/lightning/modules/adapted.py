@@ -13,7 +13,7 @@ from lightning_megatron.adapters.targets import adapted_layers
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any
 from lightning_megatron.families import family_for
-from lightning_megatron.lightning.base_module import MegatronModule
+from lightning_megatron.lightning.modules.base_module import MegatronModule
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.stages import StagedModel
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.errors import DataError
+from lightning_megatron.lightning.build.placement import Placement
 from lightning_megatron.lightning.modules.documents import KEYS as DOCUMENT_KEYS
+from lightning_megatron.lightning.modules.text_batch import check_keys, id_fault, nan_where_unknown, without_faults
 from lightning_megatron.lightning.modules.transformer import TransformerModule
-from lightning_megatron.lightning.placement import Placement
-from lightning_megatron.lightning.text_batch import check_keys, id_fault, nan_where_unknown, without_faults
 from lightning_megatron.models.bert.model import BertInputs, BertLogits, BertLosses, BertModel
 
 USED = ("tokens", "labels", "loss_mask", "padding_mask", "token_types", "position_ids")

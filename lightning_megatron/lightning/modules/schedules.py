@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lightning_megatron.data.resumable_loader import ResumableDataLoader
+from lightning_megatron.data.loading.resumable_loader import ResumableDataLoader
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.optim.lr_schedule import LRSchedule, LRStyle, MegatronLR, TailStyle, WDSchedule, WDStyle

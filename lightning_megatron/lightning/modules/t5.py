@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.errors import DataError, raise_if_any
+from lightning_megatron.lightning.build.placement import Placement
 from lightning_megatron.lightning.modules.documents import KEYS as DOCUMENT_KEYS
+from lightning_megatron.lightning.modules.text_batch import id_fault, key_problems, nan_where_unknown, without_faults
 from lightning_megatron.lightning.modules.transformer import TransformerModule
-from lightning_megatron.lightning.placement import Placement
-from lightning_megatron.lightning.text_batch import id_fault, key_problems, nan_where_unknown, without_faults
-from lightning_megatron.models.generate import answer
+from lightning_megatron.models.t5.answer import answer
 from lightning_megatron.models.t5.model import T5Inputs, T5Model
 
 _OF_ENCODER = ("tokens", "padding_mask")
@@ -87,7 +87,7 @@ class T5Module(TransformerModule):
             tokens: texts for the encoder, ``[B, S]``.
             max_new_tokens: tokens to write at most.
             start: token that begins the decoder's text; T5's is its padding, 0.
-            **options: further arguments of :func:`~lightning_megatron.models.generate.answer`: ``padding_mask``,
+            **options: further arguments of :func:`~lightning_megatron.models.t5.answer.answer`: ``padding_mask``,
                 ``temperature``, ``top_k``, ``top_p``, ``stop``, ``seed``.
 
         Raises:

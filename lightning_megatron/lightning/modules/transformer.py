@@ -21,12 +21,12 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.layers.init import weights_follow
 from lightning_megatron.lightning import pretrained
-from lightning_megatron.lightning._private import trainer_of
+from lightning_megatron.lightning.build.placement import Placement, carry_over
+from lightning_megatron.lightning.build.unbuilt import Outline
+from lightning_megatron.lightning.compat._private import trainer_of
 from lightning_megatron.lightning.modules.adapted import AdaptedModule, AdaptersLike
 from lightning_megatron.lightning.modules.schedules import ModuleSchedules, samples_of_last_step
 from lightning_megatron.lightning.modules.token_mean import LossReduction
-from lightning_megatron.lightning.placement import Placement, carry_over
-from lightning_megatron.lightning.unbuilt import Outline
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.presets import configuration
 from lightning_megatron.models.stages import StagedModel

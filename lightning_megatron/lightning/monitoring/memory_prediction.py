@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron import device as devices
-from lightning_megatron.config.byte_size import told_bytes
 from lightning_megatron.lightning.validation.memory import UNKNOWN, MemoryLimit, device_called
-from lightning_megatron.planning.device_file import DeviceSpec
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.machine.byte_size import told_bytes
+from lightning_megatron.planning.core.device_file import DeviceSpec
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.memory.peak import memory_of
 from lightning_megatron.planning.plan import Plan, kernels_of, plan_of
 from lightning_megatron.planning.ways_out import ways_out

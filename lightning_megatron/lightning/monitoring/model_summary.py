@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.lightning._private import summary_depth, training_data
+from lightning_megatron.lightning.compat._private import summary_depth, training_data
 from lightning_megatron.lightning.step.grad_reduction import batch_size_of
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import named_specs

@@ -11,10 +11,10 @@ from torch import nn
 
 from lightning_megatron.adapters.attach import adapter_of
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.integrity.block_sums import FileRange, check_sums
-from lightning_megatron.checkpoint.integrity.hashes import ranges_by_rank
 from lightning_megatron.checkpoint.integrity.manifest import hash_of
+from lightning_megatron.checkpoint.select.hashes import ranges_by_rank
+from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.files import PathLike
 from lightning_megatron.mesh import ParallelMesh

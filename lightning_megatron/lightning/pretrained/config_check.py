@@ -13,15 +13,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint.formats.meta import META
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
-from lightning_megatron.checkpoint.keys import Key
-from lightning_megatron.checkpoint.meta import META
+from lightning_megatron.checkpoint.tensors.keys import Key
 from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.training_fields import is_of_training
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.files import PathLike
-from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, read_meta
+from lightning_megatron.lightning.run_state.hyper_parameters import config_of, read_meta
 
 _OF_A_WHOLE_MODEL = "embedding.word.weight"
 _TOO_MANY = 4  # times as many parameters as there are numbers to fill them

@@ -23,19 +23,19 @@ from lightning_megatron.checkpoint.formats.hf.settings import (
 from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.formats.hf.write import write_hf
 from lightning_megatron.checkpoint.formats.megatron import open_megatron
-from lightning_megatron.checkpoint.keys import model_key
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor, in_dtype
 from lightning_megatron.checkpoint.loading import open_checkpoint
+from lightning_megatron.checkpoint.tensors.keys import model_key
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor, in_dtype
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import DataError, raise_if_any
 from lightning_megatron.families import family_for
 from lightning_megatron.files import PathLike
-from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of
 from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled_checkpoint
 from lightning_megatron.lightning.pretrained.hugging_face import open_hf
 from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, fresh_run
 from lightning_megatron.lightning.pretrained.megatron import megatron_config, megatron_tensors
 from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer, directory_spec
+from lightning_megatron.lightning.run_state.hyper_parameters import config_of
 from lightning_megatron.mesh import ParallelMesh
 
 _PREFIX = model_key("model.")  # the checkpoint's model, and the attribute of GPTModule that holds it

@@ -18,18 +18,18 @@ from lightning_megatron.checkpoint import CheckpointError, save
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS
 from lightning_megatron.checkpoint.formats.hf.settings import read_settings as hf_settings
-from lightning_megatron.checkpoint.keys import model_key
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor, cast, in_dtype
 from lightning_megatron.checkpoint.loading import open_checkpoint
+from lightning_megatron.checkpoint.tensors.keys import model_key
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor, cast, in_dtype
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, nearest_names, raise_if_any
 from lightning_megatron.families import family_for
 from lightning_megatron.files import PathLike
-from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of
 from lightning_megatron.lightning.pretrained import peft
 from lightning_megatron.lightning.pretrained.adapter_base import ADAPTER_OF, base_of, path_of_base
 from lightning_megatron.lightning.pretrained.hugging_face import checked_hf_config, open_hf
 from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, fresh_run
+from lightning_megatron.lightning.run_state.hyper_parameters import config_of
 from lightning_megatron.mesh import ParallelMesh
 
 _PREFIX = model_key("model.")

@@ -8,10 +8,10 @@ from torch import nn
 
 from lightning_megatron.adapters.attach import adapter_of
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.checkpoint.all_ranks import on_all_ranks
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.checkpoint.formats.megatron import is_megatron_directory, open_megatron
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
+from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.files import PathLike

@@ -12,7 +12,7 @@ from lightning_megatron.checkpoint.formats.hf import family_of_weights
 from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, is_hf_directory, read_config, read_tensors
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
 from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.config.hugging_face.family import Family
 from lightning_megatron.config.parameter_specs import weight_shapes
 from lightning_megatron.config.transformer import TransformerConfig

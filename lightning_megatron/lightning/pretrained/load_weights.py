@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron.checkpoint import Check, Loaded, load, local_tensors, model_state, refuse_nonfinite
-from lightning_megatron.checkpoint.all_ranks import on_all_ranks
+from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.lightning.pretrained.adapter_base import base_is_loaded, is_base, refuse_other_base, wanted
 from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
 from lightning_megatron.lightning.pretrained.foreign_weights import is_foreign, load_foreign_weights

@@ -10,7 +10,7 @@ from lightning_megatron.checkpoint.formats.megatron import (
     size_problems,
 )
 from lightning_megatron.checkpoint.formats.megatron.weight_map import weight_map
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any

@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint.formats.hf.directory import read_json
 from lightning_megatron.checkpoint.formats.hf.tensors import row_rule
 from lightning_megatron.checkpoint.formats.safetensors_file import read_lazily
 from lightning_megatron.checkpoint.formats.weight_map import Rule, WeightMap, same, stacked, transposed
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.config.hugging_face.tensors import TRANSPOSED
 from lightning_megatron.config.parameter_specs import weight_shapes
 from lightning_megatron.config.transformer import TransformerConfig

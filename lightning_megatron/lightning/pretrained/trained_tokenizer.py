@@ -15,8 +15,8 @@ from lightning_megatron.data.fingerprint import Fingerprint, fingerprint_problem
 from lightning_megatron.data.preprocessing.encode import TokenizerSpec
 from lightning_megatron.errors import ConfigError, DataError, Problem
 from lightning_megatron.files import PathLike
-from lightning_megatron.lightning.checkpointing.hyper_parameters import config_of, read_meta
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
+from lightning_megatron.lightning.run_state.hyper_parameters import config_of, read_meta
 
 _PADDING = 2048
 """Ids without a token that a model's vocabulary has less than: Megatron-LM rounds up to multiples of 128 x tp."""

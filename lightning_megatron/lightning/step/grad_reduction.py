@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron.config.layout import HasBatchShape
 from lightning_megatron.device import HPU, DeviceKind
-from lightning_megatron.lightning._private import training_data
-from lightning_megatron.optim.config import grad_reduce_dtype_rule
+from lightning_megatron.lightning.compat._private import training_data
+from lightning_megatron.optim.core.config import grad_reduce_dtype_rule
 
 GradReduceDtype = Literal["fp32", "bf16"]
 REDUCE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_megatron import device as devices
-from lightning_megatron.lightning._private import CompilerCounts, Recompilation, compiler_counts, recompilations
+from lightning_megatron.lightning.compat._private import CompilerCounts, Recompilation, compiler_counts, recompilations
 
 _LONGEST_REASON = 100
 _LONGEST_CAUSE = 300

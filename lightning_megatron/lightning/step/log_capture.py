@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.lightning._private import set_shown_value
+from lightning_megatron.lightning.compat._private import set_shown_value
 from lightning_megatron.lightning.step.metric_sync import last_value, step_reduction
 from lightning_megatron.mesh import Axis
 from lightning_megatron.recorder.file_format import Kind

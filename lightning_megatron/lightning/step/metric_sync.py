@@ -15,7 +15,7 @@ from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_megatron.comm.objects import broadcast_object
-from lightning_megatron.lightning._private import mark_updated, shown_value
+from lightning_megatron.lightning.compat._private import mark_updated, shown_value
 from lightning_megatron.mesh import ParallelMesh
 
 

@@ -20,12 +20,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lightning_megatron import device as devices
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import Problem, raise_if_any
-from lightning_megatron.lightning._private import MockOptimizer, has_hooks
+from lightning_megatron.lightning.compat._private import MockOptimizer, has_hooks
 from lightning_megatron.lightning.step.per_token_loss import LogsTokenMean, TokenCounter
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.broadcast import broadcast_params
 from lightning_megatron.optim.buffers.slot import Slot
-from lightning_megatron.optim.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.finite_check import FiniteCheck
 from lightning_megatron.optim.norms import norms_by_name
 from lightning_megatron.optim.replicas import ReplicaCheck

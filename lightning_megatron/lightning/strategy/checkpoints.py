@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from lightning_megatron.errors import CheckpointError, raise_if_any
 from lightning_megatron.lightning import checkpointing, pretrained
-from lightning_megatron.lightning.checkpointing.progress import follow_batch_size
+from lightning_megatron.lightning.run_state.progress import follow_batch_size
 from lightning_megatron.lightning.step.optimizers import Holder, OptimizerSet
 from lightning_megatron.lightning.strategy.folders import SaveFolders
 from lightning_megatron.lightning.strategy.mesh import MeshStrategy
 from lightning_megatron.lightning.strategy.randomness import ResumedRandomness
-from lightning_megatron.lightning.strategy.settings import JobSettings, LightningParts
 from lightning_megatron.lightning.strategy.writers import AsyncWriter, DirectWriter
 from lightning_megatron.lightning.validation.saving import address_problems
+from lightning_megatron.lightning.validation.settings import JobSettings, LightningParts
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron import checkpoint
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.lightning.checkpointing.last_checkpoint import warn_of_new_folder
 from lightning_megatron.lightning.checkpointing.run_folders import RunFolders, asks_for_last, nothing_good, patience
+from lightning_megatron.lightning.run_state.last_checkpoint import warn_of_new_folder
 from lightning_megatron.lightning.strategy.mesh import MeshStrategy
 
 T = TypeVar("T")

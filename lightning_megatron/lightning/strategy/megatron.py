@@ -17,20 +17,13 @@ from lightning_megatron.arguments import checked
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputeMethod, RecomputePlan, recompute_problems
 from lightning_megatron.errors import Problem, raise_if_any
-from lightning_megatron.lightning.accelerator import register_with_lightning_habana
+from lightning_megatron.lightning.compat.accelerator import register_with_lightning_habana
 from lightning_megatron.lightning.environments.agreement import rank_problems
-from lightning_megatron.lightning.launcher import LaunchCalls, launcher_of
+from lightning_megatron.lightning.launch.launcher import LaunchCalls, launcher_of
 from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
 from lightning_megatron.lightning.monitoring.terminal import Terminal
 from lightning_megatron.lightning.step.grad_reduction import GradReduceDtype
 from lightning_megatron.lightning.strategy.run import RunStrategy
-from lightning_megatron.lightning.strategy.settings import (
-    CPCommType,
-    JobSettings,
-    LightningParts,
-    PipelineSchedule,
-    SavingSettings,
-)
 from lightning_megatron.lightning.validation.accelerators import accelerator_problems
 from lightning_megatron.lightning.validation.features import compile_problems, plugin_problems
 from lightning_megatron.lightning.validation.job import (
@@ -43,8 +36,15 @@ from lightning_megatron.lightning.validation.job import (
 )
 from lightning_megatron.lightning.validation.memory import MemoryLimit, limit_of
 from lightning_megatron.lightning.validation.nodes import node_problems
+from lightning_megatron.lightning.validation.settings import (
+    CPCommType,
+    JobSettings,
+    LightningParts,
+    PipelineSchedule,
+    SavingSettings,
+)
 from lightning_megatron.ops.fp8 import Fp8Recipe
-from lightning_megatron.optim.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.pipeline.schedule import schedule_problems
 from lightning_megatron.stage import StageLayers

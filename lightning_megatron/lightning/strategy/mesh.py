@@ -27,19 +27,19 @@ from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import described
-from lightning_megatron.lightning._private import default_store, injects_samplers
-from lightning_megatron.lightning.accelerator import preferred_accelerator
-from lightning_megatron.lightning.dataloaders import (
+from lightning_megatron.lightning.compat._private import default_store, injects_samplers
+from lightning_megatron.lightning.compat.accelerator import preferred_accelerator
+from lightning_megatron.lightning.environments.mpi import environment_of_ranks
+from lightning_megatron.lightning.step.precision import MegatronPrecision
+from lightning_megatron.lightning.strategy.process_end import ProcessEnd
+from lightning_megatron.lightning.streams.dataloaders import (
     require_equal_lengths,
     share_randomness,
     shuffle_by_epoch,
     start_workers_safely,
 )
-from lightning_megatron.lightning.environments.mpi import environment_of_ranks
-from lightning_megatron.lightning.precision import MegatronPrecision
-from lightning_megatron.lightning.strategy.process_end import ProcessEnd
-from lightning_megatron.lightning.strategy.settings import JobSettings, LightningParts
 from lightning_megatron.lightning.streams.generators import generator_hashes, seed_generators
+from lightning_megatron.lightning.validation.settings import JobSettings, LightningParts
 from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.registry import Ops

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # publi
 
 from lightning_megatron.comm.objects import drain_group
 from lightning_megatron.comm.rendezvous import Store
-from lightning_megatron.lightning._private import default_store
+from lightning_megatron.lightning.compat._private import default_store
 
 _log = logging.getLogger(__name__)
 

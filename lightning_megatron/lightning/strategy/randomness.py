@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.lightning.checkpointing.random_state import random_state, restore_random_state
+from lightning_megatron.lightning.run_state.random_state import random_state, restore_random_state
 from lightning_megatron.mesh import ParallelMesh
 
 

@@ -18,8 +18,8 @@ from lightning.pytorch import Trainer
 
 from lightning_megatron.comm.rendezvous import Meeting, Store
 from lightning_megatron.errors import described
-from lightning_megatron.lightning._private import trainer_of
-from lightning_megatron.lightning.children import GRACE, Children
+from lightning_megatron.lightning.compat._private import trainer_of
+from lightning_megatron.lightning.launch.children import GRACE, Children
 from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
 from lightning_megatron.lightning.strategy.mesh import MeshStrategy
 from lightning_megatron.machine.transport import is_lost_connection

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
 from lightning_megatron.comm.rendezvous import Store
-from lightning_megatron.lightning.accelerator import enable_gpu_migration
-from lightning_megatron.lightning.checkpointing.missed_saves import warn_of_missed_saves
+from lightning_megatron.lightning.build.placement import Placement, placement_of, store_placement
 from lightning_megatron.lightning.comparison.facts import start_statement
+from lightning_megatron.lightning.compat.accelerator import enable_gpu_migration
 from lightning_megatron.lightning.monitoring.known_warnings import KnownWarnings
 from lightning_megatron.lightning.monitoring.model_summary import introduce
-from lightning_megatron.lightning.placement import Placement, placement_of, store_placement
+from lightning_megatron.lightning.run_state.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.step.engine import StepEngine
 from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.step.graphs import BlockGraphs
@@ -30,11 +30,11 @@ from lightning_megatron.lightning.step.optimizers import OptimizerSet, decide_on
 from lightning_megatron.lightning.step.watchers import watches_parameters
 from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
 from lightning_megatron.lightning.strategy.comparison import StartComparison
+from lightning_megatron.lightning.strategy.kill_switch import RunSwitches
 from lightning_megatron.lightning.strategy.recording import ActionRecord, recorded
-from lightning_megatron.lightning.strategy.settings import JobSettings, LightningParts
-from lightning_megatron.lightning.strategy.stopping import RunSwitches
 from lightning_megatron.lightning.strategy.streams import StreamChecks
 from lightning_megatron.lightning.validation.idle import warn_of_idle
+from lightning_megatron.lightning.validation.settings import JobSettings, LightningParts
 from lightning_megatron.lightning.validation.slow import warn_of_slow
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.recorder.file_format import Kind

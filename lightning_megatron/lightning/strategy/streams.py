@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_megatron.lightning._private import agree_to_validate
+from lightning_megatron.lightning.compat._private import agree_to_validate
 from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
 from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.mesh import ParallelMesh

@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_megatron.comm.collectives import Pending, all_reduce_max
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import DataError
-from lightning_megatron.lightning._private import trainer_of
+from lightning_megatron.lightning.compat._private import trainer_of
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.recorder.file_format import Kind
 

@@ -6,8 +6,8 @@ import torch
 
 from lightning_megatron import device as devices
 from lightning_megatron.errors import Problem
-from lightning_megatron.lightning._private import trainer_argument
-from lightning_megatron.lightning.accelerator import NAME
+from lightning_megatron.lightning.compat._private import trainer_argument
+from lightning_megatron.lightning.compat.accelerator import NAME
 
 
 def accelerator_problems(used: torch.device) -> list[Problem]:

@@ -16,8 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import Check, Rules, above, at_least
-from lightning_megatron.checkpoint.directory.newest import candidates, newest_good
-from lightning_megatron.config.byte_size import memory_problems
+from lightning_megatron.checkpoint.select.newest import candidates, newest_good
 from lightning_megatron.config.layout import (
     BATCH_RULES,
     BatchShape,
@@ -33,7 +32,6 @@ from lightning_megatron.documents import device_problem
 from lightning_megatron.errors import CheckpointError, ConfigError, Problem, problems_of
 from lightning_megatron.lightning import pretrained
 from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer
-from lightning_megatron.lightning.strategy.settings import JobSettings
 from lightning_megatron.lightning.validation.features import (
     callback_problems,
     checkpoint_io_problem,
@@ -43,11 +41,13 @@ from lightning_megatron.lightning.validation.features import (
 from lightning_megatron.lightning.validation.memory import UNKNOWN, MemoryLimit, memory_problem, planned_job
 from lightning_megatron.lightning.validation.samples import sample_problems
 from lightning_megatron.lightning.validation.saving import saving_problems
+from lightning_megatron.lightning.validation.settings import JobSettings
+from lightning_megatron.machine.byte_size import memory_problems
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.ops.registry import Ops, parse_op_modes
-from lightning_megatron.optim.update_scope import elementwise_problems
+from lightning_megatron.optim.core.update_scope import elementwise_problems
 from lightning_megatron.pipeline.partition import BALANCED, parse_layout
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 
 RULES: Rules = {
     "recompute": Check(granularity_problems),

@@ -9,15 +9,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_megatron.config.byte_size import memory_bytes, told_bytes
 from lightning_megatron.config.layout import BatchShape, ParallelLayout
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem
-from lightning_megatron.lightning.strategy.settings import JobSettings
+from lightning_megatron.lightning.validation.settings import JobSettings
+from lightning_megatron.machine.byte_size import memory_bytes, told_bytes
 from lightning_megatron.ops.implementation import REFERENCE
 from lightning_megatron.ops.registry import Ops
-from lightning_megatron.planning.device_file import DeviceSpec, device_names, load_device
-from lightning_megatron.planning.job import PRECISIONS, PlannedJob, unplanned_problems
+from lightning_megatron.planning.core.device_file import DeviceSpec, device_names, load_device
+from lightning_megatron.planning.core.job import PRECISIONS, PlannedJob, unplanned_problems
 from lightning_megatron.planning.plan import plan_of
 from lightning_megatron.planning.settings import Feed, job_of, layout_words
 from lightning_megatron.planning.ways_out import ways_out

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.parsing import is_picklable
 
 from lightning_megatron.errors import Problem
-from lightning_megatron.lightning._private import asks_for_upload
+from lightning_megatron.lightning.compat._private import asks_for_upload
 
 
 def saving_problems(objects: Sequence[object], trainer: Trainer | None) -> list[Problem]:
@@ -105,8 +105,8 @@ def callback_state_problems(trainer: Trainer) -> list[Problem]:
 def _faults(value: Mapping[str, Any] | None) -> Iterable[tuple[str, str]]:
     if not value:  # a state may be None, which is not saved
         return
-    from lightning_megatron.checkpoint.meta import objects_in
-    from lightning_megatron.checkpoint.plain import plain
+    from lightning_megatron.checkpoint.formats.meta import objects_in
+    from lightning_megatron.checkpoint.formats.plain import plain
 
     for text in objects_in(plain(dict(value))):
         where, _, kind = text.partition(": ")

@@ -16,7 +16,7 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.bucket_plan import default_bucket_size, plan_buckets
 from lightning_megatron.optim.buffers.slot import BufferKey, OwnedParam, Slot, set_grad_dtype, supports_grad_dtype
-from lightning_megatron.optim.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 
 
 class FlatBuffer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_megatron.planning.term import Term
+from lightning_megatron.planning.core.term import Term
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from operator import mul
 
-from lightning_megatron.planning.job import DTYPE_BYTES, PlannedJob
+from lightning_megatron.planning.core.job import DTYPE_BYTES, PlannedJob
+from lightning_megatron.planning.core.parameters import fp8_weights
+from lightning_megatron.planning.core.term import Term
 from lightning_megatron.planning.memory.ends import embedding_end, waiting_gradient
 from lightning_megatron.planning.memory.estimate import MemoryEstimate
 from lightning_megatron.planning.memory.formulas import BATCH, COMMUNICATION, FP8, PIPELINE, activation_formulas
@@ -19,8 +21,6 @@ from lightning_megatron.planning.memory.shapes import ACCELERATOR, Kernels, shap
 from lightning_megatron.planning.memory.stage import DEFERRED, WORKING, stage_bytes
 from lightning_megatron.planning.memory.states import PRECISION_BYTES, StateBytes, state_bytes, state_terms
 from lightning_megatron.planning.memory.steps import Moment, moments_of
-from lightning_megatron.planning.parameters import fp8_weights
-from lightning_megatron.planning.term import Term
 
 FP8_BYTES = 2
 """Bytes of a weight in fp8 while a step lasts: in the format of the forward, and in that of the backward."""

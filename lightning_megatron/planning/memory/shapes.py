@@ -9,10 +9,10 @@ from math import gcd
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import GATED, TransformerConfig
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.planning.experts import expert_rows, gathers_tokens
-from lightning_megatron.planning.job import AttentionKind, PlannedJob, unplanned_problems
+from lightning_megatron.planning.core.experts import expert_rows, gathers_tokens
+from lightning_megatron.planning.core.job import AttentionKind, PlannedJob, unplanned_problems
+from lightning_megatron.planning.core.parameters import padded_vocab_size
 from lightning_megatron.planning.memory.states import PRECISION_BYTES
-from lightning_megatron.planning.parameters import padded_vocab_size
 
 LOGITS_CHUNK_BYTES = 32 << 20
 """Approximate size of the fp32 logits of a chunk, as in ``layers/cross_entropy.py``."""

@@ -8,15 +8,15 @@ from functools import lru_cache
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.optim.buffers.bucket_plan import default_bucket_size, plan_buckets
-from lightning_megatron.planning.job import PlannedJob
-from lightning_megatron.planning.parameters import rank_parameters
-from lightning_megatron.planning.term import Term
+from lightning_megatron.planning.core.job import PlannedJob
+from lightning_megatron.planning.core.parameters import rank_parameters
+from lightning_megatron.planning.core.term import Term
 from lightning_megatron.stage import StageLayers
 
 
 @dataclass(frozen=True)
 class PrecisionBytes:
-    """Bytes of a value by its role; they are the dtypes of ``lightning/precision.py``.
+    """Bytes of a value by its role; they are the dtypes of ``lightning/step/precision.py``.
 
     Attributes:
         params: bytes of a parameter, and of an activation.

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_megatron.planning.device_file import DeviceSpec
-from lightning_megatron.planning.experts import gathers_tokens
+from lightning_megatron.planning.core.device_file import DeviceSpec
+from lightning_megatron.planning.core.experts import gathers_tokens
 from lightning_megatron.planning.time.compute import LayerWork, Work
 from lightning_megatron.planning.time.sizes import Sizes
 from lightning_megatron.planning.time.software import Software

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_megatron.planning.device_file import DeviceSpec
+from lightning_megatron.planning.core.device_file import DeviceSpec
 from lightning_megatron.planning.time.communication import Group, Groups
 from lightning_megatron.planning.time.sizes import Sizes
 

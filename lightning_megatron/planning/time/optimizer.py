@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_megatron.planning.device_file import DeviceSpec
+from lightning_megatron.planning.core.device_file import DeviceSpec
 from lightning_megatron.planning.time.compute import Work
 from lightning_megatron.planning.time.sizes import Sizes
 from lightning_megatron.stage import StageLayers

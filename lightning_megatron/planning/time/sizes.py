@@ -7,8 +7,8 @@ from functools import cached_property
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import GATED, TransformerConfig
-from lightning_megatron.planning.experts import expert_rows
-from lightning_megatron.planning.job import DTYPE_BYTES, PlannedJob
+from lightning_megatron.planning.core.experts import expert_rows
+from lightning_megatron.planning.core.job import DTYPE_BYTES, PlannedJob
 
 
 @dataclass(frozen=True)

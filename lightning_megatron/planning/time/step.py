@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_megatron.planning.device_file import DeviceSpec
-from lightning_megatron.planning.job import PlannedJob
-from lightning_megatron.planning.term import Term
+from lightning_megatron.planning.core.device_file import DeviceSpec
+from lightning_megatron.planning.core.job import PlannedJob
+from lightning_megatron.planning.core.term import Term
 from lightning_megatron.planning.time.communication import (
     Exposed,
     layer_communication,

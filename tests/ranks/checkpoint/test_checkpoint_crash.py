@@ -9,8 +9,8 @@ import torch
 from checkpoint_toy import Toy, mesh_of
 
 from lightning_megatron.checkpoint import CheckpointError, Fragment, load, save, saving, verify
-from lightning_megatron.checkpoint import dcp as transfer
-from lightning_megatron.checkpoint.box_writer import BoxWriter
+from lightning_megatron.checkpoint.dcp import fragments as transfer
+from lightning_megatron.checkpoint.dcp.box_writer import BoxWriter
 from lightning_megatron.testing.workers import WorkerError
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_megatron.checkpoint import load, local_tensors, model_state, optimizer_state, regrouped, save
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs, spec_registry
 

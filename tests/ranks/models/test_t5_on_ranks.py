@@ -16,7 +16,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.generate import answer
+from lightning_megatron.models.t5.answer import answer
 from lightning_megatron.models.t5.model import T5Model
 from lightning_megatron.testing.parity import differences, load_whole, whole_gradients
 from tests.t5 import inputs_of, labels_of

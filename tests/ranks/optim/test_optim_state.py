@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_megatron.comm.collectives import gather_sequence, local_shard, reduce_from_region
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import load, save
-from lightning_megatron.checkpoint.keys import groups_key
+from lightning_megatron.checkpoint.tensors.keys import groups_key
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.checkpointing.trainer_state import continue_optimizer, optimizer_part, take_settings
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.config import DistributedOptimizerConfig
-from lightning_megatron.optim.update_scope import UpdateScope, update_scope
+from lightning_megatron.optim.core.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.update_scope import UpdateScope, update_scope
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
 

@@ -17,13 +17,13 @@ from test_checkpoint_callbacks import SIZES, After, At, loader, nudge_a_norm
 
 from lightning_megatron import GPTModule, KillSwitch, MegatronStrategy, VerifyCheckpoint
 from lightning_megatron.checkpoint import CheckpointError, verify
-from lightning_megatron.checkpoint import dcp as transfer
 from lightning_megatron.checkpoint.background import host_copy
 from lightning_megatron.checkpoint.background.host_copy import StateCopy
-from lightning_megatron.checkpoint.box_writer import BoxWriter
+from lightning_megatron.checkpoint.dcp import fragments as transfer
+from lightning_megatron.checkpoint.dcp.box_writer import BoxWriter
 from lightning_megatron.checkpoint.directory.atomic_dir import Unfinished
 from lightning_megatron.checkpoint.integrity.manifest import read_manifest
-from lightning_megatron.checkpoint.keys import Key
+from lightning_megatron.checkpoint.tensors.keys import Key
 from lightning_megatron.device import CPU
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import ConfigError, GPTModule, KillSwitch, MegatronStrategy, VerifyCheckpoint
 from lightning_megatron.checkpoint import CheckpointError, saving, verify
-from lightning_megatron.checkpoint.integrity.verify import written_faults
+from lightning_megatron.checkpoint.select.verify import written_faults
 from lightning_megatron.cli.main import main
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.machine.job_environment import own_environment

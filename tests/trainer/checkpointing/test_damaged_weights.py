@@ -18,8 +18,8 @@ from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.integrity.metadata import items_of
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
+from lightning_megatron.lightning.modules.load_module import load_module, read_checkpoint
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf
-from lightning_megatron.lightning.pretrained.load_module import load_module, read_checkpoint
 from lightning_megatron.testing.trainer import quiet_trainer
 from tests.tiny import tiny_llama
 

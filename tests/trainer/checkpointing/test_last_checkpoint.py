@@ -18,11 +18,12 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from test_checkpoint_callbacks import At, train
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.checkpoint import CheckpointError, dcp, verify
+from lightning_megatron.checkpoint import CheckpointError, verify
+from lightning_megatron.checkpoint.dcp import fragments as dcp
 from lightning_megatron.checkpoint.directory.atomic_dir import place_for
 from lightning_megatron.checkpoint.directory.folder_lock import FolderInUseError, FolderLock
-from lightning_megatron.checkpoint.directory.newest import Candidate, newest_good
 from lightning_megatron.checkpoint.integrity.manifest import Progress, read_manifest, records
+from lightning_megatron.checkpoint.select.newest import Candidate, newest_good
 from lightning_megatron.lightning.checkpointing.run_folders import patience
 from lightning_megatron.testing.trainer import quiet_trainer
 

@@ -24,7 +24,7 @@ from lightning_megatron import (
 )
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.device import CPU
-from lightning_megatron.lightning.pretrained.load_module import load_module, read_checkpoint
+from lightning_megatron.lightning.modules.load_module import load_module, read_checkpoint
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 from tests.tiny import tiny_llama
 

@@ -16,7 +16,7 @@ import torch
 from lightning_megatron import LlamaModule, MegatronModule, load_module, read_checkpoint
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.cli import main as command_line
-from lightning_megatron.lightning import module
+from lightning_megatron.lightning.modules import decoder as module
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
 from lightning_megatron.machine.job_environment import own_environment

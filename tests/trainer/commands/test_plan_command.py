@@ -12,7 +12,7 @@ import yaml
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.cli.main import main
-from lightning_megatron.planning.device_file import DeviceSpec, load_device
+from lightning_megatron.planning.core.device_file import DeviceSpec, load_device
 
 RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "recipes"
 SEARCH = ["plan", "--model", "llama2-7b", "--devices", "8", "--seq-length", "4096", "--global-batch-size", "64"]

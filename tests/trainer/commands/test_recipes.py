@@ -16,8 +16,8 @@ import yaml
 from lightning_megatron import MegatronHPUStrategy, MixtralModule
 from lightning_megatron.config.layout import BatchShape, ParallelLayout
 from lightning_megatron.data import IndexedDatasetWriter
-from lightning_megatron.lightning.strategy.settings import JobSettings
 from lightning_megatron.lightning.validation.job import Job, job_problems
+from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.ops.registry import ANY_DEVICE

@@ -14,8 +14,8 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.layers.embedding import padded_vocab_size
-from lightning_megatron.lightning.strategy.settings import JobSettings
 from lightning_megatron.lightning.validation.job import Job, job_problems
+from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.pipeline.partition import LayerSplit

@@ -15,10 +15,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.cli.plan.recipe import Given, read_recipe
+from lightning_megatron.cli.recipes.job import Given, read_recipe
 from lightning_megatron.data import IndexedDatasetWriter
-from lightning_megatron.lightning.strategy.settings import JobSettings
 from lightning_megatron.lightning.validation.job import Job, job_problems
+from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel

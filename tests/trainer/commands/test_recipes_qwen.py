@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_megatron.cli.plan.recipe import Given, read_recipe
+from lightning_megatron.cli.recipes.job import Given, read_recipe
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.planning.memory.peak import memory_of

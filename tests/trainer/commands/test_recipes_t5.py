@@ -16,8 +16,8 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_megatron import MegatronStrategy, T5Module
 from lightning_megatron.cli.main import main
 from lightning_megatron.data import build_tokenizer
-from lightning_megatron.lightning.strategy.settings import JobSettings
 from lightning_megatron.lightning.validation.job import Job, job_problems
+from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.t5.model import T5Model

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from lightning_megatron.by_shape import Runner
 from lightning_megatron.config.layout import BatchShape
-from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.rehearsal.known_calls import KnownCalls
 from lightning_megatron.rehearsal.rehearse import rehearse

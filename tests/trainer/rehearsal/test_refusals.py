@@ -13,10 +13,10 @@ from torch import Tensor
 from lightning_megatron.config.layout import BatchShape, ParallelLayout
 from lightning_megatron.device import CPU
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.models.presets import configuration
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.rehearsal.errors import RehearsalError
 from lightning_megatron.rehearsal.rehearse import rehearse, rehearse_job
 from lightning_megatron.testing.trainer import kind_in_tests

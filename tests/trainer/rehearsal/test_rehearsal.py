@@ -14,7 +14,7 @@ from lightning_megatron.cli.main import main
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.device import CPU
 from lightning_megatron.models.presets import configuration
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.recipes.names import recipe_names
 from lightning_megatron.rehearsal.rehearse import rehearse_job
 from lightning_megatron.testing.measured import rehearse_measured, run_measured

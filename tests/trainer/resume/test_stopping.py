@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 from lightning_megatron import GPTModule, KillSwitch, MegatronStrategy
 from lightning_megatron.checkpoint import verify
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
-from lightning_megatron.lightning.callbacks.kill_switch import checkpoint_path
 from lightning_megatron.lightning.stopping.signals import StopSignals
 from lightning_megatron.lightning.stopping.worker_signals import PatientWorker
+from lightning_megatron.lightning.strategy.kill_switch import checkpoint_path
 from lightning_megatron.testing.trainer import PoolEnvironment, Recorder, quiet_trainer
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32, "vocab_multiple": 2}

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.lightning.children import Children
+from lightning_megatron.lightning.launch.children import Children
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.recorder.file_format import State
 from lightning_megatron.recorder.reading import read_run, runs_below

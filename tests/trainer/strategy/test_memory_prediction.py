@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import ConfigError, LlamaModule, MegatronStrategy
 from lightning_megatron import device as devices
-from lightning_megatron.config.byte_size import told_bytes
 from lightning_megatron.config.layout import BatchShape
 from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
 from lightning_megatron.lightning.validation.memory import MemoryLimit, device_called
-from lightning_megatron.planning.device_file import load_device
+from lightning_megatron.machine.byte_size import told_bytes
+from lightning_megatron.planning.core.device_file import load_device
 from lightning_megatron.planning.plan import plan_of
 from lightning_megatron.planning.settings import Feed, job_of
 from lightning_megatron.testing.trainer import quiet_trainer

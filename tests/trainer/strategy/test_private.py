@@ -26,7 +26,7 @@ from torchmetrics import MeanMetric
 import lightning_megatron
 from lightning_megatron.checkpoint import model_state, save
 from lightning_megatron.comm.loopback import LoopbackPort
-from lightning_megatron.lightning._private import (
+from lightning_megatron.lightning.compat._private import (
     CHECKED,
     PRIVATE_NAMES,
     MockOptimizer,
@@ -46,7 +46,7 @@ from lightning_megatron.lightning._private import (
     training_data,
     with_other_path,
 )
-from lightning_megatron.lightning.launcher import JoinedLauncher, LaunchCalls
+from lightning_megatron.lightning.launch.launcher import JoinedLauncher, LaunchCalls
 from lightning_megatron.mesh import ParallelMesh
 
 PACKAGE = Path(lightning_megatron.__file__).parent
@@ -111,7 +111,7 @@ def test_every_private_name_that_the_package_touches_is_in_the_table() -> None:
         for name in sorted(set(touched(tree)) - ours - own[path] - DOCUMENTED)
         if name not in TABLE or path not in TABLE[name].users
     ]
-    assert not unknown, f"add these to PRIVATE_NAMES in lightning/_private.py: {unknown}"
+    assert not unknown, f"add these to PRIVATE_NAMES in lightning/compat/_private.py: {unknown}"
 
 
 def test_no_private_name_of_ours_hides_one_of_lightnings() -> None:

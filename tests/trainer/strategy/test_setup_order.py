@@ -7,8 +7,8 @@ from typing import Any
 from tiny import tiny_llama
 
 from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.lightning.precision import MegatronPrecision
 from lightning_megatron.lightning.step.optimizers import OptimizerSet
+from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.models import gpt, stages
 from lightning_megatron.testing.trainer import quiet_trainer
 

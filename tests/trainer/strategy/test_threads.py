@@ -12,7 +12,7 @@ from socket import socket
 import pytest
 import torch
 
-from lightning_megatron.lightning.launcher import share_cores
+from lightning_megatron.lightning.launch.launcher import share_cores
 from lightning_megatron.machine.job_environment import own_environment
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

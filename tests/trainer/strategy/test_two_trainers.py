@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron import ColumnParallelLinear, ConfigError, LlamaModule, MegatronStrategy, RowParallelLinear
 from lightning_megatron.device import CPU
-from lightning_megatron.lightning import placement
+from lightning_megatron.lightning.build import placement
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 from tests.tiny import tiny_llama
 

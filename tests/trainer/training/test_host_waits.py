@@ -28,7 +28,7 @@ LLAMA = {"config": "llama-tiny", "num_query_groups": 2, "ffn_hidden_size": 48}
 MIXTRAL = LLAMA | {"config": "mixtral-tiny", "num_experts": 4}
 
 OF_THE_HOST = {
-    "_local_scalar_dense in lightning/text_batch.py:<genexpr>",  # ids, before they go to the device
+    "_local_scalar_dense in lightning/modules/text_batch.py:<genexpr>",  # ids, before they go to the device
     "_local_scalar_dense in lightning/streams/batch_watch.py:settle",  # votes of ranks, a tensor of the host
 }
 """Reads of tensors that are on the host on every device."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.checkpoint import CheckpointError, verify
 from lightning_megatron.device import CPU
-from lightning_megatron.lightning.precision import MegatronPrecision
+from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.optim.finite_check import NonFiniteError
 from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.testing.trainer import kind_in_tests, quiet_trainer

@@ -14,7 +14,7 @@ from lightning_utilities.core.imports import RequirementCache
 from torch.utils.data import DataLoader
 
 from lightning_megatron import LlamaModule, MegatronStrategy
-from lightning_megatron.lightning import _private
+from lightning_megatron.lightning.compat import _private
 from lightning_megatron.testing.trainer import quiet_trainer
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32, "vocab_size": 64}

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from lightning_megatron.checkpoint import CheckpointError, box_reader, load, model_state, save
-from lightning_megatron.checkpoint.fragment import Chunk, Fragment
+from lightning_megatron.checkpoint import CheckpointError, load, model_state, save
+from lightning_megatron.checkpoint.dcp import box_reader
+from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_megatron.checkpoint.fragment import Fragment, boxes_of_range, cover_fault
+from lightning_megatron.checkpoint.tensors.fragment import Fragment, boxes_of_range, cover_fault
 from lightning_megatron.params import Box, ParamSpec, ShardRanks
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_megatron.checkpoint import meta as meta_file
-from lightning_megatron.checkpoint.meta import (
+from lightning_megatron.checkpoint.formats import meta as meta_file
+from lightning_megatron.checkpoint.formats.meta import (
     META,
     objects_in,
     read_meta,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_megatron.checkpoint.keys import (
+from lightning_megatron.checkpoint.tensors.keys import (
     MAIN,
     Key,
     groups_key,

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from lightning_megatron.checkpoint import load, model_state, save
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, record
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
-from lightning_megatron.checkpoint.integrity.verify import verify
 from lightning_megatron.checkpoint.loading import CheckpointError
+from lightning_megatron.checkpoint.select.verify import verify
 from lightning_megatron.mesh import ParallelMesh
 
 MESH = ParallelMesh.single()

@@ -22,10 +22,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron import ConfigError, MegatronStrategy, UploadCheckpoints
-from lightning_megatron.checkpoint.meta import is_plain
-from lightning_megatron.checkpoint.plain import plain
+from lightning_megatron.checkpoint.formats.meta import is_plain
+from lightning_megatron.checkpoint.formats.plain import plain
 from lightning_megatron.lightning.callbacks import upload_checkpoints
-from lightning_megatron.lightning.launcher import launch_problems
+from lightning_megatron.lightning.launch.launcher import launch_problems
 from lightning_megatron.lightning.validation.saving import address_problems
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_megatron.lightning import dataloaders
+from lightning_megatron.lightning.streams import dataloaders
 from lightning_megatron.machine.host import shared_memory
 
 

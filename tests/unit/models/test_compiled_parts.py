@@ -10,8 +10,8 @@ import torch
 from tracing import compiled
 
 from lightning_megatron import device as devices
-from lightning_megatron.lightning._private import Recompilation, compiler_counts
-from lightning_megatron.lightning.module import GPTModule
+from lightning_megatron.lightning.compat._private import Recompilation, compiler_counts
+from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.step.graphs import BlockGraphs, recompilation_line
 from lightning_megatron.lightning.validation.slow import warn_of_graphs_without_gain
 from lightning_megatron.models.generate import generate

@@ -18,8 +18,8 @@ from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.errors import DataError
 from lightning_megatron.families import FAMILIES, family_for
-from lightning_megatron.models.generate import answer
 from lightning_megatron.models.presets import PRESETS
+from lightning_megatron.models.t5.answer import answer
 from lightning_megatron.models.t5.model import T5Inputs, T5Model
 from lightning_megatron.models.t5.parts import relative_buckets
 from lightning_megatron.ops.registry import Ops

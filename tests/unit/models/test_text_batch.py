@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_megatron import GPTModule, LlamaModule, MixtralModule
 from lightning_megatron.data import GPTDataset, IndexedDataset, IndexedDatasetWriter
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.lightning.text_batch import nan_where_unknown, without_faults
+from lightning_megatron.lightning.modules.text_batch import nan_where_unknown, without_faults
 
 VOCAB, B, S, H = 40, 3, 8, 16
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": H, "num_attention_heads": 4, "vocab_size": VOCAB}

@@ -10,8 +10,8 @@ from tiny import tiny_llama
 
 from lightning_megatron import MegatronStrategy, ParallelLayout
 from lightning_megatron.checkpoint import load, local_tensors, model_state, save
-from lightning_megatron.checkpoint.keys import Key
 from lightning_megatron.checkpoint.loading import open_checkpoint
+from lightning_megatron.checkpoint.tensors.keys import Key
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.fp8_linear import Fp8Gemms, Fp8Steps, multiply_in_fp8, use_fp8
 from lightning_megatron.mesh import ParallelMesh

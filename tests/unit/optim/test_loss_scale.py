@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.optim.config import grad_reduce_dtype_rule
+from lightning_megatron.optim.core.config import grad_reduce_dtype_rule
 from lightning_megatron.optim.loss_scale import DynamicLossScale
 
 

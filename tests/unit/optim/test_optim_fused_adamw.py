@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_megatron.checkpoint import load, local_tensors, model_state, optimizer_state, regrouped, save, verify
-from lightning_megatron.checkpoint.state_dict import shared_state
+from lightning_megatron.checkpoint.tensors.state_dict import shared_state
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.optim.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs, spec_registry
 from lightning_megatron.testing.parity import assert_same

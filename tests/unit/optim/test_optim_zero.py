@@ -11,8 +11,8 @@ from torch import nn
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.clip import local_norm
-from lightning_megatron.optim.config import DistributedOptimizerConfig
-from lightning_megatron.optim.update_scope import ELEMENTWISE
+from lightning_megatron.optim.core.config import DistributedOptimizerConfig
+from lightning_megatron.optim.core.update_scope import ELEMENTWISE
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
 

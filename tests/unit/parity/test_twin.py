@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_megatron.cli.plan.recipe import Given, read_recipe
+from lightning_megatron.cli.recipes.job import Given, read_recipe
 from lightning_megatron.cli.trials.parity import other_layout
 from lightning_megatron.config.layout import BatchShape, ParallelLayout
 from lightning_megatron.models.presets import PRESETS

@@ -10,8 +10,8 @@ from lightning_megatron.calibration.processes import calibrate, device_spec
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.presets import preset
-from lightning_megatron.planning.device_file import load_device, read_device
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.device_file import load_device, read_device
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.time.step import time_of
 
 

@@ -11,8 +11,8 @@ from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.presets import preset
 from lightning_megatron.moe.capacity_bins import CapacityBins
-from lightning_megatron.planning.device_file import load_device
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.device_file import load_device
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.memory.causes import COMMON, REST, WORK, by_common_cause
 from lightning_megatron.planning.memory.formulas import FP8
 from lightning_megatron.planning.memory.peak import memory_of

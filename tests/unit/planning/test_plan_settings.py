@@ -19,8 +19,8 @@ from lightning_megatron import (
     MixtralModule,
     T5Module,
 )
-from lightning_megatron.cli.plan.recipe import STRATEGIES, Given, read_recipe
 from lightning_megatron.cli.plan.text import recipe_of
+from lightning_megatron.cli.recipes.job import STRATEGIES, Given, read_recipe
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import DEFAULT_PRESETS
 from lightning_megatron.models.presets import preset

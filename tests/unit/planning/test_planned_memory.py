@@ -12,7 +12,7 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.models.presets import preset
 from lightning_megatron.pipeline.schedule import build_schedule, schedule_problems
 from lightning_megatron.pipeline.simulate import peak_activations
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.memory.peak import memory_of, ranks_that_differ, worst_memory
 from lightning_megatron.planning.memory.shapes import shapes_of
 from lightning_megatron.planning.memory.stage import stage_bytes

@@ -12,7 +12,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.presets import preset
 from lightning_megatron.planning.bound import Bound
 from lightning_megatron.planning.candidates import candidates, job_of_candidate, with_fewer_layers
-from lightning_megatron.planning.device_file import load_device
+from lightning_megatron.planning.core.device_file import load_device
 from lightning_megatron.planning.plan import plan_of
 from lightning_megatron.planning.request import PlanRequest
 from lightning_megatron.planning.search import search, step_seconds

@@ -10,8 +10,8 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.models.presets import preset
-from lightning_megatron.planning.device_file import Efficiency, load_device
-from lightning_megatron.planning.job import PlannedJob
+from lightning_megatron.planning.core.device_file import Efficiency, load_device
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.time.communication import Group, layer_communication, repeated_communication
 from lightning_megatron.planning.time.compute import layer_work, output_layer
 from lightning_megatron.planning.time.optimizer import dense_parameters, expert_parameters

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.lightning import children
+from lightning_megatron.lightning.launch import children
 from lightning_megatron.recorder import recorder as recorder_module
 from lightning_megatron.recorder import watch
 from lightning_megatron.recorder.file_format import Kind, State

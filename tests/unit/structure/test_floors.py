@@ -71,9 +71,11 @@ def imports_of(path: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             assert node.module is not None
-            yield node.module, node.lineno
             # `from lightning_megatron import device` names a module where others name a class.
-            yield from ((f"{node.module}.{a.name}", node.lineno) for a in node.names if is_module(node.module, a.name))
+            modules = {alias.name for alias in node.names if is_module(node.module, alias.name)}
+            yield from ((f"{node.module}.{name}", node.lineno) for name in sorted(modules))
+            if len(modules) < len(node.names):
+                yield node.module, node.lineno
 
 
 def imports_when_it_runs(path: Path) -> set[str]:
@@ -112,6 +114,57 @@ def test_a_file_imports_only_from_layers_below(path):
             assert part in LIGHTNING_MODULES, f"{path.name}:{line}: {part} imports {module}"
 
 
+def rooms() -> dict[str, dict[str, int]]:
+    """Floors inside of folders, from the second table of docs/design.md: floor of each part of a folder.
+
+    The part ``""`` is the folder's own files.
+    """
+    page = (PACKAGE.parent / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| `(\w+)/` \| (`.*?) \|$", page.split("## Floors inside of folders")[1], re.MULTILINE)
+    return {
+        room: {
+            part.strip("`/").replace("own files", ""): floor
+            for floor, names in enumerate(row.split(" < "))
+            for part in names.split(", ")
+        }
+        for room, row in rows
+    }
+
+
+def part_within(room: str, module: str, parts: dict[str, int]) -> str:
+    """``checkpoint.formats.hf.write`` -> ``formats/hf``: the longest part that holds a module of a folder."""
+    folder = PACKAGE / room
+    path = Path(*module.split(".")[2:])
+    if not (folder / path).is_dir():
+        path = path.parent
+    own = "" if str(path) == "." else str(path)
+    while own not in parts:
+        own = str(Path(own).parent)
+    return own
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_a_file_imports_only_from_floors_below_inside_of_its_folder(room):
+    parts, found = rooms()[room], []
+    for path in (path for path in FILES if path.relative_to(PACKAGE).parts[0] == room):
+        if path == PACKAGE / room / "__init__.py":  # the door of the folder, for others
+            continue
+        part = part_within(room, module_of(path), parts)
+        for module, line in imports_of(path):
+            if module.startswith(f"lightning_megatron.{room}."):
+                other = part_within(room, module, parts)
+                if part != other and parts[other] >= parts[part]:
+                    found.append(f"{path.relative_to(PACKAGE)}:{line}: {part or 'own files'} imports {module}")
+    assert not found, "\n".join(found)
+
+
+def test_the_second_table_has_every_folder_inside_of_another_and_no_other():
+    inside = {path.parent.relative_to(PACKAGE) for path in FILES if len(path.relative_to(PACKAGE).parts) > 2}
+    kept = {folder for folder in inside if folder.parts[0] != "testing"}
+    table = {Path(room, part) for room, parts in rooms().items() for part in parts if part}
+    assert table == kept - {folder for folder in kept if list(PACKAGE.joinpath(folder).glob("*.py")) == []}
+
+
 def test_the_rules_themselves():
     assert may_import("mesh", "device")
     assert may_import("moe", "layers")
@@ -135,7 +188,7 @@ def test_the_page_on_design_has_every_module_and_no_other():
 
 def test_no_module_imports_itself_through_others():
     graph = {module_of(path): imports_when_it_runs(path) for path in FILES}
-    edges = {name: sorted(others & graph.keys() - {name, "lightning_megatron"}) for name, others in graph.items()}
+    edges = {name: sorted(others & graph.keys() - {name}) for name, others in graph.items()}
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.safetensors_file import read_lazily
-from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd, refuse_packed
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, is_plain_name
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_odd, refuse_packed
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files.small import read_object
 

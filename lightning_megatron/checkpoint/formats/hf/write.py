@@ -21,7 +21,7 @@ from lightning_megatron.checkpoint.directory.leftovers import remove_stale
 from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, SAFETENSORS, index_name
 from lightning_megatron.checkpoint.formats.safetensors_file import header_bytes, num_bytes
 from lightning_megatron.checkpoint.formats.weight_map import Split
-from lightning_megatron.checkpoint.lazy_tensor import cast
+from lightning_megatron.checkpoint.tensors.lazy_tensor import cast
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files.writing import writing
 

@@ -26,8 +26,8 @@ from lightning_megatron.checkpoint.formats.megatron.before_core import (
 )
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS, is_of_model, plain_name
 from lightning_megatron.checkpoint.formats.megatron.unpickle import command_line, load_file
-from lightning_megatron.checkpoint.formats.unpacked_size import refuse_odd
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_odd
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError
 
 _FILE = "model_optim_rng.pt"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_megatron.checkpoint.dcp import read_fragments
+from lightning_megatron.checkpoint.dcp.fragments import read_fragments
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS, is_of_model, plain_name
-from lightning_megatron.checkpoint.formats.unpacked_size import refuse_oversized
-from lightning_megatron.checkpoint.fragment import Chunk, Fragment
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor
+from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_oversized
+from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.params import Box
 
 COMMON = "common.pt"

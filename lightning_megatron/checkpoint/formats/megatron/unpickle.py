@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from lightning_megatron.checkpoint.formats.unpacked_size import refuse_packed
+from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_packed
 from lightning_megatron.errors import CheckpointError
 
 _PICKLES = 5  # of a file from before torch 1.6: magic number, version, machine, object, keys of storages

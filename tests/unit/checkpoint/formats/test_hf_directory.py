@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory, read_config, read_tensors
 from lightning_megatron.checkpoint.formats.hf.write import plan_shards, shard_names, write_hf
 from lightning_megatron.checkpoint.formats.weight_map import Split, WeightMap, same, stacked
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor, in_dtype
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor, in_dtype
 from lightning_megatron.errors import ConfigError
 from tests.foreign import lazy, to_native
 

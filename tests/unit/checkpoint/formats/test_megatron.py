@@ -15,8 +15,8 @@ from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.megatron import config_from_arguments, is_megatron_directory, open_megatron
 from lightning_megatron.checkpoint.formats.megatron.unpickle import StandIn, load_file
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.lightning.modules.load_module import load_module
 from lightning_megatron.lightning.pretrained.convert import megatron_to_checkpoint
-from lightning_megatron.lightning.pretrained.load_module import load_module
 from lightning_megatron.models.gpt import GPTModel
 
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 29}

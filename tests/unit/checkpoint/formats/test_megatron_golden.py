@@ -10,8 +10,8 @@ import torch
 
 from lightning_megatron.checkpoint import verify
 from lightning_megatron.cli.convert import convert_command
+from lightning_megatron.lightning.modules.load_module import load_module
 from lightning_megatron.lightning.pretrained.convert import megatron_to_checkpoint
-from lightning_megatron.lightning.pretrained.load_module import load_module
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron.zip"
 KINDS = ("gpt", "llama", "mixtral")

@@ -19,8 +19,8 @@ from lightning_megatron.checkpoint import CheckpointError, load, model_state, sa
 from lightning_megatron.checkpoint.formats.hf.directory import read_tensors
 from lightning_megatron.checkpoint.formats.megatron import is_megatron_directory, open_megatron
 from lightning_megatron.checkpoint.formats.megatron.unpickle import load_file
+from lightning_megatron.checkpoint.formats.meta import read_meta
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, record
-from lightning_megatron.checkpoint.meta import read_meta
 from lightning_megatron.files.small import read_object, read_small
 from lightning_megatron.mesh import ParallelMesh
 

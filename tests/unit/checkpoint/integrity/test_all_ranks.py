@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.all_ranks import on_all_ranks
+from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 

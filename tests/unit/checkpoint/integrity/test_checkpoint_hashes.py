@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_megatron.checkpoint import CheckpointError, load, local_tensors, model_state, save
 from lightning_megatron.checkpoint.integrity.block_sums import BLOCK
-from lightning_megatron.checkpoint.integrity.hashes import faults_of, ranges_by_rank
+from lightning_megatron.checkpoint.select.hashes import faults_of, ranges_by_rank
 from lightning_megatron.mesh import ParallelMesh
 
 MESH = ParallelMesh.single()

@@ -27,7 +27,7 @@ from lightning_megatron.checkpoint.integrity import block_sums
 from lightning_megatron.checkpoint.integrity.hashed_files import HashedStream
 from lightning_megatron.checkpoint.integrity.manifest import FileRecord, Manifest, read_manifest, record
 from lightning_megatron.checkpoint.integrity.replicas import digests, replica_faults
-from lightning_megatron.checkpoint.integrity.verify import written_faults
+from lightning_megatron.checkpoint.select.verify import written_faults
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import ParamShard, ParamSpec
 

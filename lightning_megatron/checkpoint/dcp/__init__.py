@@ -1,0 +1,1 @@
+"""A checkpoint's files, written and read with torch.distributed.checkpoint."""

@@ -1,0 +1,207 @@
+"""The state of a job as a flat dictionary of fragments under global names.
+
+Its keys are those of :mod:`~lightning_megatron.checkpoint.tensors.keys`. No tensor is copied or sent: a fragment
+is a set of views. Where several ranks hold the same elements, each rank computes from names and sizes, which are the
+same for all, which of them saves these elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.checkpoint.tensors.fragment import Fragment
+from lightning_megatron.checkpoint.tensors.keys import MAIN, Key, groups_key, model_key, optimizer_family, state_key
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import ParamShard, ParamSpec
+
+State = dict[str, Any]
+"""Fragments, and under a few keys other values, by checkpoint key."""
+
+
+def local_tensors(model: nn.Module) -> dict[str, Any]:
+    """The entries of ``model.state_dict()``, each tied tensor once, under the first of its names."""
+    seen: set[int] = set()
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            found[name] = value
+        seen.add(id(value))
+    return found
+
+
+def model_state(tensors: Mapping[str, Any], specs: Mapping[str, ParamSpec], mesh: ParallelMesh) -> State:
+    """The model's part of a checkpoint.
+
+    Args:
+        tensors: local parameters and buffers by global name (:func:`local_tensors`, or a callback's version of it);
+            other values are saved once and replaced in the dictionary on load.
+        specs: specs by the same names; a tensor without one is replicated on all ranks.
+        mesh: mesh of this rank.
+
+    Raises:
+        ValueError: if a tensor cannot be a local shard by its spec.
+    """
+    known = {name: specs.get(name) or ParamSpec(tuple(t.shape)) for name, t in tensors.items() if torch.is_tensor(t)}
+    writes = _writers({name: tensors[name].nbytes for name in known}, known, mesh, dp_replicates=True)
+    state: State = {}
+    for name, value in tensors.items():
+        if name not in known:
+            state[model_key(name)] = value
+            continue
+        spec = known[name]
+        try:
+            fragment = Fragment.of_local(value, spec, mesh.shard_ranks, writes[name])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        _add(state, model_key(spec.tied_with or name), fragment)
+    return state
+
+
+def optimizer_state(
+    index: int,
+    shards: Iterable[ParamShard],
+    mesh: ParallelMesh,
+    param_groups: Sequence[Mapping[str, Any]],
+    *,
+    sharded: bool = True,
+) -> State:
+    """One optimizer's part of a checkpoint. Every rank must call this, because stages merge their groups.
+
+    State that elements share (``step``) becomes one scalar per parameter. A 0-dim tensor is loaded in place; a number
+    can be read after loading with :func:`shared_state`.
+
+    Args:
+        index: number of the optimizer in the module.
+        shards: this rank's shards, parameter by parameter.
+        mesh: where this rank stands.
+        param_groups: scalars of each group, and under ``"params"`` the global names of all its parameters on this
+            stage (not only of those in this rank's shard).
+        sharded: True if each rank of ``mesh.dp_cp`` holds a shard, False if each holds everything.
+    """
+    shards = list(shards)
+    names = {shard.name: shard.spec for shard in shards}
+    sizes = dict.fromkeys(names, 0)
+    for shard in shards:
+        sizes[shard.name] += shard.main.nbytes
+    writes = _writers(sizes, names, mesh, dp_replicates=not sharded)
+    state: State = {}
+    for shard in shards:
+        spec, write = shard.spec, writes[shard.name]
+        saved_name = spec.tied_with or shard.name
+        assert MAIN not in shard.state, f"{MAIN!r} is the name of the main values"
+        origin = False
+        for name, flat in {MAIN: shard.main, **shard.state}.items():
+            key = state_key(index, saved_name, name)
+            if flat.numel() != shard.end - shard.start:
+                raise ValueError(f"{key} has {flat.numel()} elements for a range of {shard.end - shard.start}")
+            fragment = Fragment.of_flat(flat, spec, shard.local_shape, mesh.shard_ranks, shard.start, write)
+            origin = fragment.writes_origin
+            _add(state, key, fragment)
+        for name, value in shard.shared.items():
+            scalar = value if torch.is_tensor(value) else _scalar(value)
+            key = state_key(index, saved_name, name)
+            _add(state, key, Fragment.of_local(scalar, ParamSpec(()), mesh.shard_ranks, origin))
+    state[groups_key(index)] = _merged(param_groups, mesh)
+    return state
+
+
+def shared_state(state: State, index: int) -> dict[str, dict[str, Any]]:
+    """Numbers that all elements of a parameter share (``step``), after loading: by saved name, then by state."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        parsed = Key.parse(key)
+        is_number = isinstance(value, Fragment) and value.shape == () and bool(value.chunks)
+        if parsed.family == optimizer_family(index) and parsed.state and is_number:
+            found.setdefault(parsed.name, {})[parsed.state] = value.chunks[0].data.item()
+    return found
+
+
+def regrouped(
+    saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Scalars of saved ``param_groups`` for groups that may be divided differently today.
+
+    Args:
+        saved: ``optimizer_<i>.param_groups`` of a checkpoint.
+        groups: names of the parameters in each group of today.
+
+    Returns:
+        The scalars of each group of today, and notes about values that could not be carried over: where parameters of
+        one group were in groups that disagree, the value of today stays.
+    """
+    home = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    found: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for number, names in enumerate(groups):
+        origins = sorted({home[name] for name in names if name in home})
+        scalars: dict[str, Any] = {}
+        for key in dict.fromkeys(key for origin in origins for key in saved[origin] if key != "params"):
+            values = [saved[origin].get(key) for origin in origins]
+            if all(_same(value, values[0]) for value in values):
+                scalars[key] = values[0]
+            else:
+                were = ", ".join(map(repr, values))
+                notes.append(f"group {number} joins groups whose {key} was {were}: the value of today stays")
+        if names and not origins:
+            notes.append(f"group {number} ({names[0]}, ...) is new: its settings stay")
+        found.append(scalars)
+    return found, notes
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else bool(a == b)
+
+
+def _merged(groups: Sequence[Mapping[str, Any]], mesh: ParallelMesh) -> list[dict[str, Any]]:
+    """The groups of all pipeline stages as one list: settings of the first stage, names of all."""
+    own = [dict(group) for group in groups]
+    if mesh.pp.size == 1:
+        return own
+    is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
+    merged: list[dict[str, Any]] = []
+    for stage in all_gather_object(mesh, own if is_source else []):
+        for number, group in enumerate(stage):
+            if number == len(merged):
+                merged.append({**group, "params": []})
+            merged[number]["params"] += [name for name in group["params"] if name not in merged[number]["params"]]
+    return merged
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+def _add(state: State, key: str, fragment: Fragment) -> None:
+    state[key] = state[key].joined(fragment) if key in state else fragment
+
+
+def _writers(
+    sizes: Mapping[str, int], specs: Mapping[str, ParamSpec], mesh: ParallelMesh, dp_replicates: bool
+) -> dict[str, bool]:
+    """True for tensors that this rank saves: largest first, each goes to the replica with the least to write so far."""
+    dp, dp_rank = (mesh.dp_cp.size, mesh.dp_cp.rank) if dp_replicates else (1, 0)
+    edp, edp_rank = (mesh.edp.size, mesh.edp.rank) if dp_replicates else (1, 0)
+    # Replicas of a tensor-parallel shard differ in dp alone, those of a whole tensor in tp too, those of experts in
+    # edp. Each kind is divided by itself, so that its list is the same on all ranks that hold its tensors.
+    sliced, whole, experts = [0] * dp, [0] * (dp * mesh.tp.size), [0] * edp
+    mine: dict[str, bool] = {}
+    for name in sorted(specs, key=lambda name: (-sizes[name], name)):
+        spec = specs[name]
+        if spec.tied_with:
+            mine[name] = False
+            continue
+        if spec.is_expert:
+            loads, here = experts, edp_rank
+        elif spec.tp_dim is None:
+            loads, here = whole, mesh.tp.rank * dp + dp_rank
+        else:
+            loads, here = sliced, dp_rank
+        writer = loads.index(min(loads))
+        loads[writer] += sizes[name]
+        mine[name] = writer == here
+    return mine

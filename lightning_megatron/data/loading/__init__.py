@@ -1,0 +1,1 @@
+"""Samples of one replica in order, and loaders that resume in the middle of an epoch."""

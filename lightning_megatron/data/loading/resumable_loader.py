@@ -1,0 +1,113 @@
+"""DataLoader that counts the batches the training loop has consumed, and can resume after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, default_collate
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_megatron.data.loading.cut_files import check_files
+from lightning_megatron.data.sampler import MegatronSampler
+
+
+class ResumableDataLoader(DataLoader[Any]):
+    """DataLoader over a :class:`MegatronSampler` that counts the batches it *yields*, not those its workers prefetch.
+
+    Lightning stores ``state_dict()`` of such a loader in every checkpoint and gives it back on resume. It then counts
+    its own ``batch_idx`` on and ends the epoch after ``len(loader)`` batches *including* those before the resume.
+    So ``len`` stays that of the whole epoch, while the first iteration after :meth:`load_state_dict` yields the rest.
+
+    That number counts batches. Resuming with another dp size goes on at the same global sample; Lightning's own
+    count is right only where ``batch_size * dp_size`` stays the same, or what it has counted is converted
+    (``MegatronDataModule`` sees to that).
+
+    Args:
+        dataset: map-style data set.
+        batch_sampler: sampler, which holds the position.
+        **kwargs: arguments of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, batch_sampler: MegatronSampler, **kwargs: Any) -> None:
+        kwargs.setdefault("collate_fn", partial(_batch, dataset))
+        super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
+        self.position = batch_sampler.sampler
+        # torch fills ``sampler`` with a placeholder that nothing reads. Lightning looks there to see whether it must
+        # shard the data itself, and for ``set_epoch``. (DataLoader forbids the assignment, hence ``object``.)
+        kind = _AlreadySharded if self.position.shuffles else _AlreadyShardedInOrder
+        object.__setattr__(self, "sampler", kind(self.position))
+
+    def __iter__(self) -> Any:
+        """Batches of this epoch; the iterator reads its position when its first batch is requested."""
+        return _CountingIterator(self)
+
+    def iterate(self) -> Iterator[Any]:
+        """Torch's own iterator, which prefetches at once and counts nothing."""
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, int]:
+        """Position, equal on all ranks: ``epoch`` and ``consumed_samples``."""
+        return self.position.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Set the position at which the next iterator begins."""
+        self.position.load_state_dict(state)
+
+
+def _batch(dataset: Dataset[Any], samples: list[Any]) -> Any:
+    """A batch of samples; without any, one of no rows, which has the keys and shapes of others."""
+    batch = default_collate(samples or [dataset[0]])
+    return batch if samples else {name: value[:0] for name, value in batch.items()}
+
+
+class _CountingIterator(Iterator[Any]):
+    """Iterator that starts torch's iterator at the first ``next``.
+
+    Lightning makes the iterator of the first epoch before it says which epoch that is and, in some hook orders, before
+    it restores the loader's state. Torch's iterator begins to prefetch when it is made: too early.
+    """
+
+    def __init__(self, loader: ResumableDataLoader) -> None:
+        self._loader = loader
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._loader.iterate()
+        try:
+            batch = next(self._batches)
+        except RuntimeError:  # a worker may have read behind the end of a file, which ends it without a word
+            check_files(self._loader.dataset)
+            raise
+        self._loader.position.advance()
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_loader": self._loader, "_batches": None}  # worker processes cannot be copied
+
+
+class _AlreadySharded(DistributedSampler[Any]):
+    """Sampler that tells Lightning that the data are sharded over ranks; passes ``set_epoch`` on."""
+
+    def __init__(self, position: MegatronSampler) -> None:
+        self.position = position
+        self.num_replicas, self.rank = position.dp_size, position.dp_rank
+        self.shuffle = False  # as far as Lightning may know: it warns of shuffled validation data by itself
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.position)
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.position.set_epoch(epoch)
+
+
+class _AlreadyShardedInOrder(_AlreadySharded, SequentialSampler):
+    """Sampler that also tells Lightning that every epoch has the same order, as ``overfit_batches`` requires."""

@@ -1,0 +1,1 @@
+"""Private names of Lightning and torch in one table, and the accelerator for Gaudi."""

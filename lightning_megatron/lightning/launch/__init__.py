@@ -1,0 +1,1 @@
+"""The launcher, and the processes that it starts."""

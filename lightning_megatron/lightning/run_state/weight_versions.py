@@ -1,0 +1,79 @@
+"""Checkpoints with several versions of the model, such as averaged weights beside those of training.
+
+Weight averaging puts the averages in ``state_dict`` and the current weights under a key of its own. All of them are
+shards, so each version is saved like the model; main values in the optimizer are what training goes on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_megatron.checkpoint import State, local_tensors, model_state
+from lightning_megatron.checkpoint.tensors.keys import Key, version_key
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import spec_registry
+
+NOTE = "lightning_megatron"
+"""Key in ``meta.pt`` of the list of versions."""
+
+
+def without_repeats(tensors: Mapping[str, Any], module: LightningModule) -> dict[str, Any]:
+    """Drop the later names of tied tensors, which are saved under the first."""
+    repeats = module.state_dict().keys() - local_tensors(module).keys()
+    return {name: value for name, value in tensors.items() if name not in repeats}
+
+
+def with_repeats(tensors: Mapping[str, Any], module: LightningModule) -> dict[str, Any]:
+    """Add the later names of tied tensors again."""
+    live = module.state_dict(keep_vars=True)
+    first = {id(live[name]): name for name in reversed(list(tensors)) if name in live}
+    return {**tensors, **{name: tensors[first[id(value)]] for name, value in live.items() if id(value) in first}}
+
+
+def take_versions(checkpoint: dict[str, Any], module: LightningModule) -> dict[str, dict[str, Any]]:
+    """Remove from a checkpoint the dictionaries with exactly the names of the model, and return them by key."""
+    names = module.state_dict().keys()
+    found = {key: value for key, value in checkpoint.items() if isinstance(value, dict) and value.keys() == names}
+    for key in found:
+        del checkpoint[key]
+    return found
+
+
+def is_edited(tensors: Mapping[str, Any], module: LightningModule) -> bool:
+    """True if a ``state_dict`` has other tensors than the module."""
+    live = module.state_dict()
+    return any(not is_live(value, live.get(name)) for name, value in tensors.items())
+
+
+def is_live(value: Any, live: Any) -> bool:
+    """True if a value is the memory of the module itself, or, for other values, of the same type."""
+    if not isinstance(value, Tensor) or not isinstance(live, Tensor):
+        return type(value) is type(live)
+    return value.data_ptr() == live.data_ptr()
+
+
+def version_state(key: str, tensors: Mapping[str, Any], module: LightningModule, mesh: ParallelMesh) -> State:
+    """One version's part of a checkpoint, ``<key>.<name>``."""
+    state = model_state(without_repeats(tensors, module), spec_registry(module), mesh)
+    return {version_key(key, Key.parse(name).name): value for name, value in state.items()}
+
+
+def copies(module: LightningModule) -> dict[str, Any]:
+    """Memory for a version of the model beside it, each tied tensor once."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in local_tensors(module).items()
+    }
+
+
+@torch.no_grad()
+def fill_untrained(module: LightningModule, tensors: Mapping[str, Any], trained: set[str]) -> None:
+    """Copy buffers and frozen parameters, which no optimizer has main values of, into the module."""
+    for name, live in local_tensors(module).items():
+        if name not in trained and isinstance(live, Tensor):
+            live.copy_(tensors[name])

@@ -1,0 +1,351 @@
+"""A run that is asked to stop ends a step, saves, and exits; no rank is left waiting for another."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_megatron.arguments import Check, at_least, checked
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.lightning.stopping.agreement import Agreement
+from lightning_megatron.lightning.stopping.requeue import lead_requeued_job, requeue, requeue_signal
+from lightning_megatron.lightning.stopping.signals import StopSignals, signal_problems
+from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
+from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
+from lightning_megatron.lightning.streams.evaluation import may_stay_away
+from lightning_megatron.lightning.validation.saving import saves_checkpoints
+
+# What ranks give each other is a signal's number, and more where that should win over another rank's signal.
+_REQUEUE = 1 << 8
+_FILE = 1 << 9
+
+
+class KillSwitch(Callback):
+    """Ends training in order on SIGTERM, SIGUSR1 or SIGINT (Ctrl-C), or when a file appears.
+
+    ``MegatronStrategy`` brings one along, for signals, so that you name it yourself only for the file or other signals.
+
+    Rank 0 alone looks for the file; a signal may reach any rank. Neither does anything at once: at the end of each
+    optimizer step all ranks hand in what they were told, and learn it one step later. Then all save a checkpoint and
+    leave ``fit`` with ``SystemExit``, so that nothing after ``fit`` runs. In validation the same happens between two
+    batches, and a resumed run validates anew; where ranks have different numbers of batches, validation ends first.
+
+    The process exits with 0 after the file and with 128 + its number after a signal, as a shell says it of a process
+    that died of one (143 for SIGTERM): what was cut short must not look complete to a queue. Where Lightning has
+    launched the other processes of a node, the first one's status counts, and theirs is 0.
+
+    Until the first step has ended there is nothing to save, and a signal ends the process at once; so does a second
+    Ctrl-C, a second or more after the first. If the file is there already when ``fit`` begins, the run ends before the
+    model is built. The file is never removed: a job that is queued again ends at once, too.
+
+    The checkpoint has the name that ``ckpt_path="last"`` looks for, in the directory of the first ``ModelCheckpoint``,
+    or ``checkpoints/`` in the Trainer's ``default_root_dir``. It holds the run in mid-epoch, as it is. On Slurm with
+    requeueing (``SLURMEnvironment(auto_requeue=True)``, Lightning's default) the name under which Lightning resumes a
+    requeued job leads to it too, and after the signal for that (SIGUSR1) the job is requeued.
+
+    Lightning's own signal handlers are set aside while a run lasts: they send, or save, from inside the handler, where
+    other ranks may be in a collective. A handler of yours for SIGUSR1 or SIGINT is left in place; one for SIGTERM runs
+    after ours. Callbacks that come after this one have not seen the last batch when the checkpoint is written, so put
+    it after those that keep state of their own; Lightning's checkpoint callbacks come last by themselves.
+
+    Args:
+        path: the file; ``None`` to listen to signals only.
+        check_every: seconds between two looks at the file.
+        signals: names of the signals to listen to.
+        exit_code: status to exit with instead.
+        always_save: save also where the Trainer has no checkpoint callback.
+
+    Attributes:
+        reason: why the run was stopped; ``None`` while it was not.
+    """
+
+    @checked(check_every=at_least(0), signals=Check(signal_problems))
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        check_every: float = 5.0,
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1", "SIGINT"),
+        exit_code: int | None = None,
+        always_save: bool = True,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        self.reason: str | None = None
+        self._every, self._exit_code, self._always_save = check_every, exit_code, always_save
+        self._signals = StopSignals(signals)
+        self._agreement: Agreement | None = None
+        self._requeue_signal: int | None = None
+        self._looked = float("-inf")
+        self._seen_step = 0
+        self._file_is_there = False
+        self._same_validation = False
+        self._told = 0
+        self._saved: str | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End the run if the file is there already."""
+        self._signals.look()
+        self.reason, self._told, self._file_is_there = None, 0, False
+        self._agreement = self._saved = None
+        if stage != TrainerFn.FITTING:
+            return
+        found = trainer.is_global_zero and self.path is not None and self.path.exists()
+        if trainer.strategy.broadcast(found):
+            self.reason = f"{self.path} is there"
+            rank_zero_info(f"KillSwitch: {self.reason}: the run ends before training. Remove it to train.")
+            raise SystemExit(self._exit_code or 0)
+
+    def listen(self, trainer: Trainer) -> None:
+        """Set the signal handlers; ``MegatronStrategy`` calls this as soon as Lightning has set its own."""
+        self._requeue_signal = requeue_signal(trainer)
+        if self._requeue_signal is not None:
+            self._signals.add(self._requeue_signal)
+        launcher = trainer.strategy.launcher
+        self._signals.listen(getattr(launcher, "kill", None))
+
+    def give_back(self) -> None:
+        """Put back the signal handlers that were there before."""
+        self._signals.give_back()
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen to signals."""
+        self.listen(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen to signals."""
+        self.listen(trainer)
+        self._seen_step = trainer.global_step
+        strategy = trainer.strategy
+        if isinstance(strategy, CheckpointStrategy):
+            self._agreement = Agreement(strategy.mesh.host_group, torch.device("cpu"), strategy.mesh.host)
+        else:
+            self._agreement = Agreement(dist.group.WORLD if dist.is_initialized() else None, strategy.root_device)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """At the end of an optimizer step, agree; if any rank was told to stop, save."""
+        # Not in the middle of an accumulation, whose gradients would be lost.
+        if self._told or trainer.global_step == self._seen_step or self._agreement is None:
+            return
+        self._seen_step = trainer.global_step
+        self._signals.waits = True
+        self._told = self._agreement.ask(self._own_word(trainer))
+        if self._told:
+            self._save(trainer)
+
+    def _own_word(self, trainer: Trainer) -> int:
+        """This rank's number for the agreement; 0 if it was not told to stop."""
+        now = time.monotonic()
+        if trainer.is_global_zero and self.path is not None and now - self._looked >= self._every:
+            self._looked = now
+            self._file_is_there = self.path.exists()
+        noted = self._signals.noted
+        word = max(noted, default=0) | (_FILE if self._file_is_there else 0)
+        return _REQUEUE | word if self._requeue_signal in noted else word
+
+    def _save(self, trainer: Trainer) -> None:
+        number = self._told % _REQUEUE
+        self.reason = f"{self.path} appeared" if self._told & _FILE else signal.Signals(number).name
+        if not self._always_save and not saves_checkpoints(trainer):
+            rank_zero_info(f"{self.reason}: leaving at step {trainer.global_step}; the Trainer saves no checkpoints")
+            return
+        checkpoint = trainer.strategy.broadcast(checkpoint_path(trainer))
+        rank_zero_info(f"{self.reason}: saving step {trainer.global_step} to {checkpoint}, then leaving")
+        trainer.save_checkpoint(checkpoint, weights_only=False)  # Lightning's default, which it logs
+        if isinstance(trainer.strategy, CheckpointStrategy):
+            trainer.strategy.finish_save()  # its error is not to be lost behind the exit
+        self._saved = checkpoint
+
+    # Lightning logs a step after its last hook. So the run is left at the next hook, whichever of these that is.
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Leave."""
+        if self._told:
+            self._leave(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave."""
+        if self._told:
+            self._leave(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave, with a checkpoint that begins with this validation, or see whether ranks can agree during it."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or self._agreement is None:
+            return
+        if self._told:
+            self._leave_validation(trainer)
+        self._same_validation = _validates_alike(trainer)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Agree; if any rank was told to stop, save and leave."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or self._agreement is None:
+            return
+        if self._same_validation and self._signals.waits:
+            self._told = self._agreement.ask(self._own_word(trainer))
+            if self._told:
+                self._leave_validation(trainer)
+
+    def _leave_validation(self, trainer: Trainer) -> NoReturn:
+        validate_anew(trainer)
+        if isinstance(trainer.strategy, CheckpointStrategy):
+            trainer.strategy.rewind_validation()
+        self._save(trainer)
+        self._leave(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Agree for the last time; from here on a signal ends the process at once."""
+        if self._agreement is not None and not self._told:
+            self._told = self._agreement.ask_now(self._own_word(trainer))
+            self._signals.waits = False
+            if self._told:
+                self._save(trainer)
+        if self._told:
+            self._leave(trainer)
+        if not isinstance(trainer.strategy, CheckpointStrategy):
+            self.give_back()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give signals back, where the strategy does not see to that."""
+        if not isinstance(trainer.strategy, CheckpointStrategy):
+            self.give_back()
+
+    def _leave(self, trainer: Trainer) -> NoReturn:
+        if trainer.is_global_zero and self._requeue_signal is not None and self._saved is not None:
+            lead_requeued_job(trainer.default_root_dir, self._saved)
+            if self._told & _REQUEUE:
+                requeue()
+        if not self._told & _FILE:
+            self._signals.await_own()
+        raise SystemExit(self._own_exit_code(trainer) if self._exit_code is None else self._exit_code)
+
+    def _own_exit_code(self, trainer: Trainer) -> int:
+        strategy = trainer.strategy
+        environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
+        # Lightning kills the whole job when a process that it has launched ends with anything else.
+        is_launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
+        return 0 if self._told & _FILE or is_launched else 128 + self._told % _REQUEUE
+
+
+class RunSwitches:
+    """Switches through which all ranks obey a signal together: those of the Trainer's callbacks, and one of our own.
+
+    Args:
+        save_on_signal: True if a run whose user has no ``KillSwitch`` gets one.
+    """
+
+    def __init__(self, save_on_signal: bool) -> None:
+        self._save_on_signal = save_on_signal
+        self._own: KillSwitch | None = None
+        self._trainer: Trainer | None = None
+
+    @property
+    def _all(self) -> list[KillSwitch]:
+        return [] if self._trainer is None else _kill_switches(self._trainer)
+
+    def open(self, trainer: Trainer | None) -> None:
+        """Add a switch to the Trainer's callbacks."""
+        self._trainer = trainer
+        if trainer is not None and self._save_on_signal:
+            self._own = KillSwitch(always_save=False)
+            _attach(self._own, trainer)
+
+    def listen(self) -> None:
+        """Set signal handlers, in the place of those that Lightning has just set."""
+        if self._trainer is not None:
+            for switch in self._all:
+                switch.listen(self._trainer)
+
+    def protect_workers(self, dataloader: object) -> None:
+        """Let workers outlive signals that go to all processes of a job."""
+        if self._all:
+            let_workers_outlive_signals(dataloader)
+
+    def close(self) -> None:
+        """Give signals back to Lightning, which gives them back as well."""
+        for switch in self._all:
+            switch.give_back()
+        if self._trainer is not None and self._own is not None:
+            _detach(self._own, self._trainer)
+        self._own = self._trainer = None
+
+
+def _kill_switches(trainer: Trainer) -> list[KillSwitch]:
+    """Those of a Trainer."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, KillSwitch)]  # type: ignore[attr-defined]
+
+
+def _attach(switch: KillSwitch, trainer: Trainer) -> None:
+    """Put one among the callbacks, where the user has not; callbacks that save come last."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if not _kill_switches(trainer):
+        place = next((n for n, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), len(callbacks))
+        callbacks.insert(place, switch)
+
+
+def _detach(switch: KillSwitch, trainer: Trainer) -> None:
+    """Remove a switch from the Trainer's callbacks."""
+    if switch in trainer.callbacks:  # type: ignore[attr-defined]
+        trainer.callbacks.remove(switch)  # type: ignore[attr-defined]
+
+
+def checkpoint_path(trainer: Trainer) -> str:
+    """Path at which ``ckpt_path="last"`` will find the checkpoint of a run that is stopped now."""
+    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+    if not savers or savers[0].dirpath is None:
+        folder = Path(trainer.default_root_dir) / "checkpoints"
+        return str(folder / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}")
+    counts = {"epoch": torch.tensor(trainer.current_epoch), "step": torch.tensor(trainer.global_step)}
+    name = savers[0].format_checkpoint_name({**trainer.callback_metrics, **counts}, savers[0].CHECKPOINT_NAME_LAST)
+    return str(_own_version(Path(name), (savers[0].last_model_path, trainer.ckpt_path)))
+
+
+def _own_version(path: Path, own: Iterable[str | os.PathLike[str] | None]) -> Path:
+    """The first free version of a name (``last.ckpt``, ``last-v1.ckpt``), or the one that this run has made before.
+
+    Args:
+        path: the name.
+        own: what this run has written or resumed from; another run's is not overwritten.
+    """
+    for known in (Path(other) for other in own if other):
+        if known.parent == path.parent and re.fullmatch(rf"{re.escape(path.stem)}(-v\d+)?", known.stem):
+            return known
+    versions = (path.with_name(f"{path.stem}-v{n}{path.suffix}") for n in itertools.count(1))
+    return next(version for version in itertools.chain([path], versions) if not os.path.lexists(version))
+
+
+def validate_anew(trainer: Trainer) -> None:
+    """Let the progress of the validation under way say that its first batch is the next one: Lightning resumes there.
+
+    It would go on with the remaining batches alone, and take their mean for that of all.
+    """
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    progress.reset_on_run()
+    total: Any = progress.total
+    total.ready = total.started = total.processed = total.completed
+    progress.increment_ready()
+    progress.increment_started()
+
+
+def _validates_alike(trainer: Trainer) -> bool:
+    """True if all ranks go through the same number of validation batches, and so can agree between two of them."""
+    strategy, counts = trainer.strategy, list(trainer.num_val_batches)
+    if not isinstance(strategy, CheckpointStrategy) or may_stay_away(trainer):
+        return False
+    return float("inf") not in counts and all(other == counts for other in all_gather_object(strategy.mesh, counts))

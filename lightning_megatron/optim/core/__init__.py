@@ -1,0 +1,1 @@
+"""Switches of the distributed optimizer, and which optimizers may be sharded."""
