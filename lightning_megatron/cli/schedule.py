@@ -11,7 +11,7 @@ from lightning_megatron.cli.common import command_parser, exit_status
 from lightning_megatron.errors import ConfigError, Problem, nearest_names
 from lightning_megatron.pipeline.action import format_schedule
 from lightning_megatron.pipeline.draw import draw_png, draw_text
-from lightning_megatron.pipeline.schedule import SCHEDULES, build_schedule, forward_only
+from lightning_megatron.pipeline.schedule import SCHEDULE_NAMES, build_schedule, forward_only
 from lightning_megatron.pipeline.simulate import Costs, Simulation, ideal_bubble, simulate
 from lightning_megatron.pipeline.validate import Report, check_schedule
 
@@ -65,7 +65,7 @@ def schedule_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--vpp", type=int, default=1, help="model chunks a rank holds (default 1)")
     parser.add_argument("--micro-batches", type=int, required=True, help="micro-batches of one step")
-    parser.add_argument("--schedule", help=f"{', '.join(SCHEDULES)} (default: interleaved if vpp > 1, else 1f1b)")
+    parser.add_argument("--schedule", help=f"{', '.join(SCHEDULE_NAMES)} (default: interleaved if vpp > 1, else 1f1b)")
     parser.add_argument("--group", type=int, help="micro-batches a rank takes through a chunk before the next chunk")
     parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
     parser.add_argument(

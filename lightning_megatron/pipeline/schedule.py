@@ -11,13 +11,57 @@ https://arxiv.org/abs/2401.10241.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from lightning_megatron.errors import Problem, nearest_names, raise_if_any
+from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any
 from lightning_megatron.pipeline.action import Action, Schedule
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-"""Names of the schedules that :func:`build_schedule` knows."""
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+"""Names of the schedules, for annotations; ``SCHEDULES`` holds what there is to know of each."""
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule for any sizes; whoever handles schedules asks these fields, and no name.
+
+    Attributes:
+        name: name in the strategy's arguments.
+        build: actions of every rank, from ``pp``, ``vpp``, the number of micro-batches and the size of their groups.
+        bubble: factor of the paper's bubble ``(pp - 1) / (num_microbatches * vpp)``, from the times of ``F``, ``I`` and
+            ``W``; ``None`` where no paper gives one.
+        chunks: least and largest number of chunks of a rank; ``None`` for any number.
+        alternates: True if forwards and backwards alternate, so that a rank holds few micro-batches at once.
+        splits_backward: True if backwards are split into ``I`` and ``W``.
+        needs_pp: True if the bubble is the paper's from ``pp`` micro-batches on.
+    """
+
+    name: str
+    build: Callable[[int, int, int, int | None], Schedule]
+    bubble: Callable[[float, float, float], float] | None = None
+    chunks: tuple[int, int | None] = (1, 1)
+    alternates: bool = True
+    splits_backward: bool = False
+    needs_pp: bool = False
+
+    def takes(self, vpp: int) -> bool:
+        """True if a rank may hold this number of chunks."""
+        least, most = self.chunks
+        return least <= vpp and (most is None or vpp <= most)
+
+
+def schedule_kind(name: str | None, vpp: int) -> ScheduleKind:
+    """The schedule of a name, with the default filled in: ``"interleaved"`` if ``vpp > 1``, else ``"1f1b"``.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    name = name or ("interleaved" if vpp > 1 else "1f1b")
+    for kind in SCHEDULES:
+        if kind.name == name:
+            return kind
+    raise ConfigError([_unknown(name)])
 
 
 def build_schedule(
@@ -39,11 +83,8 @@ def build_schedule(
         ConfigError: with every rule that the sizes break.
     """
     raise_if_any(schedule_problems(name, pp, vpp, num_microbatches, microbatch_group_size))
-    if name == "zero-bubble":
-        return zero_bubble(pp, num_microbatches, vpp, microbatch_group_size)
-    if vpp > 1:
-        return interleaved(pp, vpp, num_microbatches, microbatch_group_size)
-    return gpipe(pp, num_microbatches) if name == "gpipe" else one_f_one_b(pp, num_microbatches)
+    kind = schedule_kind(None if pp == 1 and name == "interleaved" else name, vpp)
+    return kind.build(pp, vpp, num_microbatches, microbatch_group_size)
 
 
 def schedule_problems(
@@ -51,8 +92,9 @@ def schedule_problems(
 ) -> list[Problem]:
     """Every rule that the arguments break; empty if :func:`build_schedule` can build the schedule."""
     found: list[Problem] = []
-    if name is not None and name not in SCHEDULES:
-        found.append(Problem("pipeline_schedule", name, "no such schedule", nearest_names(name, SCHEDULES)))
+    known = {kind.name: kind for kind in SCHEDULES}
+    if name is not None and name not in known:
+        found.append(_unknown(name))
     sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches}
     too_small = [Problem(n, size, "a size must be at least 1", (1,)) for n, size in sizes.items() if size < 1]
     if too_small:
@@ -60,10 +102,10 @@ def schedule_problems(
     if vpp > 1 and pp == 1:
         reason = "interleaved chunks need a pipeline, and pp=1 has none: raise pp, or leave vpp out"
         found.append(Problem("vpp", vpp, reason, (1,)))
-    elif vpp > 1 and name in ("gpipe", "1f1b"):
+    elif vpp > 1 and name in known and not known[name].takes(vpp):
         reason = f"this schedule runs one chunk a rank and vpp={vpp} asks for {vpp}: choose one that interleaves"
-        found.append(Problem("pipeline_schedule", name, reason, ("interleaved", "zero-bubble")))
-    elif vpp == 1 and pp > 1 and name == "interleaved":
+        found.append(Problem("pipeline_schedule", name, reason, tuple(k.name for k in SCHEDULES if k.takes(vpp))))
+    elif vpp == 1 and pp > 1 and name in known and not known[name].takes(1):
         reason = "there is nothing to interleave with one chunk a rank: raise vpp, or choose '1f1b'"
         found.append(Problem("vpp", vpp, reason, (2,)))
     if microbatch_group_size is not None and vpp == 1:
@@ -178,3 +220,25 @@ def _split_backwards(actions: list[Action], lag: int) -> list[Action]:
         if len(waiting) > lag:
             split.append(waiting.pop(0))
     return split + waiting
+
+
+def _unknown(name: str) -> Problem:
+    return Problem("pipeline_schedule", name, "no such schedule", nearest_names(name, SCHEDULE_NAMES))
+
+
+SCHEDULES = (
+    ScheduleKind("gpipe", lambda pp, vpp, m, group: gpipe(pp, m), bubble=lambda f, i, w: 1.0, alternates=False),
+    ScheduleKind("1f1b", lambda pp, vpp, m, group: one_f_one_b(pp, m), bubble=lambda f, i, w: 1.0),
+    ScheduleKind("interleaved", interleaved, lambda f, i, w: 1.0, (2, None), needs_pp=True),
+    ScheduleKind(
+        "zero-bubble",
+        lambda pp, vpp, m, group: zero_bubble(pp, m, vpp, group),
+        lambda f, i, w: (f + i - w) / (f + i + w),
+        (1, None),
+        splits_backward=True,
+        needs_pp=True,
+    ),
+)
+"""The schedules; a new one is an entry here, and its name in ``PipelineSchedule``."""
+
+SCHEDULE_NAMES = tuple(kind.name for kind in SCHEDULES)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_megatron.pipeline.action import Action, Kind, Message, count_stages, message_in, message_out, rank_of
+from lightning_megatron.pipeline.schedule import schedule_kind
 
 
 @dataclass(frozen=True)
@@ -160,18 +161,19 @@ def ideal_bubble(name: str, pp: int, vpp: int, num_microbatches: int, costs: Cos
     Returns:
         The fraction, or ``None`` if no paper gives one: fewer micro-batches than ranks in a schedule that needs ``pp``
         of them, a ``W`` longer than ``F`` or ``I``, or halves that do not add up to ``B``.
+
+    Raises:
+        ConfigError: for an unknown schedule.
     """
-    if pp == 1 or name in ("gpipe", "1f1b"):
-        return (pp - 1) / num_microbatches
-    if num_microbatches < pp:
+    kind = schedule_kind(name, vpp)
+    if pp > 1 and (kind.bubble is None or (kind.needs_pp and num_microbatches < pp)):
         return None
-    if name == "interleaved":
-        return (pp - 1) / (num_microbatches * vpp)
     costs = costs or Costs()
-    f, b, i, w = (costs.of(kind, 0) for kind in ("F", "B", "I", "W"))
-    if w > min(f, i) or abs(i + w - b) > 1e-9 * b:
+    f, b, i, w = (costs.of(action, 0) for action in ("F", "B", "I", "W"))
+    if pp > 1 and kind.splits_backward and (w > min(f, i) or abs(i + w - b) > 1e-9 * b):
         return None
-    return (pp - 1) * (f + i - w) / (num_microbatches * vpp * (f + i + w))
+    factor = 1.0 if pp == 1 or kind.bubble is None else kind.bubble(f, i, w)
+    return factor * (pp - 1) / (num_microbatches * vpp)
 
 
 def _pick(cost: float | Sequence[float], stage: int) -> float:

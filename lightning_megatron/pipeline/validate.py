@@ -94,7 +94,9 @@ def _complete(schedule: Sequence[Sequence[Action]], forward_only: bool) -> list[
     faults = []
     for rank, actions in enumerate(schedule):
         count = Counter(actions)
-        faults += [f"rank {rank}: {a} belongs to rank {rank_of(a.stage, pp)}" for a in count if a.stage % pp != rank]
+        faults += [
+            f"rank {rank}: {a} belongs to rank {rank_of(a.stage, pp)}" for a in count if rank_of(a.stage, pp) != rank
+        ]
         faults += [f"rank {rank}: {a} {n} times" for a, n in count.items() if n > 1]
         for stage in range(rank, num_stages, pp):
             for i in range(num_microbatches):

@@ -9,6 +9,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.partition import BALANCED, LayerSplit
+from lightning_megatron.pipeline.schedule import schedule_kind
 from lightning_megatron.planning.candidates import Candidate, comm_types
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.request import PlanRequest
@@ -54,7 +55,7 @@ class Bound:
         count = self._request.global_batch_size // candidate.dp // candidate.micro_batch_size
         if pp == 1:
             return whole * count
-        fill = 1 / 3 if candidate.schedule == "zero-bubble" else 1.0
+        fill = 1 / 3 if schedule_kind(candidate.schedule, vpp).splits_backward else 1.0
         return whole / pp * (count * self._fullest(pp, vpp, candidate.balanced) + fill * (pp - 1) / vpp)
 
     def comm_type(self, tp: int, cp: int) -> str:

@@ -13,6 +13,7 @@ from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, divisors, multiples_around, nearest_to
 from lightning_megatron.pipeline.partition import BALANCED, LayerSplit
+from lightning_megatron.pipeline.schedule import SCHEDULES
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.request import PlanRequest
 
@@ -213,7 +214,7 @@ def _pipelines_of(
     for vpp in (only_vpp,) if only_vpp else range(1, MOST_CHUNKS + 1):
         even = layers % (pp * vpp) == 0
         uneven = layers >= pp * vpp - 1 and (not even or config.loss_cost > 0.5)
-        schedules = [None, "zero-bubble"] if vpp == 1 else [None]
+        schedules = [None, *(kind.name for kind in SCHEDULES if kind.splits_backward and vpp == 1)]
         if only_schedule != "any":
             schedules = [only_schedule]
         splits = [balanced for balanced, possible in ((False, even), (True, uneven)) if possible]

@@ -11,6 +11,7 @@ from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.machine.byte_size import told_bytes
 from lightning_megatron.pipeline.partition import BALANCED, LayerSplit
+from lightning_megatron.pipeline.schedule import schedule_kind
 from lightning_megatron.planning.core.device_file import DeviceSpec
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.plan import Plan, plan_of
@@ -112,7 +113,7 @@ def _single_changes(job: PlannedJob) -> Iterator[dict[str, Any]]:
         yield {"layout": replace(layout, sequence_parallel=True)}
     for granularity in _more_recompute(job):
         yield {"recompute": RecomputePlan(granularity)}
-    if job.schedule in ("gpipe", "zero-bubble"):
+    if job.schedule not in (None, schedule_kind(None, layout.vpp).name):
         yield {"schedule": None}
     if layout.vpp > 1:
         yield {"layout": replace(layout, vpp=1), "schedule": None}

@@ -10,7 +10,7 @@ from lightning_megatron.cli.common import command_parser, size_in_bytes
 from lightning_megatron.cli.recipes.options import add_recipe
 from lightning_megatron.config.layout import CP_COMM_TYPES
 from lightning_megatron.errors import ConfigError, Problem
-from lightning_megatron.pipeline.schedule import SCHEDULES
+from lightning_megatron.pipeline.schedule import SCHEDULE_NAMES
 from lightning_megatron.planning.core.device_file import DeviceSpec, device_names
 from lightning_megatron.planning.core.job import PRECISIONS
 
@@ -55,7 +55,7 @@ def plan_parser() -> argparse.ArgumentParser:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="a size to keep")
     add("--recompute", choices=("selective", "full", "moe", "mlp"), help="recomputation to keep")
     add("--cp-comm-type", choices=CP_COMM_TYPES, help="communication of context parallelism to keep")
-    add("--pipeline-schedule", choices=SCHEDULES, metavar="NAME", help=f"to keep: {', '.join(SCHEDULES)}")
+    add("--pipeline-schedule", choices=SCHEDULE_NAMES, metavar="NAME", help=f"to keep: {', '.join(SCHEDULE_NAMES)}")
     add("--top", type=_count, default=3, metavar="N", help="number of layouts to print (default 3)")
     add("--explain", action="store_true", help="print the formula of every term of the best layout")
     add("--json", action="store_true", help="print JSON")

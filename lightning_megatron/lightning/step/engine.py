@@ -19,6 +19,7 @@ from lightning_megatron.lightning.step.stage_work import EvaluationWork, MicroBa
 from lightning_megatron.lightning.streams.generators import kept_generators
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan, training_plan
+from lightning_megatron.pipeline.schedule import schedule_kind
 from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import BackwardScale, StageBoundary
 
@@ -50,7 +51,7 @@ class StepEngine:
         self._logs = LogSync(mesh.pp, device)
         self._metrics = MetricSync(mesh, device)
         self._runtime = PipelineRuntime(mesh.pp, self._boundary.num_stages, device, dtype, mesh.weight_grads)
-        mesh.weight_grads.enabled = self._is_pipeline and schedule == "zero-bubble"
+        mesh.weight_grads.enabled = self._is_pipeline and schedule_kind(schedule, 1).splits_backward
 
     @property
     def backward_scale(self) -> BackwardScale:

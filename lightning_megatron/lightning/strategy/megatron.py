@@ -40,13 +40,12 @@ from lightning_megatron.lightning.validation.settings import (
     CPCommType,
     JobSettings,
     LightningParts,
-    PipelineSchedule,
     SavingSettings,
 )
 from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.pipeline.schedule import schedule_problems
+from lightning_megatron.pipeline.schedule import PipelineSchedule, schedule_problems
 from lightning_megatron.stage import StageLayers
 
 

@@ -18,8 +18,8 @@ from lightning_megatron.lightning.step.grad_reduction import GradReduceDtype
 from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.pipeline.partition import LayerSplit
+from lightning_megatron.pipeline.schedule import PipelineSchedule
 
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 CPCommType = Literal["p2p", "all_gather", "a2a"]
 
 

@@ -13,7 +13,7 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.pipeline.action import Schedule
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.pipeline.schedule import build_schedule, schedule_problems
+from lightning_megatron.pipeline.schedule import build_schedule, schedule_kind, schedule_problems
 from lightning_megatron.stage import StageLayers
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
@@ -136,7 +136,7 @@ class PlannedJob:
     @property
     def schedule_name(self) -> str:
         """Name of the schedule with the default filled in."""
-        return self.schedule or ("interleaved" if self.layout.vpp > 1 else "1f1b")
+        return schedule_kind(self.schedule, self.layout.vpp).name
 
     @property
     def actions(self) -> Schedule:

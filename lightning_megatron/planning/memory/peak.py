@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from operator import mul
 
+from lightning_megatron.pipeline.schedule import schedule_kind
 from lightning_megatron.planning.core.job import DTYPE_BYTES, PlannedJob
 from lightning_megatron.planning.core.parameters import fp8_weights
 from lightning_megatron.planning.core.term import Term
@@ -149,7 +150,7 @@ class _RankPeak:
     def __init__(self, job: PlannedJob, rank: int, kernels: Kernels) -> None:
         self._x = shapes_of(job, kernels)
         last = replace(kernels, adds_gradients=False) if _sends_in_backward(job) else kernels
-        splits = job.schedule_name == "zero-bubble" and job.layout.pp > 1
+        splits = schedule_kind(job.schedule, job.layout.vpp).splits_backward and job.layout.pp > 1
         shapes, stages = shapes_of(job, last), job.stages_of(rank)
         # The first stage's halves of a backward follow each other, and stay one.
         deferring = {stage.stage: splits and stage.stage > 0 for stage in stages}

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_megatron.pipeline.action import Action, chunk_of
-from lightning_megatron.pipeline.schedule import build_schedule, group_sizes
+from lightning_megatron.pipeline.schedule import build_schedule, group_sizes, schedule_kind
 from lightning_megatron.pipeline.send_recv import Step, add_transfers
 
 GROUPS = 3
@@ -58,7 +58,7 @@ def moments_of(name: str, pp: int, vpp: int, num_micro_batches: int, rank: int) 
     """
     shown = shown_micro_batches(name, pp, vpp, num_micro_batches)
     moments = _moments(name, pp, vpp, shown, rank)
-    if name != "gpipe" or pp == 1:
+    if pp == 1 or schedule_kind(name, vpp).alternates:
         return moments
     # Micro-batches that are left out are in flight at the fullest moment nevertheless.
     more = num_micro_batches - shown
@@ -69,7 +69,7 @@ def shown_micro_batches(name: str, pp: int, vpp: int, num_micro_batches: int) ->
     """Number of micro-batches after which a schedule repeats itself."""
     if pp == 1:
         return min(num_micro_batches, 2)
-    if name == "gpipe":
+    if not schedule_kind(name, vpp).alternates:
         return min(num_micro_batches, 2)
     if vpp == 1:
         return min(num_micro_batches, pp + 2)

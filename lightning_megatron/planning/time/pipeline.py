@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_megatron.pipeline.schedule import schedule_kind
+
 
 @dataclass(frozen=True)
 class StageCosts:
@@ -41,17 +43,18 @@ def pipeline_seconds(schedule: str, costs: StageCosts, num_micro_batches: int) -
     """Seconds of all forwards and backwards of a step, idle time included.
 
     Args:
-        schedule: name of the schedule, one of ``pipeline.schedule.SCHEDULES``.
+        schedule: name of the schedule, one of those of ``pipeline.schedule.SCHEDULES``.
         costs: seconds of the stages.
         num_micro_batches: micro-batches of the step.
     """
     if costs.pp == 1:
         return num_micro_batches * costs.work(0)
-    if schedule == "gpipe":
+    kind = schedule_kind(schedule, costs.vpp)
+    if not kind.alternates:
         return _gpipe(costs, num_micro_batches)
     if costs.vpp > 1:
-        return _interleaved(costs, num_micro_batches, 0.5 if schedule == "zero-bubble" else 0.0)
-    return _one_f_one_b(costs, num_micro_batches, splits=schedule == "zero-bubble")
+        return _interleaved(costs, num_micro_batches, 0.5 if kind.splits_backward else 0.0)
+    return _one_f_one_b(costs, num_micro_batches, splits=kind.splits_backward)
 
 
 def _gpipe(costs: StageCosts, m: int) -> float:

@@ -1,6 +1,6 @@
 """Schedules: their content, the arguments that they refuse, and agreement with torch's own schedules."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -9,17 +9,21 @@ from hypothesis import strategies as st
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.action import Schedule, format_schedule
 from lightning_megatron.pipeline.schedule import (
+    SCHEDULE_NAMES,
     SCHEDULES,
+    PipelineSchedule,
     build_schedule,
     forward_only,
     gpipe,
     group_sizes,
     interleaved,
     one_f_one_b,
+    schedule_kind,
     schedule_problems,
     zero_bubble,
 )
 from lightning_megatron.pipeline.send_recv import add_transfers
+from lightning_megatron.pipeline.simulate import ideal_bubble, peak_activations
 from lightning_megatron.pipeline.validate import check_schedule
 from tests.schedules import parse_action, parse_schedule
 
@@ -35,9 +39,9 @@ def possible_vpp(name: str | None, pp: int, vpp: int) -> int:
     return max(vpp, 2) if name == "interleaved" else vpp
 
 
-wishes = st.tuples(st.sampled_from([None, *SCHEDULES]), st.integers(1, 6), st.integers(1, 4), st.integers(1, 14)).map(
-    lambda wish: (wish[0], wish[1], possible_vpp(*wish[:3]), wish[3])
-)
+wishes = st.tuples(
+    st.sampled_from([None, *SCHEDULE_NAMES]), st.integers(1, 6), st.integers(1, 4), st.integers(1, 14)
+).map(lambda wish: (wish[0], wish[1], possible_vpp(*wish[:3]), wish[3]))
 
 
 def test_schedules_written_out() -> None:
@@ -49,9 +53,27 @@ def test_schedules_written_out() -> None:
     assert text(forward_only(2, 2, 2)) == ["0F0 0F1 2F0 2F1", "1F0 1F1 3F0 3F1"]
 
 
-@pytest.mark.parametrize("name", [None, *SCHEDULES])
+@pytest.mark.parametrize("name", [None, *SCHEDULE_NAMES])
 def test_one_stage_alternates(name: str | None) -> None:
     assert text(build_schedule(name, 1, 1, 3)) == ["0F0 0B0 0F1 0B1 0F2 0B2"]
+
+
+def test_the_annotation_has_the_name_of_every_schedule() -> None:
+    assert list(get_args(PipelineSchedule)) == list(SCHEDULE_NAMES)
+
+
+def test_what_follows_from_a_name_follows_from_the_schedule() -> None:
+    """The fields that others ask in place of the name say what the actions do."""
+    for kind in SCHEDULES:
+        schedule = build_schedule(kind.name, 3, max(kind.chunks[0], 1), 7)
+        assert kind.splits_backward == any(action.kind == "W" for actions in schedule for action in actions)
+        assert kind.alternates == (peak_activations(schedule)[-1] < 7)
+
+
+def test_an_unknown_name_has_no_schedule_and_no_bubble() -> None:
+    for ask in (lambda: schedule_kind("dualpipe", 1), lambda: ideal_bubble("dualpipe", 4, 1, 8)):
+        with pytest.raises(ConfigError, match="pipeline_schedule='dualpipe': no such schedule"):
+            ask()
 
 
 def test_defaults() -> None:
@@ -167,7 +189,7 @@ def test_interleaved_equals_torch(pp: int, vpp: int, m: int) -> None:
     assert halves(zero_bubble(pp, m, vpp)) == torch_rank_actions("ScheduleInterleavedZeroBubble", pp, vpp, m)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 @pytest.mark.parametrize(("pp", "m"), [(2, 3), (2, 4), (4, 6), (4, 9)])
 def test_torch_accepts_schedule_and_transfers(name: str, pp: int, m: int) -> None:
     torch = torch_schedules()
