@@ -31,6 +31,7 @@ class StepMeasure(Callback):
     Attributes:
         setup_peak: most bytes before the first step.
         peak: most bytes in a step.
+        peaks: most bytes in each step that counts.
         peak_without_pieces: most bytes without those that only a CPU's reduce-scatter receives.
         moment: that moment.
         by_cause: bytes at that moment, by cause.
@@ -43,6 +44,7 @@ class StepMeasure(Callback):
         self._first = first
         self._tracker, self._place, self._log = tracker, place, log
         self.setup_peak = self.peak = self.peak_without_pieces = self.after_step = 0
+        self.peaks: list[int] = []
         self.moment = ""
         self.by_cause: Mapping[str, int] = {}
         self.after_by_cause: Mapping[str, int] = {}
@@ -72,6 +74,7 @@ class StepMeasure(Callback):
         assert isinstance(strategy, MegatronStrategy)
         step = batch_idx // trainer.accumulate_grad_batches
         if step >= self._first:
+            self.peaks.append(tracker.peak)
             self.peak_without_pieces = max(self.peak_without_pieces, tracker.peak_without_pieces)
             if tracker.peak > self.peak:
                 self.peak, self.moment, self.by_cause = tracker.peak, tracker.moment, tracker.peak_by_cause

@@ -229,7 +229,9 @@ class StorageTracker(TorchDispatchMode):
             self._name_buffers(name, args)
 
     def see(self, tensor: Tensor) -> None:
-        """Count the bytes of a tensor until its storage ends."""
+        """Count the bytes of a tensor until its storage ends; one on the meta device has none."""
+        if tensor.device.type == "meta":
+            return
         storage = tensor.untyped_storage()
         key = id(storage)
         known = self._alive.get(key)

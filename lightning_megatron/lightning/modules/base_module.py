@@ -41,12 +41,13 @@ class MegatronModule(LightningModule):
 
     _weights: pretrained.PendingWeights | None = None
     _is_built = False
+    _outermost: Callable[[Any], None] = LightningModule.configure_model
     _megatron_placement: Placement | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "configure_model" in vars(cls):
-            cls.configure_model = _then_weights(cls.configure_model)  # type: ignore[method-assign,assignment]
+        if cls.configure_model is not cls._outermost:  # overridden by the class, or by a base that is no module of ours
+            cls._outermost = cls.configure_model = _then_weights(cls.configure_model)  # type: ignore[method-assign,assignment]
 
     @property
     def mesh(self) -> ParallelMesh:

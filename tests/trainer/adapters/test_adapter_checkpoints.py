@@ -157,7 +157,7 @@ def test_one_of_several_adapters_is_trained(hf, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hidden_size", "precision"), [(512, "32-true"), (1024, "bf16-mixed")])
+@pytest.mark.parametrize(("hidden_size", "precision"), [(640, "32-true"), (1280, "bf16-mixed")])
 @pytest.mark.parametrize("dora", [False, True])
 def test_files_of_an_adapter_are_little_more_than_its_bytes(tmp_path, hidden_size, precision, dora):
     from lightning_megatron.lightning.pretrained.convert_adapter import checkpoint_to_peft

@@ -299,6 +299,8 @@ def failing(folder: Path, *callbacks: Callback, kind: type[BaseException] = Chec
     "steps", [pytest.param(6, marks=pytest.mark.slow, id="at the next save"), pytest.param(5, id="at the end")]
 )
 def test_an_error_of_the_writer_is_told_by_all_ranks_and_the_checkpoint_before_stays(ranks, tmp_path, steps):
+    whole = ranks(2, train, tmp_path / "whole", TP2)[0]
+    tmp_path /= "run"
     put(tmp_path, "step=4.ckpt.full")
     saver = {"save_top_k": 1, "save_last": "link"}
     results = ranks(2, failing, tmp_path, max_steps=steps, saver=saver)
@@ -310,7 +312,6 @@ def test_an_error_of_the_writer_is_told_by_all_ranks_and_the_checkpoint_before_s
     assert verify(tmp_path / "last.ckpt") == []
     assert not (tmp_path / ".unfinished").exists()
     (tmp_path / "step=4.ckpt.full").unlink()
-    whole = ranks(2, train, tmp_path / "whole", TP2)[0]
     assert ranks(2, train, tmp_path, TP2, saver=saver, ckpt_path="last")[0] == whole[2:]
 
 

@@ -333,3 +333,20 @@ def test_ids_of_another_vocabulary_are_not_carried_over() -> None:
     assert with_settings(written, source) == {**written, "pad_token_id": 9, "use_cache": False}
     other = {**written, "model_type": "gpt2"}
     assert with_settings(other, source) == {**other, "pad_token_id": 9}
+
+
+class Announces:
+    """Class beside a module of ours that overrides what builds the model."""
+
+    def configure_model(self) -> None:
+        super().configure_model()  # type: ignore[misc]
+
+
+class MixedIn(Announces, LlamaModule):
+    """Module whose outermost ``configure_model`` is that of no module of ours."""
+
+
+def test_weights_are_loaded_where_the_override_that_builds_comes_from_a_class_that_is_no_module(folder: Path) -> None:
+    module = MixedIn.from_hf(folder / "llama")
+    module.configure_model()
+    torch.testing.assert_close(module(TOKENS), logits_of(reference("llama")), rtol=BOUND, atol=BOUND)

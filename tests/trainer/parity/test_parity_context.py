@@ -216,7 +216,7 @@ def evaluation(strategy: dict[str, Any], batch_size: int) -> dict[str, Any]:
     throughput = Throughput()
     trainer = quiet_trainer(MegatronStrategy(**strategy), max_epochs=1, callbacks=[throughput], logger=Recorder())
     trainer.fit(module, DataLoader(ODD.samples(12), batch_size=batch_size, shuffle=True), data)  # type: ignore[arg-type]
-    timed = ("step_time", "per_second", "flops")
+    timed = ("step_time", "per_second", "tok/s", "flops")
     metrics = {name: float(x) for name, x in trainer.callback_metrics.items() if not any(t in name for t in timed)}
     fitted = metrics | {"samples trained on": throughput.total.samples, "tokens trained on": throughput.total.tokens}
     predicted = trainer.predict(module, data)

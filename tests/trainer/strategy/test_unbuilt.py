@@ -286,3 +286,22 @@ def test_what_was_said_holds_in_layouts_and_after_a_rebuild(ranks: Any, layouts:
     seen = ranks(2, trained, layouts)
     assert len({name for modes in seen for name in modes}) == 4
     assert all(value for modes in seen for value in modes.values()), seen
+
+
+class Announces:
+    """Class beside a module of ours that overrides what builds the model."""
+
+    def configure_model(self) -> None:
+        super().configure_model()  # type: ignore[misc]
+
+
+class MixedIn(Announces, LlamaModule):
+    """Module whose outermost ``configure_model`` is that of no module of ours."""
+
+
+def test_an_override_from_a_class_that_is_no_module_builds_the_model_and_loads_its_weights() -> None:
+    module = MixedIn(tiny_llama())
+    weights = {name: torch.full_like(value, 0.25) for name, value in built().state_dict().items()}
+    module.load_state_dict(weights)
+    module.configure_model()
+    assert all(param.device.type == "cpu" and bool((param == 0.25).all()) for param in module.parameters())
