@@ -375,10 +375,23 @@ class ParallelMesh:
             groups if len(groups) > 1 else groups[0], device_type, mesh=grid, mesh_dim_names=tuple(axes)
         )
 
+    def host_axis(self, name: str, groups: Sequence[Sequence[int]], timeout: timedelta) -> Axis:
+        """Axis of the ranks of that group which has this rank, with a new group on the host. Every rank must call this.
+
+        Args:
+            name: name of the axis.
+            groups: ranks of each group; together all ranks of the job.
+            timeout: limit for a collective.
+        """
+        made = [dist.new_group(list(ranks), timeout=timeout, backend=devices.CPU.backend) for ranks in groups]
+        ranks, group = next((tuple(r), group) for r, group in zip(groups, made, strict=True) if self.rank in r)
+        number = self.recorder.group(name, ranks)
+        return Axis(name, len(ranks), ranks.index(self.rank), ranks, group, self.recorder.main, number)
+
     def with_new_host_group(self, timeout: timedelta | None = None) -> ParallelMesh:
         """This mesh with a new host group, for a thread that communicates concurrently. Every rank must call this.
 
-        The caller destroys the group; a single rank has none.
+        :meth:`destroy_host_group` frees it; a single rank has none.
         """
         other = copy.copy(self)
         if self.is_distributed:
@@ -387,6 +400,11 @@ class ParallelMesh:
             own, number = self.recorder.background, self._background
             other.host = replace(self.host, name="background", group=group, action_log=own, number=number)
         return other
+
+    def destroy_host_group(self) -> None:
+        """Free the group of :meth:`with_new_host_group`."""
+        if self.is_distributed:
+            dist.destroy_process_group(self.host_group)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelMesh:
         return self  # a copy of a model, such as averaged weights, is on the same rank

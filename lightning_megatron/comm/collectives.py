@@ -1,7 +1,8 @@
 """Collectives over one :class:`~lightning_megatron.mesh.Axis`, plain and with gradients.
 
-Only SUM is used: Gaudi's HCCL has no AVG, so callers divide to get a mean. No function changes its input, and each is
-the identity on an axis of size 1, so layers need not check how many ranks there are.
+Only SUM and MAX are used: Gaudi's HCCL has no AVG, so callers divide to get a mean. No function but those ``in_place``
+changes its input, and each is the identity on an axis of size 1, so layers need not check how many ranks there are.
+Those ``in_place`` communicate on any axis: one without a group stands for all ranks.
 
 The pairs with gradients are the ``f``/``g`` of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3), their
 sequence-parallel forms (https://arxiv.org/abs/2205.05198, section 4.2.2), and the all-to-all that is its own pair.
@@ -79,6 +80,9 @@ class Pending:
         return self._work is None or self._work.is_completed()
 
 
+MAX, SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM
+
+
 def _start(kind: Kind, axis: Axis, result: Tensor, function: Callable[..., dist.Work | None], *args: Tensor) -> Pending:
     call = axis.call(kind, result)
     return Pending(result, call.issue(function, *args, group=axis.group, async_op=True), call)
@@ -88,8 +92,25 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Begin the sum of ``x`` over the axis."""
     if axis.size == 1:
         return Pending(x)
-    out = x.clone(memory_format=torch.contiguous_format)
-    return _start(Kind.ALL_REDUCE, axis, out, dist.all_reduce, out)
+    return start_all_reduce_in_place(x.clone(memory_format=torch.contiguous_format), axis)
+
+
+def start_all_reduce_in_place(x: Tensor, axis: Axis, operation: Any = SUM) -> Pending:
+    """Begin the sum, or another reduction, of ``x`` over the axis into ``x``."""
+    call = axis.call(Kind.ALL_REDUCE, x)
+    return Pending(x, call.issue(dist.all_reduce, x, operation, group=axis.group, async_op=True), call)
+
+
+def all_reduce_in_place(x: Tensor, axis: Axis, operation: Any = SUM) -> Tensor:
+    """Reduce ``x`` over the axis into ``x``, which is returned."""
+    axis.call(Kind.ALL_REDUCE, x).run(dist.all_reduce, x, operation, group=axis.group)
+    return x
+
+
+def broadcast_in_place(x: Tensor, axis: Axis, source: int) -> Tensor:
+    """Fill ``x`` with that of position ``source`` of the axis; it is returned."""
+    axis.call(Kind.BROADCAST, x).run(dist.broadcast, x, axis.ranks[source], group=axis.group)
+    return x
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
@@ -210,11 +231,7 @@ def all_to_all_no_grad(
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     """Elementwise maximum over the axis, a new tensor; no gradient."""
-    if axis.size == 1:
-        return x
-    out = x.clone()
-    axis.call(Kind.ALL_REDUCE, out).run(dist.all_reduce, out, op=dist.ReduceOp.MAX, group=axis.group)
-    return out
+    return x if axis.size == 1 else all_reduce_in_place(x.clone(), axis, MAX)
 
 
 def local_shard(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 
+from lightning_megatron.comm.collectives import broadcast_in_place
+from lightning_megatron.device import barrier_device_ids
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.recorder.file_format import Kind
 
@@ -29,24 +32,58 @@ def broadcast_object(value: Any, axis: Axis, source: int, device: torch.device) 
     if axis.size == 1:
         return value
     tensors: list[Tensor] = []
-    origin = axis.ranks[source]
-    box = [_take(value, tensors) if axis.rank == source else None]
-    axis.call(Kind.BROADCAST_OBJECT).run(dist.broadcast_object_list, box, origin, group=axis.group, device=device)
+    sent = broadcast_pickled(_take(value, tensors) if axis.rank == source else None, axis, axis.ranks[source], device)
     if axis.rank != source:
-        tensors = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in _slots(box[0])]
+        tensors = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in _slots(sent)]
     for tensor in tensors:
-        axis.call(Kind.BROADCAST, tensor).run(dist.broadcast, tensor, origin, group=axis.group)
-    return value if axis.rank == source else _put(box[0], iter(tensors))
+        broadcast_in_place(tensor, axis, source)
+    return value if axis.rank == source else _put(sent, iter(tensors))
+
+
+def broadcast_pickled(value: Any, axis: Axis, source: int, device: torch.device | None = None) -> Any:
+    """Broadcast an object, pickled with its tensors.
+
+    Args:
+        value: object; ignored except at the source.
+        axis: the ranks that take part; all ranks, if it has no group.
+        source: rank of the source in the job.
+        device: device of the bytes, which the backend must support; ``None`` for that of the backend.
+    """
+    box = [value]
+    axis.call(Kind.BROADCAST_OBJECT).run(dist.broadcast_object_list, box, source, group=axis.group, device=device)
+    return box[0]
+
+
+def barrier(axis: Axis, device: torch.device) -> None:
+    """Wait for all ranks of the axis.
+
+    Args:
+        axis: the ranks; all ranks, if it has no group.
+        device: device of this rank.
+    """
+    axis.call(Kind.BARRIER).run(dist.barrier, axis.group, device_ids=barrier_device_ids(device))
+
+
+def barrier_with_limit(mesh: ParallelMesh, limit: timedelta) -> None:
+    """Wait for all ranks of the job for a limited time.
+
+    Raises:
+        RuntimeError: naming the ranks that have not come.
+    """
+    dist.monitored_barrier(mesh.host_group, timeout=limit)
 
 
 def all_gather_object(mesh: ParallelMesh, value: T) -> list[T]:
     """The values of all ranks, by rank."""
     if not mesh.is_distributed:
         return [value]
-    values: list[T] = [value] * mesh.world.size
-    if mesh.rehearsed is not None:
-        return values
-    mesh.host.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, values, value, group=mesh.host_group)
+    return [value] * mesh.world.size if mesh.rehearsed is not None else all_gather_object_over(mesh.host, value)
+
+
+def all_gather_object_over(axis: Axis, value: T) -> list[T]:
+    """The values of all ranks of an axis whose group is on the host, by position."""
+    values: list[T] = [value] * axis.size
+    axis.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, values, value, group=axis.group)
     return values
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from lightning_megatron.comm.collectives import broadcast_in_place
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.params import ParamSpec
-from lightning_megatron.recorder.file_format import Kind
 
 
 @torch.no_grad()
@@ -34,4 +33,4 @@ def broadcast_params(named_params: Iterable[tuple[str, nn.Parameter, ParamSpec]]
 
 def _broadcast(param: nn.Parameter, axis: Axis) -> None:
     if axis.size > 1:
-        axis.call(Kind.BROADCAST, param.data).run(dist.broadcast, param.data, axis.ranks[0], group=axis.group)
+        broadcast_in_place(param.data, axis, 0)

@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.lightning.stopping.agreement import Agreement
+from lightning_megatron.mesh import Axis
 
 
 def ask(numbers: list[list[int]]) -> list[int]:
-    agreement = Agreement(dist.group.WORLD, torch.device("cpu"))
+    agreement = Agreement(Axis("world"), torch.device("cpu"))
     answers = []
     for number in numbers[dist.get_rank()]:
         time.sleep(0.02 * dist.get_rank())

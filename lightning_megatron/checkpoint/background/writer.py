@@ -11,8 +11,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
 from lightning_megatron.checkpoint.background.host_copy import HostCopy, StateCopy
 from lightning_megatron.checkpoint.directory.atomic_dir import (
     discard,
@@ -157,8 +155,7 @@ class BackgroundWriter:
         finally:
             self._join_remover()
             self._memory = HostCopy()
-            if self._mesh.is_distributed:
-                dist.destroy_process_group(self._own_mesh.host_group)
+            self._own_mesh.destroy_host_group()
 
     def _write(self, pending: PendingSave, begun: StateCopy) -> None:
         """Body of the thread."""

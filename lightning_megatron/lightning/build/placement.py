@@ -13,10 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.comm.objects import all_gather_object, barrier_with_limit
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
@@ -195,7 +194,7 @@ def _wait_for_all_ranks(mesh: ParallelMesh) -> None:
     if not mesh.is_alive:
         raise ConfigError([Problem("model", "the weights", f"{reason} of a job that has ended: {advice}")])
     try:
-        dist.monitored_barrier(mesh.host_group, timeout=_PATIENCE)
+        barrier_with_limit(mesh, _PATIENCE)
     except RuntimeError as error:
         reason += f", and all of them must run this Trainer to put them together; {error}. Or {advice}"
         raise ConfigError([Problem("model", "the weights", reason)]) from error

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_megatron.comm.collectives import broadcast_in_place
+from lightning_megatron.comm.objects import broadcast_pickled
 from lightning_megatron.lightning.compat._private import set_shown_value
 from lightning_megatron.lightning.step.metric_sync import last_value, step_reduction
 from lightning_megatron.mesh import Axis
-from lightning_megatron.recorder.file_format import Kind
 
 
 @dataclass
@@ -208,9 +208,7 @@ class LogSync:
             own = _Header(capture.lines(), len(totals))
             numbers = [0.0 if value is None else value for value in [*totals, *capture.values(self._device)]]
         packed = self._pack(numbers, changed=own != self._headers.get(step, _UNTOLD)) if is_source else self._empty()
-        self._axis.call(Kind.BROADCAST, packed).run(
-            dist.broadcast, packed, self._axis.ranks[-1], group=self._axis.group
-        )
+        broadcast_in_place(packed, self._axis, -1)
         excess: list[float] = []
         if bool(packed[0]):
             sent = own, [float(number) for number in numbers[self._CAPACITY :]]
@@ -233,9 +231,5 @@ class LogSync:
 
     def _broadcast_header(self, sent: tuple[_Header | None, list[float]]) -> tuple[_Header, list[float]]:
         """The last stage's header and its numbers beyond the tensor; what other stages send is ignored."""
-        box: list[Any] = [sent]
-        own = {"group": self._axis.group, "device": self._device}
-        call = self._axis.call(Kind.BROADCAST_OBJECT)
-        call.run(dist.broadcast_object_list, box, self._axis.ranks[-1], **own)
-        header, excess = box[0]
+        header, excess = broadcast_pickled(sent, self._axis, self._axis.ranks[-1], self._device)
         return header, excess

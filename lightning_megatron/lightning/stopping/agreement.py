@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.comm.collectives import MAX, Pending, start_all_reduce_in_place
 from lightning_megatron.mesh import Axis
-from lightning_megatron.recorder.file_format import Kind
 
 
 class Agreement:
@@ -17,13 +15,12 @@ class Agreement:
     same step, without waiting for it. All ranks must ask equally often.
 
     Args:
-        group: process group; ``None`` for a rank that is alone.
+        axis: the ranks; ``None`` for a rank that is alone.
         device: device of the group's tensors.
-        axis: ranks of the group, for the record of this rank's actions.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, axis: Axis | None = None) -> None:
-        self._group, self._axis = group, axis or Axis("world")
+    def __init__(self, axis: Axis | None, device: torch.device) -> None:
+        self._axis = axis
         self._number = torch.zeros((), dtype=torch.int32, device=device)
         self._under_way: Pending | None = None
 
@@ -32,10 +29,8 @@ class Agreement:
         last = self.answer()
         if last == 0:
             self._number.fill_(number)
-            if self._group is not None:
-                call, own = self._axis.call(Kind.ALL_REDUCE, self._number), self._number
-                work = call.issue(dist.all_reduce, own, dist.ReduceOp.MAX, group=self._group, async_op=True)
-                self._under_way = Pending(own, work, call)
+            if self._axis is not None:
+                self._under_way = start_all_reduce_in_place(self._number, self._axis, MAX)
         return last
 
     def answer(self) -> int:

@@ -29,6 +29,7 @@ from lightning_megatron.lightning.stopping.worker_signals import let_workers_out
 from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.lightning.validation.saving import saves_checkpoints
+from lightning_megatron.mesh import Axis
 
 # What ranks give each other is a signal's number, and more where that should win over another rank's signal.
 _REQUEUE = 1 << 8
@@ -131,9 +132,11 @@ class KillSwitch(Callback):
         self._seen_step = trainer.global_step
         strategy = trainer.strategy
         if isinstance(strategy, CheckpointStrategy):
-            self._agreement = Agreement(strategy.mesh.host_group, torch.device("cpu"), strategy.mesh.host)
+            self._agreement = Agreement(
+                strategy.mesh.host if strategy.mesh.is_distributed else None, torch.device("cpu")
+            )
         else:
-            self._agreement = Agreement(dist.group.WORLD if dist.is_initialized() else None, strategy.root_device)
+            self._agreement = Agreement(Axis("world") if dist.is_initialized() else None, strategy.root_device)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_megatron import device as devices
+from lightning_megatron.comm.collectives import all_reduce_in_place
 from lightning_megatron.comm.loopback import LoopbackPort
-from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.comm.objects import all_gather_object, barrier, broadcast_pickled
 from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import described
@@ -43,7 +44,6 @@ from lightning_megatron.lightning.validation.settings import JobSettings, Lightn
 from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.registry import Ops
-from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.recorder.recorder import Recorder
 
 _log = logging.getLogger(__name__)
@@ -279,17 +279,11 @@ class MeshStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         if dist.is_initialized():
-            call = self._axis("world").call(Kind.BARRIER)
-            call.run(dist.barrier, device_ids=devices.barrier_device_ids(self.root_device))
+            barrier(self._axis("world"), self.root_device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Give all ranks the object of rank ``src``."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        axis = self._axis("host")
-        axis.call(Kind.BROADCAST_OBJECT).run(dist.broadcast_object_list, box, src, group=axis.group)
-        return box[0]
+        return broadcast_pickled(obj, self._axis("host"), src) if dist.is_initialized() else obj
 
     def _axis(self, name: Literal["world", "host"]) -> Axis:
         """All ranks, also before there is a mesh."""
@@ -311,8 +305,8 @@ class MeshStrategy(ParallelStrategy):
         group = axis.group if group is None else group
         operation, mean = _operation(reduce_op)
         out = tensor.float() if mean and not tensor.is_floating_point() else tensor.clone()
-        known = axis if group is axis.group else Axis("a group of the caller's", action_log=self.recorder.main)
-        known.call(Kind.ALL_REDUCE, out).run(dist.all_reduce, out, op=operation, group=group)
+        others = Axis("a group of the caller's", group=group, action_log=self.recorder.main)
+        all_reduce_in_place(out, axis if group is axis.group else others, operation)
         return out / dist.get_world_size(group) if mean else out
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -320,7 +314,7 @@ class MeshStrategy(ParallelStrategy):
         if not dist.is_initialized():
             return decision
         votes = torch.tensor(float(decision), device=self.root_device)
-        self._axis("world").call(Kind.ALL_REDUCE, votes).run(dist.all_reduce, votes)
+        all_reduce_in_place(votes, self._axis("world"))
         return bool(votes == self.world_size) if all else bool(votes > 0)
 
     def _log_error(self, exception: BaseException) -> None:

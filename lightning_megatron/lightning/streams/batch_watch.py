@@ -20,17 +20,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_megatron.comm.collectives import Pending, all_reduce_max
+from lightning_megatron.comm.collectives import MAX, Pending, all_reduce_max, start_all_reduce_in_place
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import DataError
 from lightning_megatron.lightning.compat._private import trainer_of
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.recorder.file_format import Kind
 
 FIRST = 3
 """Batches at the begin of a run, an epoch and an evaluation that are compared."""
@@ -154,9 +152,7 @@ class BatchWatch:
         self._trained += 1
         if self._mesh.dp.size > 1 and isinstance(module, ChecksBatches):
             vote = torch.tensor(int(self._fault is not None))
-            call, group = self._mesh.host.call(Kind.ALL_REDUCE, vote), self._mesh.host_group
-            work = call.issue(dist.all_reduce, vote, dist.ReduceOp.MAX, group=group, async_op=True)
-            self._vote = Pending(vote, work, call)
+            self._vote = start_all_reduce_in_place(vote, self._mesh.host, MAX)
 
     def settle(self) -> None:
         """Wait for the results of all ranks.

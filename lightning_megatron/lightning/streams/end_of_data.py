@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.comm.collectives import MAX, Pending, start_all_reduce_in_place
+from lightning_megatron.comm.objects import all_gather_object_over
 from lightning_megatron.errors import DataError
 from lightning_megatron.mesh import Axis
-from lightning_megatron.recorder.file_format import Kind
 
 
 class DataState(IntEnum):
@@ -50,9 +48,7 @@ class EndOfDataCheck:
         if self._hosts is not None:
             self.settle()
             vote = torch.tensor([int(coming), -int(coming)])
-            call, group = self._hosts.call(Kind.ALL_REDUCE, vote), self._hosts.group
-            work = call.issue(dist.all_reduce, vote, dist.ReduceOp.MAX, group=group, async_op=True)
-            self._under_way = Pending(vote, work, call), coming, batches
+            self._under_way = start_all_reduce_in_place(vote, self._hosts, MAX), coming, batches
 
     def settle(self) -> None:
         """Wait for the states of the other ranks.
@@ -66,10 +62,8 @@ class EndOfDataCheck:
         self._under_way = None
         most, least = vote.wait().tolist()
         if most != -least:
-            endings: list[Any] = [None] * self._hosts.size
             own = self._hosts.ranks[self._hosts.rank], coming, batches
-            self._hosts.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, endings, own, group=self._hosts.group)
-            raise uneven_error(self._data, self._limit, endings)
+            raise uneven_error(self._data, self._limit, all_gather_object_over(self._hosts, own))
 
 
 def uneven_error(data: str, limit: str, endings: Sequence[Ending]) -> DataError:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_megatron import device as devices
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.lightning.streams.batch_watch import BatchWatch
@@ -73,13 +70,7 @@ class EvaluationWatch(Callback):
         if len(self._coupled) == 1:
             return self._mesh.host
         if self._hosts is None:
-            for ranks in self._coupled:
-                group = dist.new_group(list(ranks), timeout=self._timeout, backend=devices.CPU.backend)
-                if (own := self._mesh.rank) in ranks:
-                    name = "coupled hosts"
-                    axis = Axis(name, len(ranks), ranks.index(own), ranks, group)
-                    recorder = self._mesh.recorder
-                    self._hosts = replace(axis, action_log=recorder.main, number=recorder.group(name, ranks))
+            self._hosts = self._mesh.host_axis("coupled hosts", self._coupled, self._timeout)
         return self._hosts
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **_: Any) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.comm.collectives import Pending, start_all_gather_in_place, start_reduce_scatter_into
+from lightning_megatron.comm.collectives import (
+    Pending,
+    start_all_gather_in_place,
+    start_all_reduce_in_place,
+    start_reduce_scatter_into,
+)
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.buffers.slot import BufferKey, Slot
-from lightning_megatron.recorder.file_format import Kind
 
 
 class Bucket:
@@ -88,9 +91,7 @@ class Bucket:
             own = sent.view(self.axis.size, -1)[self.axis.rank]
             self._reducing = start_reduce_scatter_into(own, sent, self.axis)
         else:
-            call = self.axis.call(Kind.ALL_REDUCE, sent)
-            work = call.issue(dist.all_reduce, sent, group=self.axis.group, async_op=True)
-            self._reducing = Pending(sent, work, call)
+            self._reducing = start_all_reduce_in_place(sent, self.axis)
 
     def finish_reduce(self) -> None:
         """Wait for the sum and make it the mean (no AVG on the wire: HCCL has none)."""

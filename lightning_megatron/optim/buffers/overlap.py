@@ -12,15 +12,13 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.comm.collectives import start_all_reduce_in_place
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.slot import Slot
-from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.weight_grad_store import GradPlace
 
 
@@ -160,7 +158,7 @@ class GradReducer:
     def _sum_over_tp(self) -> None:
         if self._tp.size > 1:
             summed = [bucket for bucket in self._late if bucket.key.grad_sum_over_tp]
-            for pending in [_start_sum(bucket.grads, self._tp) for bucket in summed]:
+            for pending in [start_all_reduce_in_place(bucket.grads, self._tp) for bucket in summed]:
                 pending.wait()
             for bucket in summed:
                 bucket.is_mean = True
@@ -334,11 +332,6 @@ class _Gate:
     def remove(self) -> None:
         """Take the hook from the module."""
         self._handle.remove()
-
-
-def _start_sum(grads: Tensor, axis: Axis) -> Pending:
-    call = axis.call(Kind.ALL_REDUCE, grads)
-    return Pending(grads, call.issue(dist.all_reduce, grads, group=axis.group, async_op=True), call)
 
 
 def _grad_hook(arrived: WeakMethod[Callable[[int, int], None]], bucket: int, slot: int) -> Callable[[Tensor], None]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.comm.collectives import all_reduce_in_place
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.main_values import MainValues
 from lightning_megatron.optim.buffers.slot import Slot
-from lightning_megatron.recorder.file_format import Kind
 
 
 class UnusedParams:
@@ -56,7 +55,6 @@ class UnusedParams:
     def _agree(self, bucket: Bucket) -> set[Slot]:
         if bucket not in self._unused_everywhere:
             used = torch.tensor([float(slot.has_grad) for slot in bucket.slots], device=bucket.grads.device)
-            bucket.axis.call(Kind.ALL_REDUCE, used).run(dist.all_reduce, used, group=bucket.axis.group)
-            found = zip(bucket.slots, used.tolist(), strict=True)
+            found = zip(bucket.slots, all_reduce_in_place(used, bucket.axis).tolist(), strict=True)
             self._unused_everywhere[bucket] = {slot for slot, count in found if not count}
         return self._unused_everywhere[bucket]

@@ -202,6 +202,20 @@ def test_no_module_imports_itself_through_others():
         visit(name, ())
 
 
+COLLECTIVES = re.compile(r"(all_|reduce|broadcast|gather|scatter|barrier|monitored_barrier|i?send|i?recv|new_group)")
+OF_COMM = ("comm/", "mesh.py", "testing/")
+PROGRAMS = ("calibration/worker.py", "cli/doctor/child.py")  # processes of their own, without a mesh
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_only_comm_and_the_mesh_call_collectives(path):
+    if str(path.relative_to(PACKAGE)).startswith((*OF_COMM, *PROGRAMS)):
+        return
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
+            assert not COLLECTIVES.match(node.attr), f"{path.name}:{node.lineno}: {node.attr} belongs into comm/"
+
+
 def docstrings(tree: ast.Module) -> set[int]:
     """Ids of the string nodes that are documentation."""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
