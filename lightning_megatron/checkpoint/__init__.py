@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.integrity.fault import Fault
     from lightning_megatron.checkpoint.integrity.finite_values import refuse_nonfinite
     from lightning_megatron.checkpoint.integrity.manifest import Progress, read_manifest
-    from lightning_megatron.checkpoint.loading import Loaded, load
+    from lightning_megatron.checkpoint.loading import Loaded, OpenCheckpoint, load, open_checkpoint
     from lightning_megatron.checkpoint.saving import PendingSave, SaveGuard, save
     from lightning_megatron.checkpoint.select.hashes import Check, faults_of
     from lightning_megatron.checkpoint.select.newest import Candidate, candidates, is_checkpoint, newest_good
@@ -40,6 +40,7 @@ __all__ = [
     "Fault",
     "Fragment",
     "Loaded",
+    "OpenCheckpoint",
     "PendingSave",
     "Progress",
     "SaveGuard",
@@ -52,6 +53,7 @@ __all__ = [
     "model_state",
     "newest_good",
     "objects_in",
+    "open_checkpoint",
     "optimizer_state",
     "read_manifest",
     "refuse_nonfinite",

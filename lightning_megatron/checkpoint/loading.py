@@ -1,4 +1,4 @@
-"""Loading a checkpoint: :func:`load` fills the state of any layout, :func:`open_checkpoint` gives tensors one by one.
+"""Loading a checkpoint: :func:`open_checkpoint` reads and checks it once, then a state of any layout is filled from it.
 
 A failure on one rank raises on all of them.
 """
@@ -6,7 +6,7 @@ A failure on one rank raises on all of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_megatron.checkpoint.dcp.fragments import load_faults, read_fragments
 from lightning_megatron.checkpoint.directory.leftovers import recover
-from lightning_megatron.checkpoint.formats.lightning_file import Order, SingleFile
+from lightning_megatron.checkpoint.formats.lightning_file import FilePart, Order, SingleFile
 from lightning_megatron.checkpoint.formats.meta import read_meta, type_faults
 from lightning_megatron.checkpoint.integrity.fault import listed
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
@@ -70,6 +70,10 @@ class Directory:
         refuse_oversized(path, metadata)
         return cls(path, metadata, read_meta(path, weights_only), locate(path).layout)
 
+    def part_for(self, state: State, order: Order) -> Directory:
+        """What a state can be filled from: everything; parameters have names in any order."""
+        return self
+
     def read(self, state: State) -> None:
         """Fill a state in place."""
         read_fragments(self.path, self.metadata, state)
@@ -95,6 +99,108 @@ class Loaded:
     unexpected: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint of any layout, or a single file of Lightning's, whose files have been checked.
+
+    Attributes:
+        path: its path.
+        mesh: ranks that read it together.
+        source: its content but for tensors.
+    """
+
+    path: Path
+    mesh: ParallelMesh
+    source: Directory | SingleFile
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Content of ``meta.pt``."""
+        return self.source.meta
+
+    def fill(self, state: State, *, strict: bool = True, is_in_order: bool = True) -> Loaded:
+        """Fill a state. Every rank must call this.
+
+        Fragments are filled in place; other values are replaced by the saved ones.
+
+        Args:
+            state: fragments and values that this rank requests.
+            strict: True if keys that only one side has are errors. Another shape always is one.
+            is_in_order: True if this rank's optimizers list parameters in their order of definition.
+
+        Raises:
+            CheckpointError: on every rank, if the checkpoint does not fit.
+        """
+        mesh, action = self.mesh, f"loading {self.path}"
+        of_stages: Order = "definition" if is_in_order else "unknown"
+        order: Order = "groups" if mesh.pp.size == 1 else of_stages
+        part = on_all_ranks(mesh, action, lambda: self.source.part_for(state, order))
+        metadata = part.metadata
+        unexpected = _unexpected(state, metadata, mesh)
+        missing = on_all_ranks(mesh, action, lambda: _missing(state, metadata, unexpected, strict))
+        wanted = {key: value for key, value in state.items() if key not in missing}
+        own = own_key(mesh)
+        is_own = dict(self.source.layout) == asdict(mesh.layout) and own in metadata.state_dict_metadata
+        if is_own:
+            wanted[own] = None
+        on_all_ranks(mesh, action, lambda: part.read(wanted))
+        per_rank = wanted.pop(own) if is_own else None
+        state.update(wanted)
+        return Loaded(self.meta, self.source.layout, per_rank, tuple(missing), tuple(unexpected))
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Lazy tensors by key, in one process."""
+        part, found = self.source.part_for({}, "groups"), {}
+        for key, entry in part.metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata) and not Key.parse(key).is_calibration:
+                shape, dtype = tuple(entry.size), entry.properties.dtype
+                found[key] = LazyTensor(shape, dtype, partial(self._tensor, part, key, shape, dtype))
+        return found
+
+    def _tensor(self, part: Directory | FilePart, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        chunk = Chunk(Box.whole(shape), whole, write=False)
+        try:
+            part.read({key: Fragment(shape, dtype, (chunk,))})
+        except Exception as error:  # a damaged archive raises what it likes
+            raise CheckpointError(f"{self.path}: {key} cannot be read: {error}") from None
+        return whole
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    mesh: ParallelMesh | None = None,
+    *,
+    weights_only: bool = True,
+    check: Check = "hashes",
+) -> OpenCheckpoint:
+    """Open a checkpoint of any layout, or a single file of Lightning's. Every rank must call this.
+
+    Args:
+        path: directory or file.
+        mesh: ranks that read it together; ``None`` for this process alone.
+        weights_only: True to refuse a ``meta.pt`` that holds objects.
+        check: ``"hashes"`` to compare the content of all files with the manifest, divided over the ranks; ``"sizes"``
+            to compare lengths, and the content of the files that every rank reads.
+
+    Raises:
+        CheckpointError: on every rank, if the checkpoint is not one, or is damaged.
+    """
+    path, mesh = Path(path), mesh or ParallelMesh.single()
+    action = f"loading {path}"
+
+    def open_it() -> Directory | SingleFile:
+        opened = SingleFile.open(path, weights_only) if path.is_file() else Directory.open(path, weights_only)
+        if wrong := type_faults(opened.meta):
+            raise CheckpointError(f"what it says of the run is damaged: {'; '.join(wrong)}")
+        return opened
+
+    on_all_ranks(mesh, action, lambda: recover(path) if mesh.rank == 0 else None)
+    if faults := faults_of(path, mesh, check):
+        raise CheckpointError(f"{action}: the checkpoint is damaged:\n{listed(faults)}")
+    return OpenCheckpoint(path, mesh, on_all_ranks(mesh, action, open_it))
+
+
 def load(
     path: str | os.PathLike[str],
     state: State,
@@ -105,67 +211,30 @@ def load(
     check: Check = "hashes",
     is_in_order: bool = True,
 ) -> Loaded:
-    """Fill a state in place from a checkpoint of any layout, or from a single file of Lightning's.
-
-    Fragments are filled in place; other values are replaced by the saved ones. Every rank must call this.
-
-    Args:
-        path: directory or file.
-        state: fragments and values that this rank requests; an empty one loads ``meta`` alone.
-        mesh: ranks that load together.
-        strict: True if keys that only one side has are errors. Another shape always is one.
-        weights_only: True to refuse a ``meta.pt`` that holds objects.
-        check: ``"hashes"`` to compare the content of all files with the manifest, divided over the ranks; ``"sizes"``
-            to compare lengths, and the content of the files that every rank reads.
-        is_in_order: True if this rank's optimizers list parameters in their order of definition.
+    """Open a checkpoint and fill a state; arguments are those of :func:`open_checkpoint` and :class:`OpenCheckpoint`.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint is not one, is damaged, or does not fit.
     """
-    path = Path(path)
-    action = f"loading {path}"
+    opened = open_checkpoint(path, mesh, weights_only=weights_only, check=check)
+    return opened.fill(state, strict=strict, is_in_order=is_in_order)
 
-    def open_it() -> Directory | SingleFile:
-        opened: Directory | SingleFile
-        if path.is_file():
-            of_stages: Order = "definition" if is_in_order else "unknown"
-            opened = SingleFile.open(path, state, weights_only, "groups" if mesh.pp.size == 1 else of_stages)
-        else:
-            opened = Directory.open(path, weights_only)
-        if wrong := type_faults(opened.meta):
-            raise CheckpointError(f"what it says of the run is damaged: {'; '.join(wrong)}")
-        return opened
 
-    def fit() -> list[str]:
-        missing, faults = load_faults(state, metadata)
-        if strict:
-            needed = [key for key in missing if not Key.parse(key).is_calibration]
-            faults = _missing_faults(needed, list(metadata.state_dict_metadata)) + faults
-            where = ("optimizer", "model")
-            faults += [
-                f"{key}: in the checkpoint, but not in the {where[Key.parse(key).is_model]}" for key in unexpected
-            ]
-        if faults:
-            raise CheckpointError("the checkpoint does not fit:\n" + listed(faults))
-        return missing
+def _missing(state: State, metadata: Metadata, unexpected: Sequence[str], strict: bool) -> list[str]:
+    """Keys that the checkpoint lacks.
 
-    on_all_ranks(mesh, action, lambda: recover(path) if mesh.rank == 0 else None)
-    if faults := faults_of(path, mesh, check):
-        raise CheckpointError(f"{action}: the checkpoint is damaged:\n{listed(faults)}")
-    source = on_all_ranks(mesh, action, open_it)
-    metadata = source.metadata
-    unexpected = _unexpected(state, metadata, mesh)
-    missing = on_all_ranks(mesh, action, fit)
-
-    wanted = {key: value for key, value in state.items() if key not in missing}
-    own = own_key(mesh)
-    is_own = dict(source.layout) == asdict(mesh.layout) and own in metadata.state_dict_metadata
-    if is_own:
-        wanted[own] = None
-    on_all_ranks(mesh, action, lambda: source.read(wanted))
-    per_rank = wanted.pop(own) if is_own else None
-    state.update(wanted)
-    return Loaded(source.meta, source.layout, per_rank, tuple(missing), tuple(unexpected))
+    Raises:
+        CheckpointError: if it does not fit.
+    """
+    missing, faults = load_faults(state, metadata)
+    if strict:
+        needed = [key for key in missing if not Key.parse(key).is_calibration]
+        faults = _missing_faults(needed, list(metadata.state_dict_metadata)) + faults
+        where = ("optimizer", "model")
+        faults += [f"{key}: in the checkpoint, but not in the {where[Key.parse(key).is_model]}" for key in unexpected]
+    if faults:
+        raise CheckpointError("the checkpoint does not fit:\n" + listed(faults))
+    return missing
 
 
 def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[str]:
@@ -196,30 +265,3 @@ def _missing_faults(missing: list[str], known: list[str]) -> list[str]:
             there = ", ".join(dict.fromkeys(Key.parse(key).family for key in known)) or "nothing"
             faults.append(f"{family}: the checkpoint has none of it, only: {there} (saved with save_weights_only?)")
     return faults
-
-
-def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Loaded, dict[str, LazyTensor]]:
-    """Open a checkpoint of any layout in one process: its ``meta``, and lazy tensors by key.
-
-    Raises:
-        CheckpointError: if there is no such checkpoint, or it is damaged.
-    """
-    path = Path(path)
-    loaded = load(path, {}, ParallelMesh.single())
-    metadata = read_metadata(path)
-
-    def tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        whole = torch.empty(shape, dtype=dtype)
-        chunk = Chunk(Box.whole(shape), whole, write=False)
-        try:
-            read_fragments(path, metadata, {key: Fragment(shape, dtype, (chunk,))})
-        except Exception as error:  # a damaged archive raises what it likes
-            raise CheckpointError(f"{path}: {key} cannot be read: {error}") from None
-        return whole
-
-    found = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and not Key.parse(key).is_calibration:
-            shape, dtype = tuple(entry.size), entry.properties.dtype
-            found[key] = LazyTensor(shape, dtype, partial(tensor, key, shape, dtype))
-    return loaded, found

@@ -35,28 +35,27 @@ class SingleFile:
     """An opened file; its tensors are mapped, and each rank reads the parts that it needs.
 
     Attributes:
-        values: its values, by the keys of this package's checkpoints.
+        tensors: values of the model, by the keys of this package's checkpoints.
+        optimizers: state of each optimizer.
         meta: everything but tensors of the model and its optimizers.
         layout: empty; the file was written by one process.
     """
 
-    values: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+    optimizers: Sequence[Mapping[str, Any]]
     meta: dict[str, Any]
     layout: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: Path, state: State, weights_only: bool, order: Order = "groups") -> SingleFile:
+    def open(cls, path: Path, weights_only: bool) -> SingleFile:
         """Read everything but the values of tensors.
 
         Args:
             path: the file.
-            state: the state to fill, which tells true shapes and the parameters of each optimizer.
             weights_only: True to refuse a file that holds objects.
-            order: order of the state's groups: the optimizer's, or of those that were put together from pipeline
-                stages, that of definition or none that is known.
 
         Raises:
-            CheckpointError: if it is no such file, or its optimizers do not fit the state's.
+            CheckpointError: if it is no such file.
         """
         refuse_packed(path)
         try:
@@ -67,14 +66,39 @@ class SingleFile:
             raise CheckpointError("it is a file, but not one of Lightning's: it has no state_dict")
         tensors = content.pop("state_dict")
         refuse_odd(path, {name: value for name, value in tensors.items() if torch.is_tensor(value)})
-        values: dict[str, Any] = {model_key(name): value for name, value in _without_repeats(tensors).items()}
+        optimizers = content.get("optimizer_states", ())
         if "optimizer_states" in content:
-            for index, saved in enumerate(content["optimizer_states"]):
-                if (groups := state.get(groups_key(index))) is not None:
-                    values |= _optimizer_values(index, saved, groups, values, order)
             content["optimizer_states"] = []
+        return cls({model_key(n): value for n, value in _without_repeats(tensors).items()}, optimizers, content, {})
+
+    def part_for(self, state: State, order: Order = "groups") -> FilePart:
+        """What a state can be filled from.
+
+        Args:
+            state: the state to fill, which tells true shapes and the parameters of each optimizer.
+            order: order of the state's groups: the optimizer's, or of those that were put together from pipeline
+                stages, that of definition or none that is known.
+
+        Raises:
+            CheckpointError: if the file's optimizers do not fit the state's.
+        """
+        values = dict(self.tensors)
+        for index, saved in enumerate(self.optimizers):
+            if (groups := state.get(groups_key(index))) is not None:
+                values |= _optimizer_values(index, saved, groups, values, order)
         true = {key: value.shape for key, value in state.items() if isinstance(value, Fragment)}
-        return cls({key: _stripped(value, true.get(key)) for key, value in values.items()}, content, {})
+        return FilePart({key: _stripped(value, true.get(key)) for key, value in values.items()})
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """Values of a file for a state, by the keys of this package's checkpoints.
+
+    Attributes:
+        values: the values.
+    """
+
+    values: Mapping[str, Any]
 
     @property
     def metadata(self) -> Metadata:

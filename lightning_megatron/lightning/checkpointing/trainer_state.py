@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -18,9 +17,9 @@ from lightning_megatron.checkpoint import (
     Progress,
     SaveGuard,
     State,
-    load,
     local_tensors,
     model_state,
+    open_checkpoint,
     optimizer_state,
     refuse_nonfinite,
     regrouped,
@@ -156,7 +155,8 @@ def load_trainer_checkpoint(
     if is_foreign(path):
         return _begin_with_weights(path, module, optimizers, mesh), None
     weights_only = weights_only is None or weights_only
-    meta = load(path, {}, mesh, weights_only=weights_only, check=check).meta
+    opened = open_checkpoint(path, mesh, weights_only=weights_only, check=check)
+    meta = opened.meta
     refuse_other_writers(path, meta)
     refuse_other_base(path, meta, module)
     check_checkpoint(path, meta, getattr(module, "model_shape", None))
@@ -166,15 +166,14 @@ def load_trainer_checkpoint(
         raise CheckpointError(_weights_alone(path, module))
     rejoin_groups(meta, module, optimizers)
     is_in_order = all(optimizer.is_in_order for optimizer in optimizers)
-    read = partial(load, path, mesh=mesh, weights_only=weights_only, check="sizes", is_in_order=is_in_order)
     groups: State = {}
     for index, optimizer in enumerate(optimizers):
         groups |= optimizer_state(index, (), mesh, _groups(optimizer))
-    read(groups, strict=False)
+    opened.fill(groups, strict=False, is_in_order=is_in_order)
     for index, optimizer in enumerate(optimizers):
         take_settings(optimizer, groups[groups_key(index)])
     target = _target(meta, module, optimizers, mesh, sharded)
-    loaded = read(target.state, strict=module.strict_loading)
+    loaded = opened.fill(target.state, strict=module.strict_loading, is_in_order=is_in_order)
     if finite:
         on_all_ranks(mesh, f"loading {path}", lambda: refuse_nonfinite(target.state, trained_names(module)))
     for name in (*loaded.missing, *loaded.unexpected):

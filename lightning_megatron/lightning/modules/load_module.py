@@ -94,8 +94,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: if there is no such checkpoint, or it is damaged.
     """
-    loaded, tensors = open_checkpoint(path)
-    refuse_other_writers(path, loaded.meta)
+    opened = open_checkpoint(path)
+    tensors = opened.tensors()
+    refuse_other_writers(path, opened.meta)
     names = {key: model_name(key) for key in tensors}
     weights = {name: tensors[key].materialize() for key, name in names.items() if name is not None}
-    return {**loaded.meta, "state_dict": weights}
+    return {**opened.meta, "state_dict": weights}

@@ -160,14 +160,15 @@ def checkpoint_to_hf(
             ``target`` exists.
         ConfigError: naming what transformers cannot compute, or another tokenizer than the model was trained with.
     """
-    loaded, tensors = open_checkpoint(source)
-    config = _config_of(loaded.meta, source)
+    opened = open_checkpoint(source)
+    tensors = opened.tensors()
+    config = _config_of(opened.meta, source)
     spec = None if tokenizer is None or allow_other_tokenizer else directory_spec(tokenizer)
     if spec is not None:
         do = "or add --allow-other-tokenizer"
         with suppress(DataError, ModuleNotFoundError):  # one that is not read here is copied as it is
             raise_if_any(TrainedTokenizer.of_weights(source).problems("tokenizer", spec, do))
-    settings: Settings = loaded.meta.get(SETTINGS) or ({} if tokenizer is None else read_settings(tokenizer))
+    settings: Settings = opened.meta.get(SETTINGS) or ({} if tokenizer is None else read_settings(tokenizer))
     family, written = family_for(config, settings.get("config", {}).get("model_type"))
     contents = with_settings(written, settings)
     copied = [] if tokenizer is None else tokenizer_files(tokenizer)

@@ -49,8 +49,8 @@ class _Opened:
     """
 
     def __init__(self, path: PathLike, name: str | None) -> None:
-        loaded, tensors = open_checkpoint(path)
-        self.meta = loaded.meta
+        opened = open_checkpoint(path)
+        self.meta, tensors = opened.meta, opened.tensors()
         arguments = self.meta.get("hyper_parameters") or {}
         config, adapters = config_of(arguments), arguments.get("lora") or {}
         if config is None or not adapters:
@@ -197,9 +197,9 @@ def _base_tensors(
         )
     if is_hf_directory(path):
         return open_hf(path)[1], hf_settings(path)
-    loaded, tensors = open_checkpoint(path)
-    named = {key.removeprefix(_PREFIX): value for key, value in tensors.items() if key.startswith(_PREFIX)}
-    return named, loaded.meta.get(SETTINGS) or {}
+    base = open_checkpoint(path)
+    named = {key.removeprefix(_PREFIX): value for key, value in base.tensors().items() if key.startswith(_PREFIX)}
+    return named, base.meta.get(SETTINGS) or {}
 
 
 def _merged(layer: AdaptedLayer, weight: LazyTensor, opened: _Opened) -> Tensor:

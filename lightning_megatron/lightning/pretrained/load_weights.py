@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_megatron.checkpoint import Check, Loaded, load, local_tensors, model_state, refuse_nonfinite
+from lightning_megatron.checkpoint import Check, Loaded, local_tensors, model_state, open_checkpoint, refuse_nonfinite
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.lightning.pretrained.adapter_base import base_is_loaded, is_base, refuse_other_base, wanted
 from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
@@ -107,14 +107,15 @@ def load_weights(
         load_foreign_weights(module, path, mesh)
         return None
     specs, tensors = spec_registry(module), local_tensors(module)
-    meta = load(path, {}, mesh, check=check).meta
+    opened = open_checkpoint(path, mesh, check=check)
+    meta = opened.meta
     refuse_other_base(path, meta, module)
     check_checkpoint(path, meta, getattr(module, "model_shape", None))
     if IMPORTED_FROM in meta:  # other programs have no counters and the like
         weights = {name for name, _, _ in named_weights(module)}
         tensors = {name: tensor for name, tensor in tensors.items() if name in weights}
     state = model_state(wanted(module, tensors, meta), specs, mesh)
-    loaded = load(path, state, mesh, strict=strict, check="sizes")
+    loaded = opened.fill(state, strict=strict)
     on_all_ranks(mesh, f"loading {path}", lambda: refuse_nonfinite(state, trained_names(module)))
     if is_base(module, meta):
         base_is_loaded(module, path, mesh)

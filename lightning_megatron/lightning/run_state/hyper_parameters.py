@@ -13,10 +13,9 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
 
-from lightning_megatron.checkpoint import CheckpointError, load
+from lightning_megatron.checkpoint import CheckpointError, open_checkpoint
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem
-from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.presets import configuration
 
 LightningModuleT = TypeVar("LightningModuleT", bound=LightningModule)
@@ -31,7 +30,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: if there is no such checkpoint, or it is damaged.
     """
-    return load(path, {}, ParallelMesh.single(), check="sizes").meta
+    return open_checkpoint(path, check="sizes").meta
 
 
 def module_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -248,4 +248,4 @@ def test_no_private_name_of_torch_is_used_but_the_one_that_is_in_the_files():
     files = {file.relative_to(folder).as_posix(): file.read_text() for file in folder.rglob("*.py")}
     assert len(files) > 40, "folders inside, too"
     found = {name: private for name, source in files.items() if (private := private_names_of_torch(source))}
-    assert found == {"box_writer.py": {"_StorageInfo"}}
+    assert found == {"dcp/box_writer.py": {"_StorageInfo"}}

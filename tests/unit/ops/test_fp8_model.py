@@ -135,7 +135,7 @@ def test_a_checkpoint_with_scales_is_loaded_without_and_the_other_way_round(befo
     if before and after:
         assert_same(dict(second.state_dict()), dict(first.state_dict()), rtol=0)
         assert losses(second, 2) == losses(first, 2)
-    assert not any("products" in key for key in open_checkpoint(tmp_path / "a.ckpt")[1])
+    assert not any("products" in key for key in open_checkpoint(tmp_path / "a.ckpt").tensors())
 
 
 def test_scales_that_an_earlier_version_saved_are_left_out(tmp_path):
