@@ -55,7 +55,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-MOST_GRAPHS_ON_RANKS = 2 * 13  # a block 6, the embedding 1, the head 6; in training and in validation
+MOST_GRAPHS_ON_RANKS = 24 if torch.__version__.startswith("2.13") else 26
+"""Of a block, the embedding and the head, in training and in validation."""
 
 
 def both(options: dict[str, Any]) -> tuple[list[float], list[float], int, list[str]]:
