@@ -37,15 +37,6 @@ def test_the_published_models_are_there() -> None:
     assert wanted <= set(recipe_names()) & {*PRESETS, "llama3.1-8b"}
 
 
-@pytest.mark.parametrize(
-    "name", ["llama2-7b", "llama2-13b", "llama2-70b", "llama3.1-8b", "llama3.1-70b", "mixtral-8x7b", "bloom-13b"]
-)
-def test_recipes_for_gaudi_are_compiled(name: str) -> None:
-    """Op by op a Gaudi is several times slower."""
-    (path,) = recipe_files(name)
-    assert yaml.safe_load(path.read_text())["trainer"]["strategy"]["init_args"]["compile"] is True
-
-
 @pytest.mark.parametrize("name", ["llama", "llama2-70", "nothing"])
 def test_an_unknown_name_is_told_with_the_nearest(name: str) -> None:
     with pytest.raises(ConfigError, match="no recipe of this name") as error:
