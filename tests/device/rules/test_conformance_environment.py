@@ -233,6 +233,38 @@ def test_versions_before_22_are_lazy_by_default(monkeypatch, profile, lazy):
         assert Settings(profile, 8, "GAUDI2").is_lazy == asked
 
 
+@card.simulation
+@pytest.mark.parametrize(
+    ("fault", "lazy", "error", "text"),
+    [
+        ("version", "0", AssertionError, "Compile-time major/minor PyTorch version 1.0.0 differs from run-time"),
+        ("no-local-version", "0", AttributeError, "has no attribute 'startswith'"),
+        ("stock", "1", AssertionError, "is not supported in Lazy mode"),
+        ("library", "0", OSError, "libhabana_pytorch2_plugin.so"),
+        ("library", "1", OSError, "libhabana_pytorch_plugin.so"),
+    ],
+)
+def test_the_import_asserts_on_its_torch_and_its_library(monkeypatch, fault, lazy, error, text):
+    from habana_frameworks.torch import requirements
+    from simulated_hpu.settings import Settings
+
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", lazy)
+    monkeypatch.setattr(requirements, "settings", lambda: Settings("1.24", 8, "GAUDI2", frozenset({fault})))
+    with pytest.raises(error, match=text):
+        requirements.check()
+
+
+@card.simulation
+def test_the_file_of_the_required_version_is_read(monkeypatch, tmp_path):
+    from habana_frameworks.torch import requirements
+
+    requirements.check()
+    monkeypatch.setattr(requirements, "REQUIRED_VERSION", tmp_path / "required_version.txt")
+    requirements.REQUIRED_VERSION.write_text("1.13.0a0+git1\n")
+    with pytest.raises(AssertionError, match=r"version 1\.13\.0a0\+git1 differs from run-time"):
+        requirements.check()
+
+
 @pytest.mark.parametrize(
     ("release", "known"),
     [
