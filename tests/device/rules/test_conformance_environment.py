@@ -165,7 +165,7 @@ def test_children_find_it_at_their_first_import_of_torch():
 
 WITHOUT_BRIDGE = """
 import sys, torch
-assert "habana_frameworks.torch" not in sys.modules and torch.accelerator.current_accelerator() is None
+assert "habana_frameworks.torch" not in sys.modules and not torch.accelerator.is_available()
 with torch.random.fork_rng(devices=[]):
     torch.manual_seed(1)
 weight = torch.nn.Parameter(torch.ones(2))
@@ -209,8 +209,8 @@ def test_the_device_is_initialized_by_the_first_function_that_needs_it():
 
 
 @card.simulation
-def test_facts_about_products_are_those_of_the_simulation():
-    from simulated_hpu.settings import PRODUCTS, settings
+def test_facts_about_products_are_those_of_the_simulation(monkeypatch):
+    from simulated_hpu.settings import PRODUCTS, Settings, settings
 
     told = {name: (fact.hbm_bytes, fact.largest_e4m3, fact.multiplies_two_formats) for name, fact in PRODUCTS.items()}
     ours = {name: (fact.memory, fact.largest_e4m3, fact.multiplies_two_formats) for name, fact in card.PRODUCTS.items()}
@@ -219,6 +219,9 @@ def test_facts_about_products_are_those_of_the_simulation():
     assert torch.hpu.get_device_name() == settings().device_name
     assert torch.hpu.device_count() == settings().devices
     assert torch.hpu.mem_get_info()[1] == card.product().memory
+    for name in card.PRODUCTS:
+        monkeypatch.setattr(torch.hpu, "settings", lambda name=name: Settings("1.24", 8, name))
+        assert torch.hpu.get_device_name() == name
 
 
 @card.simulation
