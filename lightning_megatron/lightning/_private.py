@@ -333,7 +333,7 @@ def recompilations() -> list[Recompilation]:
 
 
 def _reason(metrics: Any) -> str | None:
-    """Why torch has compiled a function again; ``None`` for the first time."""
+    """Reason for which torch has compiled a function again; ``None`` for the first time."""
     if hasattr(metrics, "recompile_reason"):
         reason: str | None = metrics.recompile_reason
         return reason
