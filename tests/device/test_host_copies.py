@@ -91,12 +91,15 @@ def test_an_int64_that_the_card_cannot_store_is_an_error(value: int, monkeypatch
 
 def test_an_int64_that_has_grown_on_the_card_is_found_when_it_is_read() -> None:
     count = torch.tensor([BEYOND - 1]).to(HPU) * 2
-    with pytest.raises(RuntimeError, match=f"value {2 * BEYOND - 2} is copied to the host"):
-        count.cpu()
+    for read in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item, int):
+        with pytest.raises(RuntimeError, match=f"value {2 * BEYOND - 2} is copied to the host"):
+            read(count)
 
 
 def test_gather_of_int64_does_not_compile() -> None:
     index = torch.zeros(2, dtype=torch.int64).to(HPU)
     with pytest.raises(RuntimeError, match="Graph compile failed"):
         torch.arange(4).to(HPU).gather(0, index)
+    with pytest.raises(RuntimeError, match="Graph compile failed"):
+        torch.gather(torch.arange(4).to(HPU), 0, index, out=torch.empty_like(index))
     assert torch.arange(4.0).to(HPU).gather(0, index).tolist() == [0.0, 0.0]
