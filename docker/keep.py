@@ -15,8 +15,9 @@ KEPT = ("torch", "habana", "intel-transformer-engine", "numpy", "pyhlml")
 
 
 def installed() -> dict[str, str]:
-    """Version of every distribution, by its name."""
-    return {d.metadata["Name"].lower().replace("_", "-"): d.version for d in distributions()}
+    """Version of every distribution, by its name; of two with one name that of the first, which Python imports."""
+    found = reversed(list(distributions()))
+    return {d.metadata["Name"].lower().replace("_", "-"): d.version for d in found}
 
 
 def constraints() -> list[str]:

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,9 @@ def _measured(kind: str, count: int, threads: int, limit: float) -> list[Found]:
             with open(folder / f"{rank}.log", "wb") as log:
                 running.append(subprocess.Popen(words, stdout=log, stderr=log, env=environment))
         try:
-            failed = [rank for rank, process in enumerate(running) if process.wait() != 0]
+            while None in (ends := [process.poll() for process in running]) and not any(ends):
+                time.sleep(0.05)  # the others of a process that has failed wait for it
+            failed = [rank for rank, end in enumerate(ends) if end]
         finally:
             for process in running:
                 process.kill()

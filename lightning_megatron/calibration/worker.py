@@ -6,7 +6,9 @@ python -m lightning_megatron.calibration.worker RANK SIZE KIND FOLDER LIMIT
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -45,9 +47,12 @@ def main(words: Sequence[str]) -> None:
         dist.init_process_group(kind_of(device).backend, where, TIMEOUT, size, rank)
     try:
         found = _measure(device, size, float(words[4]))
-    finally:
-        if size > 1:
-            dist.destroy_process_group()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at the end of Python, Gaudi's software would wait for the others, and they wait for this process
+    if size > 1:
+        dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 

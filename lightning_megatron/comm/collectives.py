@@ -195,19 +195,24 @@ def _broadcast_each(pieces: Tensor, axis: Axis) -> _All:
     return _All([dist.broadcast(piece, rank, group=axis.group, async_op=True) for piece, rank in pairs])
 
 
+@torch.compiler.disable  # one break; inside, each of several would cut a graph in pieces
+def _complete(start: Callable[[Tensor, Axis], Pending], x: Tensor, axis: Axis) -> Tensor:
+    return start(x, axis).wait()
+
+
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum of ``x`` over the axis, a new tensor; no gradient."""
-    return start_all_reduce(x, axis).wait()
+    return x if axis.size == 1 else _complete(start_all_reduce, x, axis)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """``[n, ...] -> [R n, ...]``; no gradient."""
-    return start_all_gather(x, axis).wait()
+    return x if axis.size == 1 else _complete(start_all_gather, x, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """``[R n, ...] -> [n, ...]``, summed; no gradient."""
-    return start_reduce_scatter(x, axis).wait()
+    return x if axis.size == 1 else _complete(start_reduce_scatter, x, axis)
 
 
 def all_to_all_no_grad(

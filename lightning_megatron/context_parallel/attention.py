@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -61,4 +62,6 @@ def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> OpChoice:
     if axis.size == 1 or cp_comm_type == "a2a":
         return ops.choose("attention")
     reason = f"cp_comm_type={cp_comm_type}: what comes in pieces is put together by sums of exponentials"
-    return ops.custom("attention", "block by block", reason, ops.choose("attention").run)
+    choice = ops.custom("attention", "block by block", reason, ops.choose("attention").run)
+    # A ring keeps no more than its inputs and output. A gather keeps all keys, which recomputation would gather again.
+    return replace(choice, candidates=((None, True),)) if cp_comm_type == "p2p" else choice

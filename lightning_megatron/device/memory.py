@@ -122,7 +122,11 @@ def copy_alone(source: torch.Tensor, memory: torch.Tensor) -> None:
 
 
 def begin_read(numbers: torch.Tensor) -> Callable[[], list[int]]:
-    """Start a copy of integers to the host. The returned function waits for them, but not for work submitted later."""
+    """Start a copy of integers to the host. The returned function waits for them, but not for work submitted later.
+
+    Args:
+        numbers: int32; of int64, which it stores as int32, a Gaudi makes the copy at once, and the host waits.
+    """
     if numbers.device.type == CPU.type:
         found = numbers.tolist()
         return lambda: found

@@ -70,9 +70,10 @@ class CrossAttention(nn.Module):
         """
         q = self.query(x).unflatten(-1, (-1, self.head_dim))  # [S, B, N/tp, D]
         k, v = self._keys_and_values(memory, cache)
-        core = run_part(
-            self.recompute, "core_attn", self._core, q, k, v, key_mask, rng=self.rng, is_pure=self.is_pure("core_attn")
-        )
+        how: dict[str, Any] = {"causal": False, "dropout": self.dropout, "rule": self.rule, "key_mask": key_mask}
+        repeats = self.recompute.wraps("core_attn") and self.attention.recomputes(q, k, v, **how)
+        plan, is_pure = NO_RECOMPUTE if repeats else self.recompute, self.is_pure("core_attn")
+        core = run_part(plan, "core_attn", self._core, q, k, v, key_mask, rng=self.rng, is_pure=is_pure)
         return self.out(core.flatten(2, 3))
 
     def is_pure(self, module: str) -> bool:

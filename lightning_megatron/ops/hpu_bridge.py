@@ -8,6 +8,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from lightning_megatron.device import prepare_bridge
+
 _PACKAGE = "habana_frameworks"
 
 
@@ -15,6 +17,7 @@ def missing(module: str, name: str) -> str | None:
     """The reason why ``habana_frameworks.torch.<module>`` has no ``name``; ``None`` if it has."""
     if importlib.util.find_spec(_PACKAGE) is None:
         return f"{_PACKAGE} is not installed"
+    prepare_bridge()
     try:
         found = import_module(f"{_PACKAGE}.torch.{module}")
     except Exception as error:  # a bridge that does not fit this torch fails with errors of many classes

@@ -9,6 +9,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_megatron import LlamaModule, MegatronHPUStrategy
+from lightning_megatron.config.recompute_plan import RecomputePlan
+from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.layers.cross_attention import CrossAttention
+from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.ops.registry import Ops
 from lightning_megatron.testing import hpu
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
@@ -46,3 +51,15 @@ def test_selective_recomputation_repeats_a_kernel_that_keeps_weights() -> None:
     assert calls[KEEPING] == 2 * FORWARDS
     assert RECOMPUTING not in calls
     assert selective == pytest.approx(train()[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(("ops", "forwards"), [(None, 1), ("attention=no_recompute", 2)])
+def test_of_a_decoder_on_an_encoder_too(ops: str | None, forwards: int) -> None:
+    how: dict[str, Any] = {"sequence_parallel": False, "recompute": RecomputePlan("selective")}
+    mesh = ParallelMesh.single(torch.device("hpu"))
+    layer = CrossAttention(TransformerConfig(1, 32, 4, 61, 16), mesh, ops=Ops("hpu", ops), **how).to("hpu")
+    x, memory = (torch.randn(length, 2, 32).to("hpu").requires_grad_() for length in (5, 7))
+    hpu.reset_calls()
+    layer(x, memory).sum().backward()
+    calls = hpu.calls()
+    assert calls[RECOMPUTING if ops is None else KEEPING] == forwards

@@ -103,6 +103,23 @@ def test_a_send_that_is_dropped_arrives(ranks: Ranks) -> None:
     assert ranks(2, dropped)[1] == ([2.0] * 4, 0)
 
 
+def asked() -> tuple[int, int]:
+    """Questions for the end of works that were only waited for, and of works that were asked."""
+    hpu.reset_calls()
+    peer, one = 1 - dist.get_rank(), torch.ones(1, device="hpu")
+    message = dist.isend if dist.get_rank() == 0 else dist.irecv
+    for start in (lambda: dist.all_reduce(one, async_op=True), lambda: message(one, peer)):
+        start().wait()
+    waited = hpu.calls()["Work.is_completed"]
+    for start in (lambda: dist.all_reduce(one, async_op=True), lambda: message(one, peer)):
+        assert start().is_completed()
+    return waited, hpu.calls()["Work.is_completed"]
+
+
+def test_questions_for_the_end_of_works_are_counted(ranks: Ranks) -> None:
+    assert ranks(2, asked) == [(0, 2)] * 2
+
+
 def trained(accelerator: str, options: dict[str, Any]) -> tuple[list[float], int]:
     """Losses of a pipeline, and how often its messages were asked for their end."""
     import os

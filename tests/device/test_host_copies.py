@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from simulated_hpu.native_extension import native
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron import device as devices
 from lightning_megatron.checkpoint.background.host_copy import HostCopy
@@ -46,6 +48,32 @@ def test_copies_of_a_state_go_into_pinned_memory_that_is_kept() -> None:
     assert torch.equal(second.data, x.cpu())
 
 
+class Blocking(TorchDispatchMode):
+    """Notes of each copy from the device whether the host waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = dict(zip(("self", "src", "non_blocking"), args, strict=False)) | (kwargs or {})
+        if func is torch.ops.aten.copy_.default and given["src"].device.type == HPU.type:
+            self.found.append(not given.get("non_blocking", False))
+        return func(*args, **kwargs or {})
+
+
+def test_the_host_waits_once_for_all_copies_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[torch.device] = []
+    monkeypatch.setattr(devices, "synchronize", waits.append)
+    parts = {name: torch.ones(2).to(HPU) for name in "abc"}
+    state = {name: Fragment((2,), x.dtype, (Chunk(Box((0,), (2,)), x, True),)) for name, x in parts.items()}
+    with Blocking() as copied:
+        HostCopy().begin(state)
+        devices.begin_read(torch.tensor([1]).to(HPU))
+    assert copied.found == [False] * 4
+    assert [device.type for device in waits] == ["hpu"]
+
+
 def test_numbers_of_a_step_are_read_from_pinned_memory() -> None:
     numbers = torch.tensor([1, -5, BEYOND - 1]).to(HPU)
     found: list[list[int]] = []
@@ -63,12 +91,15 @@ def test_an_int64_that_the_card_cannot_store_is_an_error(value: int, monkeypatch
 
 def test_an_int64_that_has_grown_on_the_card_is_found_when_it_is_read() -> None:
     count = torch.tensor([BEYOND - 1]).to(HPU) * 2
-    with pytest.raises(RuntimeError, match=f"value {2 * BEYOND - 2} is copied to the host"):
-        count.cpu()
+    for read in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item, int):
+        with pytest.raises(RuntimeError, match=f"value {2 * BEYOND - 2} is copied to the host"):
+            read(count)
 
 
 def test_gather_of_int64_does_not_compile() -> None:
     index = torch.zeros(2, dtype=torch.int64).to(HPU)
     with pytest.raises(RuntimeError, match="Graph compile failed"):
         torch.arange(4).to(HPU).gather(0, index)
+    with pytest.raises(RuntimeError, match="Graph compile failed"):
+        torch.gather(torch.arange(4).to(HPU), 0, index, out=torch.empty_like(index))
     assert torch.arange(4.0).to(HPU).gather(0, index).tolist() == [0.0, 0.0]

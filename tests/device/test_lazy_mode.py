@@ -93,8 +93,7 @@ def test_weight_sharing_in_lazy_mode_is_refused(tmp_path: Path) -> None:
     assert "PT_HPU_WEIGHT_SHARING='1': in lazy mode Gaudi's software then replaces parameters" in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shares", ["1", "0"])
+@pytest.mark.parametrize("shares", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_parameters_that_moved_keep_their_memory_under_weight_sharing(shares: str, tmp_path: Path) -> None:
     """This is the reason for the refusal: flat buffers, which the optimizer updates, would not be what layers read."""
     done = subprocess.run(

@@ -84,11 +84,18 @@ def outcome(launcher: str, how: str, victim: int, recorded: bool, folder: Path) 
     return done.returncode, time.monotonic() - begun, done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", list(LAUNCHERS))
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=SLOW)])
 @pytest.mark.parametrize(
     ("how", "victim", "recorded"),
-    [("raise", 1, False), ("raise", 0, True), ("after training", 1, True), ("both raise", 0, False)],
+    [
+        ("raise", 1, False),
+        pytest.param("raise", 0, True, marks=SLOW),
+        pytest.param("after training", 1, True, marks=SLOW),
+        pytest.param("both raise", 0, False, marks=SLOW),
+    ],
 )
 def test_a_failed_rank_ends_the_job(launcher: str, how: str, victim: int, recorded: bool, tmp_path: Path) -> None:
     code, _, output = outcome(launcher, how, victim, recorded, tmp_path)
@@ -138,6 +145,22 @@ def test_the_simulated_bridge_keeps_a_process_that_fails() -> None:
         assert ranks[1].returncode == 86, errors
         assert "no luck" in errors
         assert "wait here for ever" in errors
+    finally:
+        ranks[0].kill()
+        ranks[0].communicate()
+
+
+def test_a_failed_process_of_a_calibration_ends_at_once(tmp_path: Path) -> None:
+    env = own_environment(LIGHTNING_MEGATRON_HPU_SIM_EXIT_SECONDS="2")
+    command = [sys.executable, "-m", "lightning_megatron.calibration.worker"]
+    ranks = []
+    for rank, seconds in (("0", "0"), ("1", "no number")):
+        words = [*command, rank, "2", "hpu", str(tmp_path), seconds]
+        ranks.append(subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        _, errors = ranks[1].communicate(timeout=120)
+        assert ranks[1].returncode == 1, errors
+        assert errors.splitlines()[-1] == "ValueError: could not convert string to float: 'no number'"
     finally:
         ranks[0].kill()
         ranks[0].communicate()

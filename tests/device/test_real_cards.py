@@ -66,13 +66,17 @@ def session(folder: Path, *words: str, **variables: str) -> subprocess.Completed
     )
 
 
+def as_real(folder: Path) -> dict[str, str]:
+    """Variables of a session whose simulated cards pass for real ones."""
+    path = os.pathsep.join([str(hpu.SITE), str(folder), os.environ.get("PYTHONPATH", "")])
+    return {hpu.PROFILE: "1.24", hpu.DEVICES: "2", hpu.DEVICE_NAME: "GAUDI3", hpu.AS_REAL: "1", "PYTHONPATH": path}
+
+
 @pytest.mark.exhaustive
 def test_a_report_of_a_card_that_deviates(tmp_path: Path) -> None:
     (tmp_path / "deviating.py").write_text(DEVIATIONS)
-    path = os.pathsep.join([str(hpu.SITE), str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    simulated = {hpu.PROFILE: "1.24", hpu.DEVICES: "2", hpu.DEVICE_NAME: "GAUDI3", hpu.AS_REAL: "1", "PYTHONPATH": path}
     words = ("-p", "deviating", "--hpu-limit", str(LIMIT), "-k", " or ".join(RULES))
-    done = session(tmp_path, *words, PT_HPU_LAZY_MODE="0", **simulated)
+    done = session(tmp_path, *words, PT_HPU_LAZY_MODE="0", **as_real(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
     rules = {entry["rule"].split("::")[-1]: entry for entry in report["rules"]}
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
@@ -109,6 +113,15 @@ def test_a_report_of_a_card_that_deviates(tmp_path: Path) -> None:
     assert report["finished"]
     assert report["summary"]["ended the process"] == report["summary"]["too long"] == 1
     assert "ended the process: " in done.stdout
+
+
+def test_rules_are_tried_on_a_card_and_reported(tmp_path: Path) -> None:
+    done = session(tmp_path, "-k", "what_adamw_refuses", PT_HPU_LAZY_MODE="0", **as_real(tmp_path))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [entry["status"] for entry in report["rules"]] == ["holds"] * 3
+    assert all("refused with" in entry["expected"] for entry in report["rules"])
+    assert (report["product"], report["finished"]) == ("GAUDI3", True)
 
 
 @pytest.mark.gate

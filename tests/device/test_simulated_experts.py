@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from simulated_hpu import calls
@@ -37,6 +39,13 @@ def test_an_id_twice_in_one_token_is_refused():
 
 
 @ranged
+def test_more_rows_than_the_chunks_hold_are_refused():
+    """So it is where every choice of other ranks is handed to expert 0."""
+    with pytest.raises(RuntimeError, match=rf"rows \[{3 * UNIT}, 0\] need 3 chunks of {UNIT}, and there are 2"):
+        call(torch.zeros(UNIT, 3, dtype=torch.int64), 0, 1)
+
+
+@ranged
 def test_rows_are_counted_that_lie_in_the_range():
     calls.reset()
     found = call(torch.tensor([[1, 2], [0, 3], [3, 3], [2, 0]]), 1, 2)
@@ -57,9 +66,18 @@ def test_a_large_batch_has_chunks_for_any_distribution():
     assert size == 4 * UNIT
 
 
+def test_distinct_experts_always_fit():
+    """In the worst distribution: one row in a chunk of each expert, and the others in full chunks."""
+    for tokens, choices, experts in product((1, 3, UNIT, UNIT + 1, 5 * UNIT + 1, 64 * UNIT), (1, 2, 8), (1, 2, 8, 64)):
+        size, held = chunks(tokens, choices, experts)
+        begun = min(experts, choices * tokens)
+        full = min((choices * tokens - begun) // size, begun * ((tokens - 1) // size))
+        assert begun + full <= held, (tokens, choices, experts)
+
+
 @ranged
 @pytest.mark.parametrize("tokens", [1, UNIT, UNIT + 1])
-def test_distinct_experts_always_fit(tokens):
+def test_a_batch_of_distinct_experts_is_taken(tokens):
     call(torch.tensor([[0, 1]]).repeat(tokens, 1), 0, 1)
 
 

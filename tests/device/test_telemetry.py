@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,16 +95,33 @@ def test_a_profile_that_is_switched_off_is_refused(monkeypatch: pytest.MonkeyPat
         devices.profiler_of(HPU)
 
 
-def on_two_cards() -> list[FirstSteps]:
-    telemetry = GaudiTelemetry()
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.kept.append(record.getMessage())
+
+
+def on_two_cards() -> tuple[list[FirstSteps], str]:
+    telemetry, lines, logger = GaudiTelemetry(), Lines(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(lines)
+    logger.setLevel("INFO")
     fit(telemetry, tp=2)
-    return telemetry.ranks
+    logger.removeHandler(lines)
+    return telemetry.ranks, "\n".join(lines.kept)
 
 
 def test_all_ranks_tell_their_card_and_the_seconds_of_each_groups_first_collective(
     ranks: Callable[..., list[Any]],
 ) -> None:
-    for numbers in ranks(2, on_two_cards):
+    found = ranks(2, on_two_cards)
+    assert "cards of the ranks: rank 0: 0, 0; rank 1: 1, 1 (ID, HLS_MODULE_ID); " in found[0][1]
+    assert "world (2 ranks): the first collective took " in found[0][1]
+    for numbers, _ in found:
         assert [rank.card for rank in numbers] == ["0", "1"]
         assert all(rank.counts for rank in numbers)
         for rank in numbers:

@@ -33,6 +33,11 @@ SEQUENCE_PARALLEL = {
     Traffic("tp", "reduce_scatter"): MICRO_BATCHES * (LAYERS * 4 + 2),
     Traffic("tp", "all_reduce"): 1,  # gradients of norms, in one message
 }
+RING = BUCKETS | {
+    Traffic("cp", "send"): MICRO_BATCHES * LAYERS * 3,  # in backward the gradients go round as well
+    Traffic("cp", "receive"): MICRO_BATCHES * LAYERS * 3,
+    Traffic("cp", "all_reduce"): MICRO_BATCHES * 2,
+}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[Traffic, int]]] = {
     "dp2": (
         {},
@@ -52,15 +57,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[Traffic, int]]] = {
             Traffic("pp", "broadcast"): 1,  # loss and logs of the last stage
         },
     ),
-    "cp2, a ring": (
-        {"cp": 2, "cp_comm_type": "p2p"},
-        {
-            Traffic("cp", "send"): MICRO_BATCHES * LAYERS * 3,  # in backward the gradients go round as well
-            Traffic("cp", "receive"): MICRO_BATCHES * LAYERS * 3,
-            Traffic("cp", "all_reduce"): MICRO_BATCHES * 2,
-        }
-        | BUCKETS,
-    ),
+    "cp2, a ring": ({"cp": 2, "cp_comm_type": "p2p"}, RING),
+    # Attention on a ring computes its weights again by itself: it does not go round once more.
+    "cp2, a ring, recomputed": ({"cp": 2, "cp_comm_type": "p2p", "recompute": "selective"}, RING),
     "cp2, all-to-all": (
         {"cp": 2, "cp_comm_type": "a2a"},
         {

@@ -329,12 +329,20 @@ def recompilations() -> list[Recompilation]:
     """The newest recompilations of this process; torch keeps its newest 64 compilations, and forgets none of them."""
     found = torch._dynamo.utils.get_compilation_metrics()
     return [
-        Recompilation(
-            f"{each.compile_id} {getattr(each, 'start_time', None)}", str(each.co_name), str(each.recompile_reason)
-        )
+        Recompilation(f"{each.compile_id} {getattr(each, 'start_time', None)}", str(each.co_name), reason)
         for each in found
-        if getattr(each, "recompile_reason", None)  # torch 2.6 does not say
+        if (reason := _reason(each))
     ]
+
+
+def _reason(metrics: Any) -> str | None:
+    """Reason for which torch has compiled a function again; ``None`` for the first time."""
+    if hasattr(metrics, "recompile_reason"):
+        reason: str | None = metrics.recompile_reason
+        return reason
+    # The second number of an id counts the graphs of a function.
+    is_first = metrics.co_name is None or metrics.compile_id.endswith("/0")
+    return None if is_first else f"torch {torch.__version__} does not say why"
 
 
 def has_hooks(param: Tensor) -> bool:

@@ -19,7 +19,7 @@ def accelerator_problems(used: torch.device) -> list[Problem]:
     if devices.shares_weights(used):
         reason = (
             "in lazy mode Gaudi's software then replaces parameters, and the forward would not see them change: set it"
-            " to 0 (lightning_megatron does so if it is imported before habana_frameworks)"
+            " to 0 before habana_frameworks is imported (lightning_megatron does so where it is the first to import it)"
         )
         return [Problem("PT_HPU_WEIGHT_SHARING", devices.weight_sharing(), reason, (0,))]
     return _idle_problems(used)

@@ -165,7 +165,7 @@ def test_children_find_it_at_their_first_import_of_torch():
 
 WITHOUT_BRIDGE = """
 import sys, torch
-assert "habana_frameworks.torch" not in sys.modules and torch.accelerator.current_accelerator() is None
+assert "habana_frameworks.torch" not in sys.modules and not torch.accelerator.is_available()
 with torch.random.fork_rng(devices=[]):
     torch.manual_seed(1)
 weight = torch.nn.Parameter(torch.ones(2))
@@ -209,8 +209,8 @@ def test_the_device_is_initialized_by_the_first_function_that_needs_it():
 
 
 @card.simulation
-def test_facts_about_products_are_those_of_the_simulation():
-    from simulated_hpu.settings import PRODUCTS, settings
+def test_facts_about_products_are_those_of_the_simulation(monkeypatch):
+    from simulated_hpu.settings import PRODUCTS, Settings, settings
 
     told = {name: (fact.hbm_bytes, fact.largest_e4m3, fact.multiplies_two_formats) for name, fact in PRODUCTS.items()}
     ours = {name: (fact.memory, fact.largest_e4m3, fact.multiplies_two_formats) for name, fact in card.PRODUCTS.items()}
@@ -219,6 +219,9 @@ def test_facts_about_products_are_those_of_the_simulation():
     assert torch.hpu.get_device_name() == settings().device_name
     assert torch.hpu.device_count() == settings().devices
     assert torch.hpu.mem_get_info()[1] == card.product().memory
+    for name in card.PRODUCTS:
+        monkeypatch.setattr(torch.hpu, "settings", lambda name=name: Settings("1.24", 8, name))
+        assert torch.hpu.get_device_name() == name
 
 
 @card.simulation
@@ -231,6 +234,38 @@ def test_versions_before_22_are_lazy_by_default(monkeypatch, profile, lazy):
     for asked in (True, False):
         monkeypatch.setenv("PT_HPU_LAZY_MODE", str(int(asked)))
         assert Settings(profile, 8, "GAUDI2").is_lazy == asked
+
+
+@card.simulation
+@pytest.mark.parametrize(
+    ("fault", "lazy", "error", "text"),
+    [
+        ("version", "0", AssertionError, "Compile-time major/minor PyTorch version 1.0.0 differs from run-time"),
+        ("no-local-version", "0", AttributeError, "has no attribute 'startswith'"),
+        ("stock", "1", AssertionError, "is not supported in Lazy mode"),
+        ("library", "0", OSError, "libhabana_pytorch2_plugin.so"),
+        ("library", "1", OSError, "libhabana_pytorch_plugin.so"),
+    ],
+)
+def test_the_import_asserts_on_its_torch_and_its_library(monkeypatch, fault, lazy, error, text):
+    from habana_frameworks.torch import requirements
+    from simulated_hpu.settings import Settings
+
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", lazy)
+    monkeypatch.setattr(requirements, "settings", lambda: Settings("1.24", 8, "GAUDI2", frozenset({fault})))
+    with pytest.raises(error, match=text):
+        requirements.check()
+
+
+@card.simulation
+def test_the_file_of_the_required_version_is_read(monkeypatch, tmp_path):
+    from habana_frameworks.torch import requirements
+
+    requirements.check()
+    monkeypatch.setattr(requirements, "REQUIRED_VERSION", tmp_path / "required_version.txt")
+    requirements.REQUIRED_VERSION.write_text("1.13.0a0+git1\n")
+    with pytest.raises(AssertionError, match=r"version 1\.13\.0a0\+git1 differs from run-time"):
+        requirements.check()
 
 
 @pytest.mark.parametrize(

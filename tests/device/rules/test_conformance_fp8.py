@@ -106,6 +106,26 @@ def test_a_product() -> None:
     assert few.shape == (3, 8)
 
 
+@card.simulation
+@pytest.mark.parametrize(("name", "largest", "product"), [("GAUDI2", 240.0, None), ("GAUDI3", 448.0, 16.0)])
+def test_formats_are_those_of_the_product(
+    monkeypatch: pytest.MonkeyPatch, name: str, largest: float, product: float | None
+) -> None:
+    """Both products in one process, as others have a session of their own."""
+    from simulated_hpu.ops import fp8
+    from simulated_hpu.settings import Settings
+
+    monkeypatch.setattr(fp8, "settings", lambda: Settings("1.24", 8, name))
+    cast, _ = HPU.cast_to_fp8_v2(on_card(-1e6), None, False, False, E4M3)
+    assert cast.float().tolist() == [-largest]
+    a, b = torch.ones(16, 16, device="hpu").to(E5M2), torch.ones(16, 16, device="hpu").to(E4M3)
+    if product is None:
+        with pytest.raises(RuntimeError, match="Gaudi2 doesnt support mixed input type flavors"):
+            HPU.fp8_gemm_v2(a, False, b, False, None, torch.float32)
+    else:
+        assert float(HPU.fp8_gemm_v2(a, False, b, False, None, torch.float32)[0, 0]) == product
+
+
 def test_one_format_a_product_on_gaudi_2_and_two_on_gaudi_3() -> None:
     a, b = torch.ones(16, 16, device="hpu").to(E5M2), torch.ones(16, 16, device="hpu").to(E4M3)
     if card.product().multiplies_two_formats:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
@@ -19,6 +20,7 @@ from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.pipeline.partition import LayerSplit
+from lightning_megatron.recipes import names
 from lightning_megatron.recipes.names import recipe_files
 
 # recipe: ranks, dp, tp, cp, sequence length, tokens of a step
@@ -106,3 +108,13 @@ def test_on_gaudi_recipes_are_compiled_and_attend_by_its_kernel(name: str, tmp_p
         assert (settings["ops"], settings["cp_comm_type"]) == ("attention=auto", "a2a")
     else:
         assert settings["ops"] == "attention=fast_softmax"
+
+
+def test_every_recipe_for_gaudi_is_compiled() -> None:
+    """A tiny one would wait for the compiler only."""
+    files = Path(names.__file__).parent.glob("*.yaml")
+    strategies = {file.stem: yaml.safe_load(file.read_text())["trainer"]["strategy"] for file in files}
+    made_for_it = {name for name, each in strategies.items() if each["class_path"].endswith("MegatronHPUStrategy")}
+    assert made_for_it >= {"llama2-7b", "llama3.1-8b", "mixtral-8x7b", "bloom-13b", "t5-11b"}
+    large = {name for name in made_for_it if not name.endswith("-tiny")}
+    assert [name for name in sorted(large) if strategies[name]["init_args"].get("compile") is not True] == []

@@ -57,6 +57,12 @@ def test_what_gaudis_software_cannot_read_is_refused(node: Any, text: str) -> No
         HPUAccelerator.auto_device_count()
 
 
+def test_the_log_tells_the_card_of_each_rank() -> None:
+    cards = [{"ID": "0", "HLS_MODULE_ID": "4", devices.VISIBLE: "4,5"}, {"ID": "1", devices.VISIBLE: "4,5"}]
+    told = "rank 0: 0, 4; rank 1: 1, unset (ID, HLS_MODULE_ID); HABANA_VISIBLE_MODULES=4,5"
+    assert devices.describe_cards(cards) == told
+
+
 @pytest.mark.parametrize(
     ("asked", "nearest"),
     [

@@ -14,10 +14,14 @@ import pytest
 
 from lightning_megatron import device as devices
 from lightning_megatron.cli.doctor.findings import bridge as bridge_findings
+from lightning_megatron.cli.doctor.findings import findings
 from lightning_megatron.cli.doctor.findings import visible_modules as module_findings
 from lightning_megatron.machine import container, gaudi, host
 from lightning_megatron.machine.finding import Finding
+from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.ops.hpu_bridge import missing
+
+SHARING = "PT_HPU_WEIGHT_SHARING"
 
 
 @pytest.fixture
@@ -120,6 +124,20 @@ def test_a_bridge_that_fails_is_reported_whatever_it_raises(stated: Any, error: 
     assert "cannot be imported: " in str(missing("hpex.kernels", "FusedSDPA"))
 
 
+@pytest.mark.parametrize("reason", [devices.why_no_hpu, lambda: missing("hpex.kernels", "FusedSDPA")])
+@pytest.mark.parametrize(("own", "seen"), [(None, "0"), ("1", "1")])
+def test_the_bridge_is_imported_without_weight_sharing(
+    stated: Any, monkeypatch: pytest.MonkeyPatch, own: str | None, seen: str, reason: Any
+) -> None:
+    """In lazy mode it would give modules other parameters than those that the optimizer updates."""
+    monkeypatch.setenv(SHARING, "1")
+    if own is None:
+        monkeypatch.delenv(SHARING)
+    stated("2.10.0", f"import os; raise RuntimeError('shares: ' + os.environ.get({SHARING!r}, 'unset'))")
+    devices.why_no_hpu.cache_clear()
+    assert f"RuntimeError: shares: {seen}" in str(reason())
+
+
 def test_torch_is_imported_without_the_bridge_and_children_with_it() -> None:
     variables = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     with gaudi.without_autoload(variables):
@@ -129,6 +147,16 @@ def test_torch_is_imported_without_the_bridge_and_children_with_it() -> None:
     with gaudi.without_autoload(variables):
         pass
     assert variables == {}
+
+
+def test_the_doctor_imports_torch_where_the_bridge_would_end_that(tmp_path: Path) -> None:
+    said = "import os; raise RuntimeError('autoload ' + os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD', '1'))"
+    (tmp_path / "torch.py").write_text(said)
+    words = [sys.executable, "-m", "lightning_megatron.cli.main", "doctor"]
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    env = own_environment(PYTHONPATH=path)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stderr.endswith("RuntimeError: autoload 0\n")
 
 
 @pytest.mark.parametrize(
@@ -257,6 +285,23 @@ def test_cards_that_a_process_holds(tool: Any) -> None:
     assert found.verdict == "note"
     assert "(0: 40960 MiB, 97 % busy)" in found.fault
     assert "synStatus 8" in found.fault
+
+
+def test_all_of_it_is_told_where_there_is_gaudis_software(
+    install: Any, stated: Any, tool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(gaudi.BRIDGE, "1.24.1.555")
+    install("lightning-habana", "1.6.0")
+    stated("2.11.0", "raise RuntimeError('synStatus 26')")
+    tool("3, 0 %, 768 MiB")
+    monkeypatch.setenv(devices.VISIBLE, "2,3")
+    monkeypatch.setenv("HLS_MODULE_ID", "3")
+    devices.why_no_hpu.cache_clear()
+    software = {"Gaudi software", "Gaudi bridge", "Gaudi cards", "Gaudi driver", "Gaudi mode", "lightning-habana"}
+    files = {"GC_KERNEL_PATH", "HABANA_LOGS", "/dev/accel", "/dev/infiniband", "iommu", "modules", "/dev/shm"}
+    found = [finding.subject for finding in findings(ranks=1)]
+    assert software | files | {devices.VISIBLE, "HLS_MODULE_ID", "a Trainer takes", "open files"} <= set(found)
+    assert len(found) == len(set(found)), "nothing is told twice"
 
 
 def test_cards_cannot_be_asked_for(tool: Any) -> None:

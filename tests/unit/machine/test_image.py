@@ -38,9 +38,10 @@ def site(folder: Path, packages: dict[str, str]) -> Path:
     return folder
 
 
-def keep(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """``keep.py`` where only the distributions of one folder are installed."""
-    code = f"import sys; sys.path[:] = [p for p in sys.path if 'packages' not in p] + [{str(path)!r}]\n"
+def keep(path: Path, *words: str, behind: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``keep.py`` where only the distributions of one folder are installed, and those of another one ``behind`` it."""
+    folders = [str(path), *([] if behind is None else [str(behind)])]
+    code = f"import sys; sys.path[:] = [p for p in sys.path if 'packages' not in p] + {folders!r}\n"
     code += f"sys.argv[:] = {['keep.py', *words]!r}\n"
     code += f"from runpy import run_path; run_path({str(KEEP)!r}, run_name='__main__')"
     return subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False)
@@ -55,6 +56,12 @@ def test_intels_packages_are_constraints(tmp_path: Path) -> None:
     assert empty.returncode != 0
     assert "no torch in this image" in empty.stderr
     assert "usage: keep.py" in keep(tmp_path / "site", "--check").stderr
+
+
+def test_a_package_that_python_does_not_import_is_no_constraint(tmp_path: Path) -> None:
+    """Debian's folder of packages lies behind pip's, and may have another version of one."""
+    of_debian = site(tmp_path / "debian", {"numpy": "1.21.5"})
+    assert keep(site(tmp_path / "pip", INTELS), behind=of_debian).stdout.splitlines()[1] == "numpy==1.26.4"
 
 
 def test_the_check_looks_at_packages_that_were_there_before(tmp_path: Path) -> None:

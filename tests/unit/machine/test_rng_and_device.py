@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_megatron import device as devices
+from lightning_megatron.lightning.validation.accelerators import accelerator_problems
 from lightning_megatron.rng import RNGStreams
 
 CPU = torch.device("cpu")
@@ -167,3 +168,13 @@ def test_compiled_recipes_are_kept_in_the_jobs_folder_unless_the_user_names_one(
     assert os.environ[name] == f"{folder},false,8192"
     assert devices.keep_recipes(gaudi, str(tmp_path / "other")) is None
     assert os.environ[name] == f"{folder},false,8192"
+
+
+def test_weight_sharing_is_refused_in_lazy_mode(monkeypatch: pytest.MonkeyPatch):
+    gaudi, refused = torch.device("hpu", 0), {}
+    for mode in ("0", "1"):
+        for shares in ("0", "1"):
+            monkeypatch.setenv("PT_HPU_LAZY_MODE", mode)
+            monkeypatch.setenv("PT_HPU_WEIGHT_SHARING", shares)
+            refused[mode, shares] = [problem.argument for problem in accelerator_problems(gaudi)]
+    assert refused == {("0", "0"): [], ("0", "1"): [], ("1", "0"): [], ("1", "1"): ["PT_HPU_WEIGHT_SHARING"]}

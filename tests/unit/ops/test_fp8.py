@@ -362,6 +362,14 @@ def test_with_a_history_the_largest_magnitudes_come_from_the_casts(monkeypatch):
     assert products.amax_history[0, 1].item() == linear.weight.abs().max().item()
 
 
+def test_ranks_exchange_the_largest_magnitudes_of_all_layers_at_once(monkeypatch):
+    exchanged = []
+    monkeypatch.setattr(fp8_linear, "all_reduce_max", lambda x, axis: exchanged.append(x.shape) or x)
+    layers = [layer()[0] for _ in range(3)]
+    Fp8Steps(layers, ParallelMesh.single()).after_optimizer_step()
+    assert exchanged == [(3, 3), (3, 3)]  # over tp, and over dp and cp: layers, and input, weight, gradient
+
+
 def test_fp16_is_multiplied_as_it_is():
     linear, *_ = layer()
     out = linear.half()(random(16, 32).half())

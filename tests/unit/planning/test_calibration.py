@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +54,16 @@ def test_unknown_kinds_and_numbers_are_refused_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         calibrate(kind="abacus", processes=0)
     assert [problem.argument for problem in caught.value.problems] == ["kind", "processes"]
+
+
+def test_the_processes_beside_one_that_fails_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for it, without a limit where Gaudi's software does."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n[ $3 = 1 ] && echo no luck && exit 4\nsleep 30\nexit 5\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(RuntimeError, match="process 1 of the calibration failed: no luck"):
+        calibrate(kind="cpu", processes=2)
 
 
 @pytest.mark.exhaustive

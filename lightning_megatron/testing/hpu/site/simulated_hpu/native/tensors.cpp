@@ -289,15 +289,17 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   return to;
 }
 
+at::Scalar item(const at::Tensor& self) {
+  check_fits(host(self), "to the host");
+  return at::_local_scalar_dense(host(self));
+}
+
 // As the real one: there is no kernel for it, and the graph that has it cannot be compiled.
-at::Tensor gather(const at::Tensor& self, int64_t dim, const at::Tensor& index, bool sparse_grad) {
+void gather(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK(
-      self.scalar_type() != at::kLong, "Graph compile failed. synStatus=synStatus 26 [Generic failure]. "
-      "(gather of an int64 tensor)");
-  c10::Stack stack{self, dim, index, sparse_grad};
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::gather", "");
-  run_on_host(op, &stack);
-  return stack.back().toTensor();
+      stack->at(stack->size() - op.schema().arguments().size()).toTensor().scalar_type() != at::kLong,
+      "Graph compile failed. synStatus=synStatus 26 [Generic failure]. (gather of an int64 tensor)");
+  run_on_host(op, stack);
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
@@ -355,7 +357,10 @@ TORCH_LIBRARY_IMPL(aten, HPU, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("_copy_from", copy_from);
-  m.impl("gather", gather);
+  m.impl("_local_scalar_dense", item);
+  for (const char* name : {"gather", "gather.out"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&gather>());
+  }
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage);

@@ -103,16 +103,19 @@ def chunks(tokens: int, choices: int, experts: int) -> tuple[int, int]:
 
 
 def _check_choices(table: Tensor, first: int, last: int) -> None:
-    """Refuse choices that the ranged kernel was not made for: an id twice in a token, more rows than fit in chunks."""
+    """Refuse choices that the ranged kernel was not made for: more rows than fit in chunks, an id twice in a token.
+
+    Chunks always suffice where the ids of a token differ.
+    """
     here = [[e for e in row if first <= e <= last] for row in table.tolist()]
-    for token, row in enumerate(here):
-        if len(set(row)) < len(row):
-            raise RuntimeError(f"mixture_of_experts: token {token} is sent to an expert twice: {row}")
-    rows = [sum(e in row for row in here) for e in range(first, last + 1)]
+    rows = [sum(row.count(e) for row in here) for e in range(first, last + 1)]
     tokens, choices = table.shape
     size, held = chunks(tokens, choices, len(rows))
     if (needed := sum(ceil(n / size) for n in rows)) > held:
         raise RuntimeError(f"mixture_of_experts: rows {rows} need {needed} chunks of {size}, and there are {held}")
+    for token, row in enumerate(here):
+        if len(set(row)) < len(row):
+            raise RuntimeError(f"mixture_of_experts: token {token} is sent to an expert twice: {row}")
     calls.add_expert_rows("ranged", sum(rows))
 
 
