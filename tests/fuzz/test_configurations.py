@@ -47,7 +47,7 @@ def train(folder: Path, rank_folder: str, seeds: range) -> Counter[str]:
         drawn = fuzz.draw(seed, wrong=0.0)
         if not isinstance(drawn.data, MegatronDataModule):
             continue
-        options = {**drawn.trainer, "devices": 2, "callbacks": [], "default_root_dir": home}
+        options = {**drawn.trainer, "devices": 2, "callbacks": [], "default_root_dir": folder}
         try:
             trainer = quiet_trainer(drawn.strategy, max_steps=2, limit_val_batches=1, **options)
             trainer.fit(drawn.module, datamodule=drawn.data)

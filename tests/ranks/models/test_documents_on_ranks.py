@@ -74,7 +74,8 @@ CASES = {
     "one rank": Case(layout()),
     "recomputed": Case(layout(), recompute=FULL),
     "core attention recomputed": Case(layout(), recompute=CORE),
-    "experts": Case(layout(), "mixtral", recompute=PARTS),
+    # A router's gradient is a difference of experts' outputs: 1.3e-5 apart in fp32, 1e-6 with weights in fp64.
+    "experts": Case(layout(), "mixtral", recompute=PARTS, rtol=2e-5),
     "tp2": Case(layout(tp=2, sequence_parallel=False), rtol=2e-5),
     "tp2 sp": Case(layout(tp=2), recompute=CORE, rtol=2e-5),
     "cp2 ring": Case(layout(cp=2)),
