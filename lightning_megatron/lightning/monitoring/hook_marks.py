@@ -17,6 +17,8 @@ class HookMarks(Callback):
         action_log: log to write to.
     """
 
+    reads_parameters = False
+
     def __init__(self, action_log: ActionLog) -> None:
         self._action_log = action_log
         self._token: int | None = None

@@ -75,6 +75,8 @@ class KillSwitch(Callback):
         reason: why the run was stopped; ``None`` while it was not.
     """
 
+    reads_parameters = False
+
     @checked(check_every=at_least(0), signals=Check(signal_problems))
     def __init__(
         self,
