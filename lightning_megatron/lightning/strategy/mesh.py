@@ -64,6 +64,7 @@ class MeshStrategy(ParallelStrategy):
     """
 
     def __init__(self, job: JobSettings, parts: LightningParts) -> None:
+        self._own_precision = MegatronPrecision()
         devices_and_environment = parts.parallel_devices, parts.cluster_environment
         super().__init__(parts.accelerator, *devices_and_environment, None, parts.precision_plugin)
         self.num_nodes = 1
@@ -102,13 +103,14 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def precision_plugin(self) -> MegatronPrecision:
-        """Always a :class:`MegatronPrecision`: whatever Lightning assigns is translated."""
+        """Always a :class:`MegatronPrecision`, and one object: it takes on the precision that Lightning assigns."""
         # Lightning's own attribute: its connector reads there a plugin that was given to the strategy.
-        return MegatronPrecision.of(self._precision_plugin)
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, MegatronPrecision) else self._own_precision
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else MegatronPrecision.of(precision_plugin)
+        self._precision_plugin = None if precision_plugin is None else self._own_precision.adopt(precision_plugin)
 
     @property
     def mesh(self) -> ParallelMesh:
