@@ -96,6 +96,11 @@ class MegatronPrecision(Precision):
         self.step_is_refused = self.step_has_overflowed = False
         self._hooks: list[RemovableHandle] = []
 
+    @classmethod
+    def of(cls, plugin: Precision | None) -> MegatronPrecision:
+        """A plugin for a precision plugin of Lightning's; :meth:`adopt` says which are known."""
+        return cls() if plugin is None else cls().adopt(plugin)
+
     def _set_precision(self, precision: str, loss_scale: DynamicLossScale | None) -> None:
         if precision not in MODES:
             advice = {"16-true": "fp16 without fp32 main parameters does not train: use '16-mixed'"}

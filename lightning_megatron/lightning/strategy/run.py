@@ -34,7 +34,7 @@ from lightning_megatron.lightning.strategy.kill_switch import RunSwitches
 from lightning_megatron.lightning.strategy.recording import ActionRecord, recorded
 from lightning_megatron.lightning.strategy.streams import StreamChecks
 from lightning_megatron.lightning.validation.idle import warn_of_idle
-from lightning_megatron.lightning.validation.settings import JobSettings, LightningParts
+from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.lightning.validation.slow import warn_of_slow
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.recorder.file_format import Kind
@@ -46,20 +46,20 @@ class RunStrategy(CheckpointStrategy):
 
     Args:
         job: settings of the job.
-        parts: objects that any strategy of Lightning may be given.
+        **parts: objects that any strategy of Lightning may be given.
 
     Attributes:
         micro_batch_size: samples of one forward; ``None`` for the whole batch.
         boundary: beginning and end of model calls on this rank's pipeline stages; ``None`` without a pipeline.
     """
 
-    def __init__(self, job: JobSettings, parts: LightningParts) -> None:
-        super().__init__(job, parts)
+    def __init__(self, job: JobSettings, **parts: Any) -> None:
+        super().__init__(job, **parts)
         self.micro_batch_size = job.micro_batch_size
         self.boundary = StageBoundary(job.layout.pp * job.layout.vpp) if job.layout.pp > 1 else None
         self._record = ActionRecord(self, job.record_actions)
-        self._comparison = StartComparison(self, job.may_differ)
-        self._switches = RunSwitches(job.saving.on_signal)
+        self._comparison = StartComparison(self, job.may_differ or ())
+        self._switches = RunSwitches(job.save_on_signal)
         self._streams = StreamChecks()
         self._engine: StepEngine | None = None
         self._before: Placement | None = None
@@ -104,7 +104,7 @@ class RunStrategy(CheckpointStrategy):
         store, ranks = self._meet(), (self.global_rank, self.world_size)
         if store is not None:
             self._record.begin_run(store)
-            given = self._job.arguments or {}, self._job.layout, *ranks, self.lightning_module, objects
+            given = self._job.arguments, self._job.layout, *ranks, self.lightning_module, objects
             self._comparison.begin(store, start_statement(*given), trainer, objects)
 
     def _begin_fit(self, trainer: Trainer, ckpt_path: Any) -> Any:
@@ -216,7 +216,8 @@ class RunStrategy(CheckpointStrategy):
             reduce_dtype=reduce_dtype(self._job.grad_reduce_dtype, kind, mode.params, *summands),
             overlap_param_gather=self._job.optimizer.overlap_param_gather and not watched,
         )
-        found = OptimizerSet(self.lightning_module, self.optimizers, self.mesh, config, self._job.check_for_nan)
+        checks_nan = self._job.check_for_nan_in_loss_and_grad
+        found = OptimizerSet(self.lightning_module, self.optimizers, self.mesh, config, checks_nan)
         self._optimizer_set = found
         self.precision_plugin.manage(self.sharded_optimizers, found.check_replicas, watched, found.finite_checks)
 
@@ -255,7 +256,7 @@ class RunStrategy(CheckpointStrategy):
         Raises:
             NonFiniteError: on all ranks.
         """
-        if self._job.check_for_nan and self._optimizer_set is not None:
+        if self._job.check_for_nan_in_loss_and_grad and self._optimizer_set is not None:
             self._optimizer_set.check_params()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
