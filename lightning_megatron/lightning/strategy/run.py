@@ -31,6 +31,7 @@ from lightning_megatron.lightning.step.watchers import watches_parameters
 from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
 from lightning_megatron.lightning.strategy.comparison import StartComparison
 from lightning_megatron.lightning.strategy.kill_switch import RunSwitches
+from lightning_megatron.lightning.strategy.own_callbacks import OwnCallbacks
 from lightning_megatron.lightning.strategy.recording import ActionRecord, recorded
 from lightning_megatron.lightning.strategy.streams import StreamChecks
 from lightning_megatron.lightning.validation.idle import warn_of_idle
@@ -60,7 +61,7 @@ class RunStrategy(CheckpointStrategy):
         self._record = ActionRecord(self, job.record_actions)
         self._comparison = StartComparison(self, job.may_differ or ())
         self._switches = RunSwitches(job.save_on_signal)
-        self._streams = StreamChecks()
+        self._streams, self._own_callbacks = StreamChecks(), OwnCallbacks()
         self._engine: StepEngine | None = None
         self._before: Placement | None = None
         self._accumulating = self._backward_is_done = self._op_report_is_due = False
@@ -152,19 +153,20 @@ class RunStrategy(CheckpointStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
         self._saved, self._end.has_failed = {}, False
         self._streams.restart()
+        self._own_callbacks.remove()  # left by a run that an error ended before its teardown
         super().setup_environment()
         if not self._comparison.has_begun:  # no launcher has done so
             self._compare_ranks(None)
-        self._switches.open(trainer)
+        self._own_callbacks.add(trainer, *self._switches.open(trainer))
         if self._job.gpu_migration:
             enable_gpu_migration(self.root_device)
         self.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
         self._start_ranks()
         self._known_warnings.open(one_replica=self.data_parallel_size == 1)
-        self._record.begin(trainer)
+        own = self._record.begin(trainer) + self._streams.callbacks(self.mesh, self.collective_timeout)
+        self._own_callbacks.add(trainer, *own)
         how = self.boundary, self._job.pipeline_schedule, self.micro_batch_size, self.root_device
         self._engine = StepEngine(self.mesh, *how, self.precision_plugin.mode.params)
-        self._streams.attach(trainer, self.mesh, self.collective_timeout)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Compare loaders, give ranks that read the same samples one order of them, and protect workers."""
@@ -232,10 +234,7 @@ class RunStrategy(CheckpointStrategy):
             self._switches.listen()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory; called by all ranks.
-
-        ``fit(ckpt_path="last")`` goes on from the newest good checkpoint of the folder.
-        """
+        """Load a checkpoint, as :class:`CheckpointStrategy` does, with a mark in the record of this rank."""
         with self.during(Kind.LOAD, str(checkpoint_path)):
             self._comparison.restoring()
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -434,7 +433,7 @@ class RunStrategy(CheckpointStrategy):
         with self._record.ending():
             self._known_warnings.close()
             self._switches.close()
-            self._streams.detach(self.lightning_module)
+            self._own_callbacks.remove()
             self._comparison.restart()
             self._end_saving()
 

@@ -90,8 +90,9 @@ def seen(overlap: bool) -> list[Tensor]:
     seed_everything(1, verbose=False)
     strategy = MegatronStrategy(bucket_size=8, overlap_param_gather=overlap)
     trainer = quiet_trainer(strategy, max_steps=3, callbacks=[LambdaCallback(on_train_batch_end=note)])
+    samples: Any = torch.ones(12, 4)
     with late_gathers():
-        trainer.fit(Net(), DataLoader(list(torch.ones(12, 4)), batch_size=2))
+        trainer.fit(Net(), DataLoader(samples, batch_size=2))
     return found
 
 
