@@ -55,6 +55,8 @@ class ParityRecord(Callback):
         file: JSON file that rank 0 writes at the end.
     """
 
+    reads_parameters = False
+
     def __init__(self, file: str) -> None:
         self._file = Path(file)
         self._steps: list[dict[str, Any]] = []

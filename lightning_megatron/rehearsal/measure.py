@@ -40,6 +40,8 @@ class StepMeasure(Callback):
         traffic: collectives and messages of the last step.
     """
 
+    reads_parameters = False
+
     def __init__(self, tracker: StorageTracker, place: RunningPlace, log: PlaceLog, first: int = 0) -> None:
         self._first = first
         self._tracker, self._place, self._log = tracker, place, log

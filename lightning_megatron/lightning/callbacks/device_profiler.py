@@ -37,6 +37,8 @@ class DeviceProfiler(Callback):
         file: this rank's trace; ``None`` until it is written.
     """
 
+    reads_parameters = False
+
     @checked(steps=Check(_step_problems))
     def __init__(self, steps: tuple[int, int] = (10, 12), dirpath: str | Path | None = None) -> None:
         self._first, self._last = steps

@@ -43,6 +43,8 @@ class ExpertTelemetry(Callback):
         counts: tokens of each expert in the last window, by number of the layer.
     """
 
+    reads_parameters = False
+
     @checked(every_n_steps=at_least(1))
     def __init__(self, every_n_steps: int = 50, table: bool = True, directory: str | Path | None = None) -> None:
         self._every, self._table = every_n_steps, table

@@ -42,6 +42,8 @@ class GaudiTelemetry(Callback):
         ranks: numbers of every rank, once the line has been printed.
     """
 
+    reads_parameters = False
+
     @checked(steps=at_least(1))
     def __init__(self, steps: int = 50) -> None:
         self._steps = steps

@@ -53,6 +53,8 @@ class MegatronLog(Callback):
         ConfigError: with another strategy than ``MegatronStrategy``.
     """
 
+    reads_parameters = False
+
     @checked(every_n_steps=at_least(1))
     def __init__(self, every_n_steps: int | None = None, loss_name: str = "lm loss", throughput: bool = False) -> None:
         self._every, self._loss_name, self._throughput = every_n_steps, loss_name, throughput

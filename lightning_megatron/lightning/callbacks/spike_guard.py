@@ -121,6 +121,8 @@ class SpikeGuard(Callback):
         SpikeError: when the run ends.
     """
 
+    reads_parameters = False
+
     @checked(
         window=at_least(4),
         threshold=above(0.0, 6.0),

@@ -54,6 +54,8 @@ class StragglerMonitor(Callback):
         ConfigError: with another strategy than ``MegatronStrategy``.
     """
 
+    reads_parameters = False
+
     @checked(every=at_least(1), windows=at_least(1), share=above(0.0, 0.2))
     def __init__(self, every: int = 5, windows: int = 3, share: float = 0.2) -> None:
         self._every, self._windows, self._share = every, windows, share

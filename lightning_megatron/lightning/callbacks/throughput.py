@@ -72,6 +72,8 @@ class Throughput(Callback):
         total: everything since training began.
     """
 
+    reads_parameters = False
+
     @checked(window=at_least(1))
     def __init__(self, window: int | None = None) -> None:
         self._every = window

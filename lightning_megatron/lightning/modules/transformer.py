@@ -250,7 +250,7 @@ class TransformerModule(AdaptedModule):
     def configure_model(self) -> None:
         """Build this rank's part of the model; for another Trainer's layout anew, with its present weights.
 
-        The order is build, fp8, weights, compile; then the strategy's ``setup`` casts, moves, and makes flat buffers.
+        The order is build, fp8, adapters, weights, compile; then the strategy's ``setup``: cast, move and buffers.
         """
         model, before, now = self.model, self._megatron_placement, self._placement()
         if model is not None and (before is None or before.is_valid_for(now)):

@@ -15,30 +15,19 @@ class HookMarks(Callback):
 
     Args:
         action_log: log to write to.
+        trainer: Trainer whose step is noted.
     """
 
-    def __init__(self, action_log: ActionLog) -> None:
-        self._action_log = action_log
+    reads_parameters = False
+
+    def __init__(self, action_log: ActionLog, trainer: Trainer) -> None:
+        self._action_log, self._trainer = action_log, trainer
         self._token: int | None = None
-        self._trainer: Trainer | None = None
-
-    def attach(self, trainer: Trainer) -> None:
-        """Become the last callback of a Trainer."""
-        self._trainer = trainer
-        trainer.callbacks.append(self)  # type: ignore[attr-defined]
-
-    def detach(self) -> None:
-        """Leave the Trainer's callbacks."""
-        self.end()
-        if self._trainer is not None and self in self._trainer.callbacks:  # type: ignore[attr-defined]
-            self._trainer.callbacks.remove(self)  # type: ignore[attr-defined]
-        self._trainer = None
 
     def begin(self, kind: Kind) -> None:
         """Begin an activity."""
         self.end()
-        if self._trainer is not None:
-            self._action_log.step = self._trainer.global_step
+        self._action_log.step = self._trainer.global_step
         self._token = self._action_log.begin(kind)
 
     def end(self) -> None:

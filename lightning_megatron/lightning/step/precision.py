@@ -84,13 +84,7 @@ class MegatronPrecision(Precision):
     @checked()
     def __init__(self, precision: str = "32-true", loss_scale: DynamicLossScale | None = None) -> None:
         super().__init__()
-        if precision not in MODES:
-            advice = {"16-true": "fp16 without fp32 main parameters does not train: use '16-mixed'"}
-            reason = advice.get(precision, "not a precision of this strategy")
-            raise ConfigError([Problem("precision", precision, reason, nearest_names(precision, list(MODES)))])
-        self.precision = precision  # type: ignore[assignment]  # Lightning's Literal has more names
-        self.mode = MODES[precision]
-        self.loss_scale = (loss_scale or DynamicLossScale()) if self.mode.loss_scaled else None
+        self._set_precision(precision, loss_scale)
         self._managed: dict[Optimizer, ShardedOptimizer] = {}
         self._check: Callable[[ShardedOptimizer], None] | None = None
         self._finite_checks: Mapping[ShardedOptimizer, FiniteCheck] = {}
@@ -104,21 +98,33 @@ class MegatronPrecision(Precision):
 
     @classmethod
     def of(cls, plugin: Precision | None) -> MegatronPrecision:
-        """The plugin for a precision plugin of Lightning's.
+        """A plugin for a precision plugin of Lightning's; :meth:`adopt` says which are known."""
+        return cls() if plugin is None else cls().adopt(plugin)
+
+    def _set_precision(self, precision: str, loss_scale: DynamicLossScale | None) -> None:
+        if precision not in MODES:
+            advice = {"16-true": "fp16 without fp32 main parameters does not train: use '16-mixed'"}
+            reason = advice.get(precision, "not a precision of this strategy")
+            raise ConfigError([Problem("precision", precision, reason, nearest_names(precision, list(MODES)))])
+        self.precision = precision  # type: ignore[assignment]  # Lightning's Literal has more names
+        self.mode = MODES[precision]
+        self.loss_scale = (loss_scale or DynamicLossScale()) if self.mode.loss_scaled else None
+
+    def adopt(self, plugin: Precision) -> MegatronPrecision:
+        """This plugin with the precision of Lightning's own ``plugin``, or ``plugin`` itself if it is of this class.
 
         Raises:
             ConfigError: for a plugin that this strategy does not support.
         """
-        if plugin is None or type(plugin) is Precision:
-            return cls()
         if isinstance(plugin, MegatronPrecision):
             return plugin
         # HPUPrecisionPlugin: Lightning <= 2.5.5 creates lightning-habana's plugin on HPU.
         if (
-            type(plugin) in (MixedPrecision, HalfPrecision, DoublePrecision)
+            type(plugin) in (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
             or type(plugin).__name__ == "HPUPrecisionPlugin"
         ):
-            return cls(str(plugin.precision))
+            self._set_precision(str(plugin.precision), self.loss_scale)
+            return self
         reason = "the strategy decides dtypes itself: pass Trainer(precision=...) or MegatronPrecision(...)"
         raise ConfigError([Problem("plugins", type(plugin).__name__, reason, tuple(MODES))])
 

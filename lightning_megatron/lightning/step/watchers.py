@@ -8,35 +8,35 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 _BETWEEN_STEPS = ("on_train_batch_end", "on_before_zero_grad", "on_train_batch_start")
 _AROUND_STEPS = (*_BETWEEN_STEPS, "optimizer_step")
+_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")  # names: Lightning 2.5 has no WeightAveraging
 
 
 def watches_parameters(trainer: Trainer) -> bool:
     """True if a callback or the module may read or write parameters after a step and before the next forward.
 
-    Of Lightning's own callbacks only weight averaging does. Any other callback with such a hook is assumed to: a stale
-    parameter is worse than a lost overlap.
+    Of Lightning's own callbacks only weight averaging does. Any other callback with such a hook is assumed to, unless
+    its class says ``reads_parameters = False``: a stale parameter is worse than a lost overlap. A class speaks for its
+    own hooks and those of its bases, not for those of a subclass.
     """
     module = trainer.lightning_module
-    if not module.automatic_optimization or _overrides(module, LightningModule, _AROUND_STEPS):
+    if not module.automatic_optimization or _may_read(module, LightningModule, _AROUND_STEPS):
         return True
-    return any(_hooks_in(callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return any(_may_read(callback, Callback, _BETWEEN_STEPS) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
-def _hooks_in(callback: Callback) -> bool:
-    if any(
-        base.__name__ in ("WeightAveraging", "StochasticWeightAveraging") for base in type(callback).__mro__
-    ):  # by name: Lightning 2.5 has no WeightAveraging
+def _may_read(instance: object, base: type, hooks: Sequence[str]) -> bool:
+    kinds = type(instance).__mro__
+    if any(kind.__name__ in _AVERAGES for kind in kinds) or getattr(instance, "reads_parameters", False):
         return True
-    if type(callback).__module__.startswith(("lightning.", "lightning_megatron.")):
-        return False
-    return _overrides(callback, Callback, _BETWEEN_STEPS)
+    return any(_hook_may_read(instance, hook, base) for hook in hooks)
 
 
-def _overrides(instance: object, base: type, hooks: Sequence[str]) -> bool:
-    for name in hooks:
-        defined = getattr(type(instance), name, None)
-        if defined is not getattr(base, name, None) and not getattr(defined, "__module__", "").startswith(
-            "lightning_megatron."
-        ):
-            return True
+def _hook_may_read(instance: object, hook: str, base: type) -> bool:
+    if hook in vars(instance):  # such as the functions of a LambdaCallback
+        return True
+    for kind in type(instance).__mro__:
+        if "reads_parameters" in vars(kind):
+            return False  # it would have been true
+        if hook in vars(kind):
+            return kind is not base and not kind.__module__.startswith("lightning.")
     return False

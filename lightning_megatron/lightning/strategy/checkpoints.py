@@ -22,7 +22,7 @@ from lightning_megatron.lightning.strategy.mesh import MeshStrategy
 from lightning_megatron.lightning.strategy.randomness import ResumedRandomness
 from lightning_megatron.lightning.strategy.writers import AsyncWriter, DirectWriter
 from lightning_megatron.lightning.validation.saving import address_problems
-from lightning_megatron.lightning.validation.settings import JobSettings, LightningParts
+from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 
@@ -38,14 +38,14 @@ class CheckpointStrategy(MeshStrategy):
 
     Args:
         job: settings of the job.
-        parts: objects that any strategy of Lightning may be given.
+        **parts: objects that any strategy of Lightning may be given.
 
     Attributes:
         save_guard: check of a checkpoint before it gets its name; ``None`` for no check.
     """
 
-    def __init__(self, job: JobSettings, parts: LightningParts) -> None:
-        super().__init__(job, parts)
+    def __init__(self, job: JobSettings, **parts: Any) -> None:
+        super().__init__(job, **parts)
         self.save_guard: SaveGuard | None = None
         self._folders = SaveFolders(self)
         self._writer = DirectWriter()
@@ -164,7 +164,7 @@ class CheckpointStrategy(MeshStrategy):
             self._saving_mesh(checkpoint),
             sharded=self._job.optimizer.shard,
             guard=self.save_guard,
-            finite=self._job.check_for_nan,
+            finite=self._job.check_for_nan_in_loss_and_grad,
             progress=self._folders.next_progress(checkpoint["global_step"]) if has_optimizers else None,
             write=(self._writer if is_fitting else DirectWriter()).write,
         )
@@ -211,7 +211,7 @@ class CheckpointStrategy(MeshStrategy):
             sharded=self._job.optimizer.shard,
             weights_only=weights_only,
             check=check,
-            finite=self._job.check_for_nan,
+            finite=self._job.check_for_nan_in_loss_and_grad,
         )
         if self._is_fitting and checkpoint.get("global_step"):
             schedulers = self.lr_scheduler_configs, checkpoint.get("lr_schedulers", ())
@@ -260,7 +260,7 @@ class CheckpointStrategy(MeshStrategy):
             sharded=self._job.optimizer.shard,
             weights_only=None,
             check=self.load_check,
-            finite=self._job.check_for_nan,
+            finite=self._job.check_for_nan_in_loss_and_grad,
         )
         for optimizer, today in zip(self.sharded_optimizers, settings, strict=True):
             optimizer.load_group_settings(today)
@@ -271,7 +271,7 @@ class CheckpointStrategy(MeshStrategy):
     @property
     def load_check(self) -> Check:
         """Extent to which the files of a checkpoint are compared with its manifest before it is loaded."""
-        return "hashes" if self._job.saving.verify_on_load else "sizes"
+        return "hashes" if self._job.verify_on_load else "sizes"
 
     def rewind_validation(self) -> None:
         """Set every generator to its state at the start of the current validation, which a resumed run repeats."""
@@ -347,7 +347,7 @@ class CheckpointStrategy(MeshStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._folders.hold(trainer)
-        if self._job.saving.run_async:
+        if self._job.async_save:
             self._writer = AsyncWriter(self.mesh, self.collective_timeout, self._writer.removals)
 
     def finish_save(self) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -74,6 +74,8 @@ class KillSwitch(Callback):
     Attributes:
         reason: why the run was stopped; ``None`` while it was not.
     """
+
+    reads_parameters = False
 
     @checked(check_every=at_least(0), signals=Check(signal_problems))
     def __init__(
@@ -247,7 +249,7 @@ class KillSwitch(Callback):
 
 
 class RunSwitches:
-    """Switches through which all ranks obey a signal together: those of the Trainer's callbacks, and one of our own.
+    """Switches through which all ranks obey a signal together: those among the Trainer's callbacks.
 
     Args:
         save_on_signal: True if a run whose user has no ``KillSwitch`` gets one.
@@ -255,19 +257,20 @@ class RunSwitches:
 
     def __init__(self, save_on_signal: bool) -> None:
         self._save_on_signal = save_on_signal
-        self._own: KillSwitch | None = None
         self._trainer: Trainer | None = None
 
     @property
     def _all(self) -> list[KillSwitch]:
         return [] if self._trainer is None else _kill_switches(self._trainer)
 
-    def open(self, trainer: Trainer | None) -> None:
-        """Add a switch to the Trainer's callbacks."""
+    def open(self, trainer: Trainer | None) -> list[Callback]:
+        """Begin a run.
+
+        Returns:
+            A switch, if the user asks for one and has none among the callbacks.
+        """
         self._trainer = trainer
-        if trainer is not None and self._save_on_signal:
-            self._own = KillSwitch(always_save=False)
-            _attach(self._own, trainer)
+        return [KillSwitch(always_save=False)] if self._save_on_signal and not self._all else []
 
     def listen(self) -> None:
         """Set signal handlers, in the place of those that Lightning has just set."""
@@ -284,28 +287,12 @@ class RunSwitches:
         """Give signals back to Lightning, which gives them back as well."""
         for switch in self._all:
             switch.give_back()
-        if self._trainer is not None and self._own is not None:
-            _detach(self._own, self._trainer)
-        self._own = self._trainer = None
+        self._trainer = None
 
 
 def _kill_switches(trainer: Trainer) -> list[KillSwitch]:
     """Those of a Trainer."""
     return [callback for callback in trainer.callbacks if isinstance(callback, KillSwitch)]  # type: ignore[attr-defined]
-
-
-def _attach(switch: KillSwitch, trainer: Trainer) -> None:
-    """Put one among the callbacks, where the user has not; callbacks that save come last."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    if not _kill_switches(trainer):
-        place = next((n for n, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), len(callbacks))
-        callbacks.insert(place, switch)
-
-
-def _detach(switch: KillSwitch, trainer: Trainer) -> None:
-    """Remove a switch from the Trainer's callbacks."""
-    if switch in trainer.callbacks:  # type: ignore[attr-defined]
-        trainer.callbacks.remove(switch)  # type: ignore[attr-defined]
 
 
 def checkpoint_path(trainer: Trainer) -> str:

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import checked
-from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.config.recompute_plan import RecomputeMethod, RecomputePlan, recompute_problems
+from lightning_megatron.config.recompute_plan import RecomputeMethod
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning.compat.accelerator import register_with_lightning_habana
 from lightning_megatron.lightning.environments.agreement import rank_problems
@@ -36,17 +35,13 @@ from lightning_megatron.lightning.validation.job import (
 )
 from lightning_megatron.lightning.validation.memory import MemoryLimit, limit_of
 from lightning_megatron.lightning.validation.nodes import node_problems
-from lightning_megatron.lightning.validation.settings import (
-    CPCommType,
-    JobSettings,
-    LightningParts,
-    SavingSettings,
-)
+from lightning_megatron.lightning.validation.settings import CPCommType, JobSettings
 from lightning_megatron.ops.fp8 import Fp8Recipe
-from lightning_megatron.optim.core.config import DistributedOptimizerConfig
-from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.pipeline.schedule import PipelineSchedule, schedule_problems
+from lightning_megatron.pipeline.schedule import PipelineSchedule
 from lightning_megatron.stage import StageLayers
+
+_OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "precision_plugin")
+"""Arguments that go to Lightning's base class."""
 
 
 class MegatronStrategy(RunStrategy):
@@ -184,44 +179,11 @@ class MegatronStrategy(RunStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        layout = ParallelLayout(
-            tp, pp, cp, ep, etp, vpp=vpp, sequence_parallel=sequence_parallel, cp_comm_type=cp_comm_type
-        )
-        split = LayerSplit(first_stage_layers, last_stage_layers, count_embedding, count_loss, pipeline_layout)
-        recomputed = recompute, recompute_method, recompute_num_layers, recompute_shard_saved
-        raise_if_any(schedule_problems(pipeline_schedule, pp, vpp, 1) + recompute_problems(*recomputed, layout))
-        job = JobSettings(
-            layout,
-            split,
-            RecomputePlan(*recomputed),
-            DistributedOptimizerConfig(
-                shard=distributed_optimizer,
-                elementwise=tuple(elementwise_optimizers or ()),
-                overlap_grad_reduce=overlap_grad_reduce,
-                overlap_param_gather=overlap_param_gather,
-                bucket_size=bucket_size,
-            ),
-            SavingSettings(run_async=async_save, verify_on_load=verify_on_load, on_signal=save_on_signal),
-            arguments,
-            pipeline_schedule=pipeline_schedule,
-            micro_batch_size=micro_batch_size,
-            grad_reduce_dtype=grad_reduce_dtype,
-            broadcast_predictions=broadcast_predictions,
-            compile=compile,
-            gpu_migration=gpu_migration,
-            ops=ops,
-            fp8=fp8 or Fp8Recipe(),
-            check_for_nan=check_for_nan_in_loss_and_grad,
-            record_actions=record_actions,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            may_differ=tuple(may_differ or ()),
-            max_memory=max_memory,
-        )
-        super().__init__(job, LightningParts(accelerator, parallel_devices, cluster_environment, precision_plugin))
+        parts = {name: arguments[name] for name in _OF_LIGHTNING}
+        super().__init__(JobSettings.of(arguments), **parts)
         self.settings = arguments
         self._memory, self._terminal = MemoryPrediction(), Terminal()
-        self.recompute, self.op_modes = job.recompute, job.ops
+        self.recompute, self.op_modes = self._job.recompute, self._job.ops
 
     # Starting
 

@@ -40,9 +40,10 @@ from lightning_megatron.lightning.streams.dataloaders import (
     start_workers_safely,
 )
 from lightning_megatron.lightning.streams.generators import generator_hashes, seed_generators
-from lightning_megatron.lightning.validation.settings import JobSettings, LightningParts
+from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.recorder.recorder import Recorder
 
@@ -56,16 +57,16 @@ class MeshStrategy(ParallelStrategy):
 
     Args:
         job: settings of the job.
-        parts: objects that any strategy of Lightning may be given.
+        **parts: objects that any strategy of Lightning may be given.
 
     Attributes:
         num_nodes: number of nodes, set by the Trainer.
         recorder: record of this rank's actions.
     """
 
-    def __init__(self, job: JobSettings, parts: LightningParts) -> None:
-        devices_and_environment = parts.parallel_devices, parts.cluster_environment
-        super().__init__(parts.accelerator, *devices_and_environment, None, parts.precision_plugin)
+    def __init__(self, job: JobSettings, **parts: Any) -> None:
+        self._own_precision = MegatronPrecision()
+        super().__init__(**parts)
         self.num_nodes = 1
         self.recorder = Recorder()
         self._job = job
@@ -98,17 +99,18 @@ class MeshStrategy(ParallelStrategy):
     def ops(self) -> Ops:
         """Implementations of ops that models choose from, on the devices of the Trainer."""
         assert self.parallel_devices is not None
-        return Ops(self.parallel_devices[0].type, self._job.ops, self._job.fp8)
+        return Ops(self.parallel_devices[0].type, self._job.ops, self._job.fp8 or Fp8Recipe())
 
     @property
     def precision_plugin(self) -> MegatronPrecision:
-        """Always a :class:`MegatronPrecision`: whatever Lightning assigns is translated."""
+        """Always a :class:`MegatronPrecision`, and one object: it takes on the precision that Lightning assigns."""
         # Lightning's own attribute: its connector reads there a plugin that was given to the strategy.
-        return MegatronPrecision.of(self._precision_plugin)
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, MegatronPrecision) else self._own_precision
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else MegatronPrecision.of(precision_plugin)
+        self._precision_plugin = None if precision_plugin is None else self._own_precision.adopt(precision_plugin)
 
     @property
     def mesh(self) -> ParallelMesh:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_megatron.comm.rendezvous import Meeting, Store
 from lightning_megatron.errors import described
@@ -133,8 +133,12 @@ class ActionRecord:
         """
         return Call(self._recorder.main, Kind.RENDEZVOUS, "world", 0).run(connect) if self._makes_group else connect()
 
-    def begin(self, trainer: Trainer | None) -> None:
-        """Write to the folder of rank 0; the process groups exist."""
+    def begin(self, trainer: Trainer | None) -> list[Callback]:
+        """Write to the folder of rank 0; the process groups exist.
+
+        Returns:
+            The callback, if any, that records what happens between phases.
+        """
         strategy = self._strategy
         strategy.recorder = strategy.mesh.recorder
         if self._recorder.folder is None:
@@ -146,9 +150,10 @@ class ActionRecord:
             self._open(Path(theirs))
         self._recorder.describe({"mesh": repr(strategy.mesh)})
         self._watch_peers()
-        if trainer is not None and self._recorder.folder is not None:
-            self._marks = HookMarks(self._recorder.main)
-            self._marks.attach(trainer)
+        if trainer is None or self._recorder.folder is None:
+            return []
+        self._marks = HookMarks(self._recorder.main, trainer)
+        return [self._marks]
 
     def _open(self, folder: Path, only: bool = True) -> None:
         if not (self._to_file and only):
@@ -285,7 +290,7 @@ class ActionRecord:
 
     def _close(self) -> None:
         if self._marks is not None:
-            self._marks.detach()
+            self._marks.end()
         self._stop_watch()
         self._marks = self.error = None  # whose traceback holds the frames of the run
         folder = self._recorder.folder

@@ -31,10 +31,11 @@ from lightning_megatron.lightning.step.watchers import watches_parameters
 from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
 from lightning_megatron.lightning.strategy.comparison import StartComparison
 from lightning_megatron.lightning.strategy.kill_switch import RunSwitches
+from lightning_megatron.lightning.strategy.own_callbacks import OwnCallbacks
 from lightning_megatron.lightning.strategy.recording import ActionRecord, recorded
 from lightning_megatron.lightning.strategy.streams import StreamChecks
 from lightning_megatron.lightning.validation.idle import warn_of_idle
-from lightning_megatron.lightning.validation.settings import JobSettings, LightningParts
+from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.lightning.validation.slow import warn_of_slow
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.recorder.file_format import Kind
@@ -46,21 +47,21 @@ class RunStrategy(CheckpointStrategy):
 
     Args:
         job: settings of the job.
-        parts: objects that any strategy of Lightning may be given.
+        **parts: objects that any strategy of Lightning may be given.
 
     Attributes:
         micro_batch_size: samples of one forward; ``None`` for the whole batch.
         boundary: beginning and end of model calls on this rank's pipeline stages; ``None`` without a pipeline.
     """
 
-    def __init__(self, job: JobSettings, parts: LightningParts) -> None:
-        super().__init__(job, parts)
+    def __init__(self, job: JobSettings, **parts: Any) -> None:
+        super().__init__(job, **parts)
         self.micro_batch_size = job.micro_batch_size
         self.boundary = StageBoundary(job.layout.pp * job.layout.vpp) if job.layout.pp > 1 else None
         self._record = ActionRecord(self, job.record_actions)
-        self._comparison = StartComparison(self, job.may_differ)
-        self._switches = RunSwitches(job.saving.on_signal)
-        self._streams = StreamChecks()
+        self._comparison = StartComparison(self, job.may_differ or ())
+        self._switches = RunSwitches(job.save_on_signal)
+        self._streams, self._own_callbacks = StreamChecks(), OwnCallbacks()
         self._engine: StepEngine | None = None
         self._before: Placement | None = None
         self._accumulating = self._backward_is_done = self._op_report_is_due = False
@@ -104,7 +105,7 @@ class RunStrategy(CheckpointStrategy):
         store, ranks = self._meet(), (self.global_rank, self.world_size)
         if store is not None:
             self._record.begin_run(store)
-            given = self._job.arguments or {}, self._job.layout, *ranks, self.lightning_module, objects
+            given = self._job.arguments, self._job.layout, *ranks, self.lightning_module, objects
             self._comparison.begin(store, start_statement(*given), trainer, objects)
 
     def _begin_fit(self, trainer: Trainer, ckpt_path: Any) -> Any:
@@ -152,19 +153,20 @@ class RunStrategy(CheckpointStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
         self._saved, self._end.has_failed = {}, False
         self._streams.restart()
+        self._own_callbacks.remove()  # left by a run that an error ended before its teardown
         super().setup_environment()
         if not self._comparison.has_begun:  # no launcher has done so
             self._compare_ranks(None)
-        self._switches.open(trainer)
+        self._own_callbacks.add(trainer, *self._switches.open(trainer))
         if self._job.gpu_migration:
             enable_gpu_migration(self.root_device)
         self.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
         self._start_ranks()
         self._known_warnings.open(one_replica=self.data_parallel_size == 1)
-        self._record.begin(trainer)
+        own = self._record.begin(trainer) + self._streams.callbacks(self.mesh, self.collective_timeout)
+        self._own_callbacks.add(trainer, *own)
         how = self.boundary, self._job.pipeline_schedule, self.micro_batch_size, self.root_device
         self._engine = StepEngine(self.mesh, *how, self.precision_plugin.mode.params)
-        self._streams.attach(trainer, self.mesh, self.collective_timeout)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Compare loaders, give ranks that read the same samples one order of them, and protect workers."""
@@ -216,7 +218,8 @@ class RunStrategy(CheckpointStrategy):
             reduce_dtype=reduce_dtype(self._job.grad_reduce_dtype, kind, mode.params, *summands),
             overlap_param_gather=self._job.optimizer.overlap_param_gather and not watched,
         )
-        found = OptimizerSet(self.lightning_module, self.optimizers, self.mesh, config, self._job.check_for_nan)
+        checks_nan = self._job.check_for_nan_in_loss_and_grad
+        found = OptimizerSet(self.lightning_module, self.optimizers, self.mesh, config, checks_nan)
         self._optimizer_set = found
         self.precision_plugin.manage(self.sharded_optimizers, found.check_replicas, watched, found.finite_checks)
 
@@ -231,10 +234,7 @@ class RunStrategy(CheckpointStrategy):
             self._switches.listen()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory; called by all ranks.
-
-        ``fit(ckpt_path="last")`` goes on from the newest good checkpoint of the folder.
-        """
+        """Load a checkpoint, as :class:`CheckpointStrategy` does, with a mark in the record of this rank."""
         with self.during(Kind.LOAD, str(checkpoint_path)):
             self._comparison.restoring()
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -255,7 +255,7 @@ class RunStrategy(CheckpointStrategy):
         Raises:
             NonFiniteError: on all ranks.
         """
-        if self._job.check_for_nan and self._optimizer_set is not None:
+        if self._job.check_for_nan_in_loss_and_grad and self._optimizer_set is not None:
             self._optimizer_set.check_params()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -433,7 +433,7 @@ class RunStrategy(CheckpointStrategy):
         with self._record.ending():
             self._known_warnings.close()
             self._switches.close()
-            self._streams.detach(self.lightning_module)
+            self._own_callbacks.remove()
             self._comparison.restart()
             self._end_saving()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -20,26 +20,16 @@ class StreamChecks:
 
     def __init__(self) -> None:
         self._batches: BatchWatch | None = None
-        self._callbacks: Sequence[Callback] = ()
         self._validated = 0.0
 
     def restart(self) -> None:
         """Forget the mesh: the next run may have another one."""
         self._batches = None
 
-    def attach(self, trainer: Trainer | None, mesh: ParallelMesh, timeout: timedelta) -> None:
-        """Watch the loaders by callbacks that are called before all others."""
-        if trainer is not None:
-            watch = self._watch(mesh)
-            self._callbacks = (TrainingWatch(mesh, watch), EvaluationWatch(mesh, timeout, watch))
-            trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
-
-    def detach(self, module: LightningModule | None) -> None:
-        """Remove the callbacks."""
-        if self._callbacks and module is not None:
-            callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-            callbacks[:] = [callback for callback in callbacks if callback not in self._callbacks]
-        self._callbacks = ()
+    def callbacks(self, mesh: ParallelMesh, timeout: timedelta) -> list[Callback]:
+        """Callbacks that watch the loaders."""
+        watch = self._watch(mesh)
+        return [TrainingWatch(mesh, watch), EvaluationWatch(mesh, timeout, watch)]
 
     def _watch(self, mesh: ParallelMesh) -> BatchWatch:
         if self._batches is None:

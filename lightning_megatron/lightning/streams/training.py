@@ -48,6 +48,8 @@ class TrainingWatch(Callback):
         batches: watch over the batches, which is told of the begin and end of each.
     """
 
+    reads_parameters = False
+
     def __init__(self, mesh: ParallelMesh, batches: BatchWatch) -> None:
         self._mesh, self._batches = mesh, batches
         self._check = EndOfDataCheck()

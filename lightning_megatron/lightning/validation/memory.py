@@ -101,7 +101,7 @@ def planned_job(
         return job_of(
             model.config,
             feed,
-            settings.arguments or {},
+            settings.arguments,
             fp8=ops.mode("linear_fp8") != "off",
             attention=attention,
             optimizer_states=0 if states is None else states,

@@ -1,23 +1,30 @@
-"""The order in which a model becomes ready to train: build, fp8, compile, cast, move, buffers (docs/design.md)."""
+"""The order in which a model becomes ready to train is that of the table in docs/design.md."""
 
 from __future__ import annotations
 
+import re
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny import tiny_llama
 
-from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.lightning.step.optimizers import OptimizerSet
-from lightning_megatron.lightning.step.precision import MegatronPrecision
-from lightning_megatron.models import gpt, stages
+from lightning_megatron import LlamaModule, LoRA, MegatronStrategy
 from lightning_megatron.testing.trainer import quiet_trainer
 
+DESIGN = Path(__file__).parents[3] / "docs" / "design.md"
+STEPS = dict(re.findall(r"^\| (\w+) \| `([\w.]+:[\w.]+)` \|", DESIGN.read_text(), re.MULTILINE))
 
-def test_a_model_is_built_then_fp8_compiled_cast_moved_and_put_on_buffers(monkeypatch):
+
+def test_a_model_is_set_up_by_the_steps_of_the_table_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    module = GPTModule(tiny_llama())
 
-    def note(step: str, owner: Any, name: str) -> None:
+    def note(step: str, module: str, path: str) -> None:
+        *owners, name = path.split(".")
+        owner = import_module(f"lightning_megatron.{module}")
+        owner = attrgetter(".".join(owners))(owner) if owners else owner
         original = getattr(owner, name)
 
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -26,12 +33,10 @@ def test_a_model_is_built_then_fp8_compiled_cast_moved_and_put_on_buffers(monkey
 
         monkeypatch.setattr(owner, name, noting)
 
-    note("build", gpt.GPTModel, "__init__")
-    note("fp8", stages, "use_fp8")
-    note("compile", GPTModule, "compile_blocks")
-    note("cast", MegatronPrecision, "convert_module")
-    note("move", MegatronStrategy, "model_to_device")
-    note("buffers", OptimizerSet, "__init__")
-    trainer = quiet_trainer(MegatronStrategy(compile="eager"), max_steps=0)
-    trainer.fit(module, [])
-    assert seen == ["build", "fp8", "compile", "cast", "move", "buffers"]
+    module = LlamaModule(tiny_llama(), lora=LoRA(rank=2))
+    quiet_trainer(MegatronStrategy(), max_steps=0).fit(module, [])
+    for step, function in STEPS.items():
+        note(step, *function.split(":"))
+    quiet_trainer(MegatronStrategy(compile="eager"), max_steps=0).fit(module, [])
+    assert seen == list(STEPS)
+    assert len(seen) == 9

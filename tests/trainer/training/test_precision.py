@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import ConfigError, LlamaModule, MegatronPrecision, MegatronStrategy
 from lightning_megatron.device import hpu_available
+from lightning_megatron.lightning.step.precision import MODES
 from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
@@ -169,6 +170,23 @@ def test_a_foreign_plugin_is_refused_and_lightnings_own_are_translated() -> None
         assert quiet_trainer(MegatronStrategy(), plugins=[plugin]).precision == name
     assert quiet_trainer(MegatronStrategy(), plugins=[MegatronPrecision("bf16-true")]).precision == "bf16-true"
     assert quiet_trainer(MegatronStrategy(precision_plugin=MegatronPrecision("bf16-mixed"))).precision == "bf16-mixed"
+
+
+class OpenGate:
+    def admits(self, overflow: bool) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_state_set_before_the_trainer_assigns_a_precision_is_kept(precision: Any) -> None:
+    strategy, gate = MegatronStrategy(), OpenGate()
+    plugin = strategy.precision_plugin
+    assert strategy.precision_plugin is plugin
+    plugin.step_gate = gate
+    trainer = quiet_trainer(strategy, precision=precision)
+    assert trainer.precision_plugin is plugin
+    assert plugin.step_gate is gate
+    assert (trainer.precision, plugin.mode) == (precision, MODES[precision])
 
 
 def test_a_flag_and_a_plugin_at_once_are_refused() -> None:
