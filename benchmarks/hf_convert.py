@@ -20,9 +20,9 @@ from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.formats.hf.write import write_hf
 from lightning_megatron.checkpoint.formats.weight_map import Split, WeightMap
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
-from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.families import FAMILIES
+from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes, weight_shapes
 
 MB = 1e6
 
@@ -80,7 +80,8 @@ def main() -> None:
         layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
         with tempfile.TemporaryDirectory() as home:
             hf, ckpt, back = (str(Path(home) / name) for name in ("hf", "a.ckpt", "back"))
-            write_hf(hf, family.config_to_hf(config), random_splits(shapes, weight_map(family, config)))
+            rules = weight_map(family, config, weight_shapes(config))
+            write_hf(hf, family.config_to_hf(config), random_splits(shapes, rules))
             there = growth("hf-to-ckpt", hf, ckpt)
             here = growth("ckpt-to-hf", ckpt, back)
         numbers = sum(sizes.values()), layer, max(sizes.values()), there, here

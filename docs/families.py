@@ -22,12 +22,15 @@ BEGIN, END = "<!-- made by `python docs/families.py` -->\n", "<!-- end of what i
 COLUMNS = ("family", "its file", "its own modules", "fields that none before it has", "lines that name them")
 FIRST = ("gpt2", "llama", "mixtral")
 """Families that shared code was written for."""
+NEXT = ("bloom", "qwen2", "qwen3", "qwen3_moe", "bert", "mistral", "gemma2", "gemma3_text", "gpt_oss", "t5")
+NEXT += ("deepseek_v2", "deepseek_v3")
+"""Those that came after them, in this order; any others follow."""
 SIZES = {"norm_epsilon", "moe_ffn_hidden_size", "moe_router_topk"}
 """Fields of theirs that their presets leave as they are."""
 
 
 def table() -> str:
-    """The table: families in the order in which an export asks them, without the first ones."""
+    """The table: families in the order in which they came, without the first ones."""
     rows = [COLUMNS, ("---", "---:", "---:", "---", "---:"), *_rows()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -35,9 +38,10 @@ def table() -> str:
 def _rows() -> list[tuple[str, ...]]:
     known: set[str] = SIZES.union(*(_fields_of(FAMILIES[name]) for name in FIRST))
     found = []
-    for name, family in FAMILIES.items():
+    for name in dict.fromkeys((*NEXT, *FAMILIES)):
         if name in FIRST:
             continue
+        family = FAMILIES[name]
         new = sorted(_fields_of(family) - known)
         known |= set(new)
         in_words = ", ".join(f"`{field}`" for field in new) or "-"
@@ -49,7 +53,7 @@ def _rows() -> list[tuple[str, ...]]:
 
 def _file_of(model_type: str) -> Path:
     """The file that has a family."""
-    for path in sorted((PACKAGE / "families").rglob("*.py")):
+    for path in sorted((PACKAGE / "families").rglob("[!_]*.py")):
         module = import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
         if getattr(module, "FAMILY", None) is FAMILIES[model_type]:
             return path

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
-from lightning_megatron.config.parameter_specs import weight_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.families import FAMILIES
+from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import ShardRanks, named_weights
-from tests.foreign import to_native
+from tests.foreign import to_native, weight_map
 from tests.whole_weights import load_full
 
 VOCABULARY, POSITIONS = 61, 32

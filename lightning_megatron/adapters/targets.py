@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from lightning_megatron.adapters.lora import ALL_LINEAR, LoRA
 from lightning_megatron.checkpoint.formats.hf.tensors import whole_rules
 from lightning_megatron.config.hugging_face.family import Family
 from lightning_megatron.config.hugging_face.tensors import QKV, STACKED, TensorRule
-from lightning_megatron.config.parameter_specs import weight_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, nearest_names, raise_if_any
 
@@ -59,13 +58,21 @@ class AdaptedLayer:
         return self.name.endswith(_EXPERTS)
 
 
-def adapted_layers(family: Family, config: TransformerConfig, lora: LoRA) -> tuple[AdaptedLayer, ...]:
+def adapted_layers(
+    family: Family, config: TransformerConfig, lora: LoRA, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[AdaptedLayer, ...]:
     """The layers of a whole model that an adapter changes, in the model's order.
+
+    Args:
+        family: family of the model.
+        config: configuration of the model.
+        lora: settings of the adapter.
+        shapes: shapes of all weights of the model by global name.
 
     Raises:
         ConfigError: naming every target that the model does not have, and settings that its experts cannot have.
     """
-    layers = list(_layers(family, config))
+    layers = list(_layers(family, config, shapes))
     found = _unknown(family, layers, lora)
     chosen = []
     for layer in layers:
@@ -78,10 +85,9 @@ def adapted_layers(family: Family, config: TransformerConfig, lora: LoRA) -> tup
     return tuple(chosen)
 
 
-def _layers(family: Family, config: TransformerConfig) -> Iterator[AdaptedLayer]:
+def _layers(family: Family, config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[AdaptedLayer]:
     """Every matrix that is a linear layer, or the embedding of tokens, in the other program."""
-    shapes = weight_shapes(config)
-    for rule in whole_rules(family, config):
+    for rule in whole_rules(family, config, shapes.keys()):
         name, _, weight = rule.native.rpartition(".")
         is_matrix = weight == "weight" or name.endswith(_EXPERTS)
         has_modules = rule.foreign[0].endswith(_WEIGHT) and not name.startswith("mtp")

@@ -1,50 +1,32 @@
-"""The model families, one file each; torch is not needed."""
+"""The model families, one file each, found by listing the folder; torch is not needed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pkgutil import walk_packages
 from typing import Any
 
 from lightning_megatron.config.hugging_face.family import Family
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, nearest_names
-from lightning_megatron.families import (
-    bert,
-    bloom,
-    gemma2,
-    gemma3,
-    gpt2,
-    gpt_oss,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    t5,
-)
-from lightning_megatron.families.deepseek import v2 as deepseek_v2
-from lightning_megatron.families.deepseek import v3 as deepseek_v3
 
-_FILES = (
-    gpt2,
-    bloom,
-    llama,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    bert,
-    mistral,
-    gemma2,
-    gemma3,
-    gpt_oss,
-    t5,
-    deepseek_v2,
-    deepseek_v3,
-)
-FAMILIES: Mapping[str, Family] = {each.FAMILY.model_type: each.FAMILY for each in _FILES}
-"""Families by the ``model_type`` of ``config.json``, in the order in which they are asked to write a model."""
+
+def _in_folder() -> Iterator[Family]:
+    for each in walk_packages(__path__, f"{__name__}."):
+        family: Family | None = getattr(import_module(each.name), "FAMILY", None)
+        if family is not None:
+            yield family
+
+
+FAMILIES: Mapping[str, Family] = {
+    each.model_type: each for each in sorted(_in_folder(), key=lambda each: (not each.default_preset, each.model_type))
+}
+"""Families by the ``model_type`` of ``config.json``: every ``FAMILY`` of a file in this folder.
+
+They are in the order in which they are asked to write a model. Those that a module takes its default from come first,
+so that a LLaMA stays one where a further family computes the same.
+"""
 
 DEFAULT_PRESETS: Mapping[str, str] = {
     family.module: family.default_preset for family in FAMILIES.values() if family.default_preset

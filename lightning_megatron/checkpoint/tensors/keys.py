@@ -22,8 +22,8 @@ MODEL = "model"
 MAIN = "master"
 """State of an optimizer under which the main values of a parameter are saved."""
 
-_CALIBRATION = "products"
-"""Child module of a linear layer that keeps the calibration of its fp8 products."""
+_CALIBRATION = re.compile(r"(.+\.)?(qkv|out|fc1|fc2)\.products\.(amax_history|scale)")
+"""Names of the calibration of a linear layer's fp8 products; earlier versions saved scales too."""
 
 _PER_RANK = "per_rank"
 _PARAM_GROUPS = "param_groups"
@@ -79,7 +79,7 @@ class Key:
 
         It is no part of the model: a checkpoint loads even if it lacks this state, or has it for a layer without fp8.
         """
-        return _CALIBRATION in self.name.split(".")[:-1]
+        return _CALIBRATION.fullmatch(self.name) is not None
 
     @property
     def is_optimizer(self) -> bool:

@@ -14,6 +14,7 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any
 from lightning_megatron.families import family_for
 from lightning_megatron.lightning.modules.base_module import MegatronModule
+from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.stages import StagedModel
 
@@ -71,7 +72,7 @@ class AdaptedModule(MegatronModule):
     def _plan(self, lora: LoRA) -> Any:
         source = getattr(self, "hf_settings", {}).get("config", {}).get("model_type")
         family, _ = family_for(self.config, source)
-        return adapted_layers(family, self.config, lora)
+        return adapted_layers(family, self.config, lora, weight_shapes(self.config))
 
     def _attach_adapters(self, model: StagedModel, mesh: ParallelMesh) -> None:
         """Put the adapters beside the layers of a new model, and freeze the rest."""

@@ -16,11 +16,11 @@ from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.meta import META
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
 from lightning_megatron.checkpoint.tensors.keys import Key
-from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.training_fields import is_of_training
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.files import PathLike
+from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
 from lightning_megatron.lightning.run_state.hyper_parameters import config_of, read_meta
 
 _OF_A_WHOLE_MODEL = "embedding.word.weight"

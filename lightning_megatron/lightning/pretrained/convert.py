@@ -34,6 +34,7 @@ from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled
 from lightning_megatron.lightning.pretrained.hugging_face import open_hf
 from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, fresh_run
 from lightning_megatron.lightning.pretrained.megatron import megatron_config, megatron_tensors
+from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer, directory_spec
 from lightning_megatron.lightning.run_state.hyper_parameters import config_of
 from lightning_megatron.mesh import ParallelMesh
@@ -176,7 +177,7 @@ def checkpoint_to_hf(
     if "generation_config" in settings:
         beside[GENERATION] = settings["generation_config"]
     native = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if key.startswith(_PREFIX)}
-    rules = weight_map(family, config)
+    rules = weight_map(family, config, weight_shapes(config))
     # Counters of a module (bins of capacities) have no counterpart in another program.
     used = {name for name in native.keys() - rules.native_names if not native[name].dtype.is_floating_point}
     splits = rules.to_foreign({name: tensor for name, tensor in native.items() if name not in used})

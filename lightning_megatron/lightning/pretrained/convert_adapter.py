@@ -29,6 +29,7 @@ from lightning_megatron.lightning.pretrained import peft
 from lightning_megatron.lightning.pretrained.adapter_base import ADAPTER_OF, base_of, path_of_base
 from lightning_megatron.lightning.pretrained.hugging_face import checked_hf_config, open_hf
 from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, fresh_run
+from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 from lightning_megatron.lightning.run_state.hyper_parameters import config_of
 from lightning_megatron.mesh import ParallelMesh
 
@@ -71,7 +72,7 @@ class _Opened:
 
 def _plan(config: TransformerConfig, lora: LoRA, settings: Mapping[str, Any] | None) -> tuple[AdaptedLayer, ...]:
     family, _ = family_for(config, ((settings or {}).get("config") or {}).get("model_type"))
-    return adapted_layers(family, config, lora)
+    return adapted_layers(family, config, lora, weight_shapes(config))
 
 
 def checkpoint_to_peft(

@@ -14,7 +14,6 @@ from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_set
 from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.config.hugging_face.family import Family
-from lightning_megatron.config.parameter_specs import weight_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.files import PathLike
@@ -23,6 +22,7 @@ from lightning_megatron.lightning.pretrained.config_check import (
     difference_problems,
     refuse_unfilled,
 )
+from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 
 ModuleT = TypeVar("ModuleT")
 
@@ -83,7 +83,8 @@ def open_hf(path: PathLike) -> tuple[TransformerConfig, dict[str, LazyTensor]]:
     family, config = _family_and_config(path)
     tensors = read_tensors(path)
     _refuse_unfilled(path, config, tensors)
-    return config, weight_map(family, config).to_native(tensors, weight_shapes(config))
+    shapes = weight_shapes(config)
+    return config, weight_map(family, config, shapes).to_native(tensors, shapes)
 
 
 def hf_tensors(
@@ -101,7 +102,7 @@ def hf_tensors(
         ConfigError: naming tensors that are missing, or that the model has no place for.
     """
     family = family_of_weights(read_config(path))
-    return weight_map(family, config).to_native(read_tensors(path), shapes)
+    return weight_map(family, config, weight_shapes(config)).to_native(read_tensors(path), shapes)
 
 
 def hf_problems(path: PathLike, config: TransformerConfig) -> list[Problem]:

@@ -11,10 +11,10 @@ from lightning_megatron.checkpoint.formats.megatron import (
 )
 from lightning_megatron.checkpoint.formats.megatron.weight_map import weight_map
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
-from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.files import PathLike
+from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
 
 
 def megatron_config(checkpoint: MegatronCheckpoint, path: PathLike) -> TransformerConfig:
@@ -50,8 +50,9 @@ def megatron_tensors(
     raise_if_any(size_problems(checkpoint.tensors, config))
     # Sizes come first: a file that describes a billion layers is refused before their names are made.
     _refuse_groups(checkpoint, config)
-    rules = weight_map(config, checkpoint.qkv_order)
-    return rules.to_native(checkpoint.tensors, parameter_shapes(config) if shapes is None else shapes)
+    whole = parameter_shapes(config)
+    rules = weight_map(config, whole.keys(), checkpoint.qkv_order)
+    return rules.to_native(checkpoint.tensors, whole if shapes is None else shapes)
 
 
 def _refuse_groups(checkpoint: MegatronCheckpoint, config: TransformerConfig) -> None:

@@ -21,10 +21,10 @@ from lightning_megatron.checkpoint.formats.safetensors_file import read_lazily
 from lightning_megatron.checkpoint.formats.weight_map import Rule, WeightMap, same, stacked, transposed
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.config.hugging_face.tensors import TRANSPOSED
-from lightning_megatron.config.parameter_specs import weight_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.files.writing import writing
+from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

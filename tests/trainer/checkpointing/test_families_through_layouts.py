@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronModule, MegatronStrategy
-from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.cli.main import main
 from lightning_megatron.families import FAMILIES
 from lightning_megatron.testing.trainer import quiet_trainer
 from tests.families import TINY, hf_model, our_config, random_model, tokens_of, whole_weights
-from tests.foreign import to_foreign
+from tests.foreign import to_foreign, weight_map
 
 transformers = pytest.importorskip("transformers")
 load_file = pytest.importorskip("safetensors.torch").load_file

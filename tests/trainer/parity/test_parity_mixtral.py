@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron import MegatronStrategy, MixtralModule, TransformerConfig
-from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
-from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.families import FAMILIES
+from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
 from lightning_megatron.params import ShardRanks
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
-from tests.foreign import to_native
+from tests.foreign import to_native, weight_map
 from tests.routing import NearestTie
 from tests.whole_weights import load_full
 

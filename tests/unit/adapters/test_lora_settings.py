@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from lightning_megatron import BertModule, ConfigError, GPTModule, LoRA, TransformerConfig
-from lightning_megatron.adapters.targets import adapted_layers
+from lightning_megatron.adapters.targets import AdaptedLayer, adapted_layers
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.families import FAMILIES
+from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 from lightning_megatron.lightning.pretrained.peft import read_settings
 from tests.families import TINY
 from tests.tiny import tiny_llama
@@ -106,10 +107,15 @@ def test_an_adapter_that_does_not_exist_cannot_be_used():
     assert module.lora["second"] == LoRA(rank=2)
 
 
+def layers_of(family: str, lora: LoRA) -> tuple[AdaptedLayer, ...]:
+    config = config_of(family)
+    return adapted_layers(FAMILIES[family], config, lora, weight_shapes(config))
+
+
 def test_targets_are_ends_of_names_as_in_peft():
-    plan = adapted_layers(FAMILIES["gpt2"], config_of("gpt2"), LoRA(targets=["attn.c_proj"]))
+    plan = layers_of("gpt2", LoRA(targets=["attn.c_proj"]))
     assert [layer.name for layer in plan] == [f"layers.{n}.attention.out" for n in range(4)]
-    plan = adapted_layers(FAMILIES["llama"], config_of("llama"), LoRA(targets="model.layers.1.self_attn.k_proj"))
+    plan = layers_of("llama", LoRA(targets="model.layers.1.self_attn.k_proj"))
     assert [(layer.name, [part.is_target for part in layer.parts]) for layer in plan] == [
         ("layers.1.attention.qkv", [False, True, False])
     ]
@@ -117,7 +123,7 @@ def test_targets_are_ends_of_names_as_in_peft():
 
 @pytest.mark.parametrize("family", [name for name in TINY if name not in ("gpt_oss",)])
 def test_all_linear_is_every_linear_layer_but_the_output(family):
-    plan = adapted_layers(FAMILIES[family], config_of(family), LoRA())
+    plan = layers_of(family, LoRA())
     assert all(part.is_target for layer in plan for part in layer.parts)
     assert not {"head", "embedding.word"} & {layer.name for layer in plan}
     assert not [layer.name for layer in plan if "router" in layer.name]

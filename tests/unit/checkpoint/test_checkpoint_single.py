@@ -19,6 +19,7 @@ from lightning_megatron.checkpoint import (
     load,
     local_tensors,
     model_state,
+    open_checkpoint,
     optimizer_state,
     save,
     verify,
@@ -76,6 +77,15 @@ def test_missing_keys_are_told_with_the_nearest_names(path):
     loaded = load(path, state, MESH, strict=False)
     assert "model.l.weight" in loaded.missing
     assert "model.1.weight" in loaded.unexpected
+
+
+def test_a_module_named_like_the_products_of_fp8_is_loaded_as_any_other(path, tmp_path):
+    model = net()
+    model.add_module("products", nn.Embedding(5, 3))
+    refused(path, state_of(model), "model.products.weight: not in the checkpoint")
+    save(tmp_path / "shop.ckpt", state_of(model), {}, MESH)
+    refused(tmp_path / "shop.ckpt", state_of(net()), "model.products.weight: in the checkpoint, but not in the model")
+    assert "model.products.weight" in open_checkpoint(tmp_path / "shop.ckpt").tensors()
 
 
 def test_another_shape_is_told_with_both_even_if_not_strict(path):

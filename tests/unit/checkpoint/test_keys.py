@@ -68,6 +68,15 @@ def test_kinds_of_keys():
     assert not is_groups("model.param_groups")
 
 
+def test_calibration_of_fp8_is_told_from_a_module_of_that_name():
+    assert Key.parse("model.layers.1.mlp.fc1.products.amax_history").is_calibration
+    assert Key.parse("current_model_state.model.layers.1.mlp.fc1.products.amax_history").is_calibration
+    assert Key.parse("model.qkv.products.scale").is_calibration
+    assert not Key.parse("model.net.products.scale").is_calibration
+    assert not Key.parse("model.products.weight").is_calibration
+    assert not Key.parse("model.shop.products.0.bias").is_calibration
+
+
 def test_keys_become_the_tree_that_lightning_consolidates():
     assert Key.parse("model.layers.0.w").path == ("model", "layers.0.w")
     assert Key.parse("optimizer_1.state.layers.0.w.exp_avg").path == ("optimizer_1", "state", "layers.0.w", "exp_avg")

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.families import FAMILIES
 from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel
 from tests.families import TINY, hf_files, hf_model, our_config, our_model, our_tensors, tokens_of
-from tests.foreign import to_foreign
+from tests.foreign import to_foreign, weight_map
 
 pytest.importorskip("transformers")
 

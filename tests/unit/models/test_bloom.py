@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
-from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.families import FAMILIES
+from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
 from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.registry import Ops, choices_of
 from lightning_megatron.params import ShardRanks
-from tests.foreign import to_native
+from tests.foreign import to_native, weight_map
 from tests.whole_weights import load_full
 
 transformers = pytest.importorskip("transformers")

@@ -10,16 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
-from lightning_megatron.config.parameter_specs import weight_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import FAMILIES
+from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.multi_token import later
 from lightning_megatron.params import ShardRanks
 from tests.families import TINY, our_config, random_model, tokens_of, whole_weights
-from tests.foreign import to_foreign, to_native
+from tests.foreign import to_foreign, to_native, weight_map
 from tests.whole_weights import load_full
 
 transformers = pytest.importorskip("transformers")

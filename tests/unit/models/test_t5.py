@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_megatron import ConfigError, ParallelLayout, T5Module
-from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.errors import DataError
 from lightning_megatron.families import FAMILIES, family_for
@@ -24,7 +23,7 @@ from lightning_megatron.models.t5.model import T5Inputs, T5Model
 from lightning_megatron.models.t5.parts import relative_buckets
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.testing.parity import differences
-from tests.foreign import to_foreign
+from tests.foreign import to_foreign, weight_map
 from tests.t5 import TINY, VOCABULARY, hf_files, hf_model, inputs_of, labels_of, our_config, our_model, our_tensors
 
 LOGITS, GRADIENTS = 1e-5, 1e-4

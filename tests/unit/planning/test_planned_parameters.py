@@ -7,9 +7,9 @@ from math import prod
 import pytest
 
 from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.config.parameter_specs import parameter_specs
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.lightning.pretrained.parameter_specs import parameter_specs
 from lightning_megatron.models.presets import PRESETS, preset
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.core.parameters import PlannedParameter, rank_parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from itertools import groupby
 
@@ -32,27 +32,25 @@ from lightning_megatron.config.hugging_face.tensors import (
     TRANSPOSED,
     TensorRule,
 )
-from lightning_megatron.config.parameter_specs import weight_shapes
 from lightning_megatron.config.transformer import GATED, TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 
 
-def weight_map(family: Family, config: TransformerConfig) -> WeightMap:
+def weight_map(family: Family, config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]]) -> WeightMap:
     """The rules between a model of the family and ours of this configuration.
+
+    Args:
+        family: the family.
+        config: configuration of the model.
+        shapes: shapes of all its weights by global name.
 
     Raises:
         ConfigError: naming parameters for which the family has no tensors.
     """
-    shapes = weight_shapes(config)
-    rules = tuple(_rule(data, config, shapes[data.native]) for data in whole_rules(family, config))
+    rules = tuple(_rule(data, config, shapes[data.native]) for data in whole_rules(family, config, shapes.keys()))
     without = shapes.keys() - {rule.native for rule in rules}
     raise_if_any([Problem("parameter", name, f"{family.architecture} has no such tensor") for name in sorted(without)])
     return WeightMap(rules, family.tensors.ignored, family.tensors.prefix, heads=family.tensors.heads)
-
-
-def whole_rules(family: Family, config: TransformerConfig) -> Iterator[TensorRule]:
-    """The rules of a family that a model of this configuration has, with whole names."""
-    return _with_whole_names(family.tensors.rules, weight_shapes(config).keys(), config)
 
 
 def row_rule(data: TensorRule, config: TransformerConfig) -> Rule:
@@ -69,12 +67,18 @@ def row_rule(data: TensorRule, config: TransformerConfig) -> Rule:
     return same(data.native, data.foreign[0])
 
 
-def _with_whole_names(
-    templates: Iterable[TensorRule], names: Set[str], config: TransformerConfig
-) -> Iterator[TensorRule]:
-    """The rules of parameters that are there; neighbours with a number come layer by layer."""
+def whole_rules(family: Family, config: TransformerConfig, names: Set[str]) -> Iterator[TensorRule]:
+    """The rules of a family, with whole names, for weights that are there.
+
+    Neighbours with a number come layer by layer.
+
+    Args:
+        family: the family.
+        config: configuration of the model.
+        names: global names of all its weights.
+    """
     has_gates = config.activation in GATED
-    fitting = (template for template in templates if template.gated in (None, has_gates))
+    fitting = (template for template in family.tensors.rules if template.gated in (None, has_gates))
     for (prefix, stack), neighbours in groupby(fitting, lambda each: (_before_the_number(each), each.stack)):
         some, layers = list(neighbours), config.stacks.get(stack, range(0))
         for number in range(1) if prefix is None else layers:

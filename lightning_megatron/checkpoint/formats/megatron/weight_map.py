@@ -6,6 +6,7 @@ of the vocabulary, and gates and ups in one matrix.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from functools import partial
 
 import torch
@@ -14,16 +15,16 @@ from torch import Tensor
 from lightning_megatron.checkpoint.formats.megatron.before_core import QKVOrder
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS
 from lightning_megatron.checkpoint.formats.weight_map import Rule, WeightMap, same
-from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import GATED, TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 
 
-def weight_map(config: TransformerConfig, order: QKVOrder = "head") -> WeightMap:
+def weight_map(config: TransformerConfig, names: Set[str], order: QKVOrder = "head") -> WeightMap:
     """The rules between a decoder of megatron-core and our model of this configuration.
 
     Args:
         config: configuration of the model.
+        names: global names of all its parameters.
         order: order of the rows of queries, keys and values.
 
     Raises:
@@ -40,7 +41,7 @@ def weight_map(config: TransformerConfig, order: QKVOrder = "head") -> WeightMap
     if not config.tie_embeddings:
         rules.append(_into("head.weight", "output_layer.weight", rows))
     found = WeightMap(tuple(rules), ignored=r"rotary_pos_emb\.inv_freq$", prefix="", label="Megatron tensors")
-    without = parameter_shapes(config).keys() - found.native_names
+    without = names - found.native_names
     raise_if_any([Problem("parameter", name, "megatron-core has no such tensor") for name in sorted(without)])
     return found
 

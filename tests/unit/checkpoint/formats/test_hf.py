@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.hf import family_of_weights
-from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.formats.weight_map import fuse_qkv, split_qkv
-from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import FAMILIES, family_for, family_of
+from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.params import ShardRanks, spec_registry
-from tests.foreign import to_foreign, to_native
+from tests.foreign import to_foreign, to_native, weight_map
 from tests.whole_weights import load_full
 
 transformers = pytest.importorskip("transformers")

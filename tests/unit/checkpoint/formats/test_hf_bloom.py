@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
-from lightning_megatron.config.parameter_specs import parameter_shapes
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import FAMILIES, family_for
+from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
 from lightning_megatron.models.presets import preset
-from tests.foreign import to_foreign, to_native
+from tests.foreign import to_foreign, to_native, weight_map
 
 transformers = pytest.importorskip("transformers")
 

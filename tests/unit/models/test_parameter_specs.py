@@ -1,4 +1,4 @@
-"""Names, shapes and specs that follow from a configuration, held against those of the model that it builds."""
+"""Names, shapes and specs that follow from a configuration, held against those of the model in memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.formats.megatron.weight_map import weight_map as megatron_weight_map
 from lightning_megatron.config.bert import BertConfig
-from lightning_megatron.config.parameter_specs import parameter_shapes, parameter_specs, weight_shapes
 from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import family_for
+from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes, parameter_specs, weight_shapes
 from lightning_megatron.models.bert.model import BertModel
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import PRESETS
 from lightning_megatron.models.stages import StagedModel
 from lightning_megatron.models.t5.model import T5Model
 from lightning_megatron.params import named_specs, named_weights
+from tests.foreign import weight_map
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2}
 SMALL |= {"ffn_hidden_size": 40, "vocab_size": 37, "max_position_embeddings": 16, "head_dim": 6}
@@ -122,6 +122,13 @@ def test_the_model_has_exactly_these_parameters(name: str) -> None:
     assert {param.dtype for param in model.parameters()} == {torch.get_default_dtype()}
 
 
+def test_no_value_is_made_and_no_random_number_drawn() -> None:
+    before = torch.get_rng_state()
+    shapes = weight_shapes(PRESETS["llama3.1-405b"].replace(vocab_multiple=1))  # more than a machine holds
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) > 400e9
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_weight_maps_have_a_rule_for_each_parameter(name: str) -> None:
     config = CONFIGS[name]
@@ -129,7 +136,7 @@ def test_the_weight_maps_have_a_rule_for_each_parameter(name: str) -> None:
     beyond = config.moe_shared_expert_ffn_hidden_size or config.post_norms or config.attention_sinks
     beyond = beyond or config.has_latents or config.mtp_num_layers
     if not (beyond or config.embedding_norm or config.moe_linear_bias):
-        assert megatron_weight_map(config).native_names == names
+        assert megatron_weight_map(config, names).native_names == names
     try:
         family, _ = family_for(config)
     except ConfigError:  # no family can compute it, and none has rules for it
