@@ -1,6 +1,6 @@
 """Format of a rank's file: a header, and for each of two threads the actions under way and a ring of the last ones.
 
-All numbers are little-endian and at fixed offsets, so that one ``struct.pack_into`` writes an action. In the file of a
+The layout is a structured dtype; an action is written by one ``struct.pack_into``, which is faster. In the file of a
 dead rank every action is whole, except perhaps the last.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+
+import numpy as np
 
 MAGIC = b"LMACTS01"
 
@@ -76,53 +78,44 @@ class State(IntEnum):
     LOST = 3
 
 
-RECORD = struct.Struct("<QqqqQIiiiHHhH")
-"""Number (from 1), begin, begin of the wait, end (nanoseconds of the clock), bytes, number within the group, step,
-micro-batch, peer, kind, group, stage, 1 if the header's detail belongs to it."""
-ENDED = struct.Struct("<q")
-NUMBER = struct.Struct("<Q")
-WAITED_AT, ENDED_AT = 16, 24
-
-HEADER = struct.Struct("<8siiiiqqqqiqi")
-"""Magic, pid, rank, world size, state, begin, begin of the state, start of the process, time of the last sign of life,
-and as other ranks saw it: state of the process, time, exit status."""
-PROCESS_STATE = struct.Struct("<iqi")
-STATE = struct.Struct("<i")
-SINCE = struct.Struct("<q")
-BEAT = struct.Struct("<q")
-STATE_AT, SINCE_AT, BEAT_AT = 20, 32, 48
-PROCESS_STATE_AT = HEADER.size - PROCESS_STATE.size
-DETAIL_AT, DETAIL = 128, 256
-ERROR_AT, ERROR = 384, 640
-FAILED_AT = 1024
-"""Offset of the actions that were under way where an error began."""
-
-RECORD_SIZE = 64
 DEPTH = 8
 """Nested actions that are kept while they are under way."""
 LAST = 256
 """Actions in a ring."""
 THREADS = 2
-STACK = DEPTH * RECORD_SIZE
-THREADS_AT = FAILED_AT + STACK
-THREAD_SIZE = STACK + LAST * RECORD_SIZE
-SIZE = THREADS_AT + THREADS * THREAD_SIZE
 
-assert RECORD.size == RECORD_SIZE, RECORD.size
-assert HEADER.size <= DETAIL_AT
+RECORD = np.dtype(
+    [
+        *(("number", "<u8"), ("begun", "<i8"), ("waiting", "<i8"), ("ended", "<i8"), ("size", "<u8")),
+        *(("within", "<u4"), ("step", "<i4"), ("microbatch", "<i4"), ("peer", "<i4")),
+        *(("kind", "<u2"), ("group", "<u2"), ("stage", "<i2"), ("has_detail", "<u2")),
+    ]
+)
+"""An action; ``number`` begins at 1, times are nanoseconds of the clock, ``within`` is the number within the group."""
+PACKED = struct.Struct("<QqqqQIiiiHHhH")
+NUMBER, TIME = struct.Struct("<Q"), struct.Struct("<q")
+
+PROCESS = np.dtype([("state", "<i4"), ("seen", "<i8"), ("status", "<i4")])
+"""A process as other ranks saw it: state, time, exit status."""
+HEADER = np.dtype(
+    [
+        *(("magic", "S8"), ("pid", "<i4"), ("rank", "<i4"), ("world_size", "<i4"), ("state", "<i4")),
+        *(("begun", "<i8"), ("since", "<i8"), ("start", "<i8"), ("beat", "<i8"), ("process", PROCESS)),
+    ]
+)
+"""``since`` is the begin of the state, ``start`` that of the process, ``beat`` the time of the last sign of life."""
+THREAD = np.dtype([("stack", RECORD, DEPTH), ("ring", RECORD, LAST)])
+_HEAD = (("header", HEADER), ("padding", "V56"), ("detail", "S256"), ("error", "S640"), ("failed", RECORD, DEPTH))
+FILE = np.dtype([*_HEAD, ("threads", THREAD, THREADS)])
+"""``failed`` are the actions that were under way where an error began."""
+
+assert PACKED.size == RECORD.itemsize
+WAITING_AT, ENDED_AT = (RECORD.fields[name][1] for name in ("waiting", "ended"))  # type: ignore[index]
+PROCESS_AT = HEADER.fields["process"][1]  # type: ignore[index]
 
 
-def thread_at(thread: int) -> int:
-    """Offset of a thread's part."""
-    return THREADS_AT + thread * THREAD_SIZE
-
-
-def text_in(raw: bytes) -> str:
-    """Decode a text of fixed length, without its padding."""
-    return raw.split(b"\0", 1)[0].decode(errors="replace")
-
-
-def as_text(text: str, length: int) -> bytes:
-    """Encode a text, cut in the middle or padded to a fixed length: a traceback ends with what it is about."""
-    raw, half = text.encode(errors="replace"), length // 2 - 3
-    return (raw if len(raw) < length else raw[:half] + b" ... " + raw[-half:]).ljust(length, b"\0")
+def as_text(text: str, name: str) -> bytes:
+    """Encode a text for a field, cut in the middle if it is too long: a traceback ends with what it is about."""
+    raw, length = text.encode(errors="replace"), FILE[name].itemsize
+    half = length // 2 - 3
+    return raw if len(raw) < length else raw[:half] + b" ... " + raw[-half:]

@@ -52,12 +52,8 @@ def inspect_process(pid: int, start: int) -> Process:
     """
     try:
         fields = _fields(pid)
-    except (FileNotFoundError, ProcessLookupError):
-        if not os.path.isdir("/proc/self"):
-            return Process(ProcessState.RUNNING if _is_there(pid) else ProcessState.DEAD)
-        return Process(ProcessState.DEAD)
     except OSError:
-        return Process(ProcessState.RUNNING)
+        return Process(ProcessState.RUNNING if is_there(pid) else ProcessState.DEAD)
     if start and int(fields[19]) != start:
         return Process(ProcessState.DEAD)
     if fields[0] in "ZX":
@@ -71,7 +67,8 @@ def _status(fields: list[str]) -> int | None:
     return os.waitstatus_to_exitcode(word) if word else None
 
 
-def _is_there(pid: int) -> bool:
+def is_there(pid: int) -> bool:
+    """True if a process exists, even one of another user that ``/proc`` hides."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lightning_megatron.recorder import file_format
 from lightning_megatron.recorder.file_format import WORDS, Kind, State
@@ -166,21 +168,27 @@ def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
         raw = ring_path(folder, rank).read_bytes()
     except OSError:
         return None
-    if len(raw) != file_format.SIZE or not raw.startswith(file_format.MAGIC):
+    if len(raw) != file_format.FILE.itemsize or not raw.startswith(file_format.MAGIC):
         return None
-    _, pid, own, size, state, begun, since, start, beat, seen, _, status = file_format.HEADER.unpack_from(raw)
+    file = np.frombuffer(raw, file_format.FILE)[0]
+    _, pid, own, size, state, begun, since, start, beat, (seen, _, status) = file["header"].item()
     try:
         about: dict[str, Any] = json.loads(about_path(folder, rank).read_text())
     except (OSError, ValueError):
         about = {}
     groups = {name: _ranks_of(ranks) for name, ranks in about.get("groups", ())}
     names = ["", *groups]
-    detail = file_format.text_in(raw[file_format.DETAIL_AT : file_format.DETAIL_AT + file_format.DETAIL])
+    detail, error = (file[name].decode(errors="replace") for name in ("detail", "error"))
     state = State(state)
-    last = [record for thread in range(file_format.THREADS) for record in _ring(raw, thread, names, detail)]
-    under_way = [record for thread in range(file_format.THREADS) for record in _stack(raw, thread, names, detail)]
+    rings = [_records(thread["ring"], names, detail) for thread in file["threads"]]
+    last = [record for ring in rings for record in ring]
+    under_way = [
+        record
+        for thread, ring in zip(file["threads"], rings, strict=True)
+        for record in _records(thread["stack"], names, detail, ring)
+    ]
     if state in (State.RAISED, State.LOST):
-        failed = _records(raw, file_format.FAILED_AT, file_format.DEPTH, names, detail, last)
+        failed = _records(file["failed"], names, detail, last)
         under_way = [replace(record, ended=0) for record in failed] or under_way
     noted = Process(ProcessState(seen), status) if seen else Process(ProcessState.RUNNING)
     host = str(about.get("host", ""))
@@ -195,7 +203,7 @@ def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
         own,
         pid,
         state,
-        file_format.text_in(raw[file_format.ERROR_AT : file_format.ERROR_AT + file_format.ERROR]),
+        error,
         host,
         str(about.get("device", "")),
         begun,
@@ -229,12 +237,12 @@ class FailureProbe:
         """True if its run has ended in an error, or its process has ended before the run."""
         try:
             with open(self._path, "rb") as file:
-                raw = file.read(file_format.HEADER.size)
+                raw = file.read(file_format.HEADER.itemsize)
         except OSError:
             return False
-        if len(raw) < file_format.HEADER.size:
+        if len(raw) < file_format.HEADER.itemsize:
             return False
-        _, pid, _, _, state, _, _, start, *_ = file_format.HEADER.unpack(raw)
+        _, pid, _, _, state, _, _, start, *_ = np.frombuffer(raw, file_format.HEADER)[0].item()
         if state != State.RUNNING:
             return state in (State.RAISED, State.LOST)
         if pid != self._pid:
@@ -250,43 +258,26 @@ def _is_there(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
-def _ring(raw: bytes, thread: int, names: list[str], detail: str) -> list[Record]:
-    return _records(raw, file_format.thread_at(thread) + file_format.STACK, file_format.LAST, names, detail)
-
-
-def _stack(raw: bytes, thread: int, names: list[str], detail: str) -> list[Record]:
-    ring = _ring(raw, thread, names, detail)
-    return _records(raw, file_format.thread_at(thread), file_format.DEPTH, names, detail, ring)
-
-
-def _records(
-    raw: bytes, at: int, count: int, names: list[str], detail: str, ring: list[Record] | None = None
-) -> list[Record]:
-    """Read the actions at an offset.
+def _records(stored: np.ndarray, names: list[str], detail: str, ring: Sequence[Record] = ()) -> list[Record]:
+    """Actions in an array of the file.
 
     Args:
-        raw: content of the file.
-        at: offset of the first.
-        count: largest number of actions there.
+        stored: array of the file.
         names: names of groups, by number.
-        detail: detail in the header.
-        ring: actions of the ring, for those of which only the number is stored at the offset.
+        detail: detail in the file.
+        ring: actions of the ring, for those of which only the number is stored.
     """
-    whole = {record.number: record for record in ring or ()}
+    whole = {record.number: record for record in ring}
     found = []
-    for slot in range(count):
-        number, begun, waiting, ended, size, within, step, microbatch, peer, kind, group, stage, has = (
-            file_format.RECORD.unpack_from(raw, at + slot * file_format.RECORD_SIZE)
-        )
+    for number, begun, waiting, ended, size, within, step, microbatch, peer, kind, group, stage, has in stored.tolist():
         if not number:
             continue
         if number in whole:
             found.append(whole[number])
         elif begun and kind in Kind._value2member_map_:
             name = names[group] if group < len(names) else f"group {group}"
-            text = detail if has else ""
-            rest = begun, waiting, ended, size, within, step, microbatch, peer, name, stage, text
-            found.append(Record(number, Kind(kind), *rest))
+            rest = size, within, step, microbatch, peer, name, stage, detail if has else ""
+            found.append(Record(number, Kind(kind), begun, waiting, ended, *rest))
     return found
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import time_ns
 from types import TracebackType
 from typing import Any, Protocol
 
+import numpy as np
+
 from lightning_megatron.recorder import file_format
 from lightning_megatron.recorder.file_format import Kind, State
 from lightning_megatron.recorder.process import start_of
 
-_RECORD, _ENDED, _NUMBER = file_format.RECORD.pack_into, file_format.ENDED.pack_into, file_format.NUMBER.pack_into
-_SIZE, _LAST, _DEPTH = file_format.RECORD_SIZE, file_format.LAST, file_format.DEPTH
+_RECORD, _TIME, _NUMBER = file_format.PACKED.pack_into, file_format.TIME.pack_into, file_format.NUMBER.pack_into
+_SIZE, _LAST, _DEPTH = file_format.RECORD.itemsize, file_format.LAST, file_format.DEPTH
 _NO_DEPTH = 15
-_WAITING, _ENDED_IN, _KIND = 2, 3, 9
 
 
 class WaitClock(Protocol):
@@ -46,12 +47,12 @@ class ActionLog:
     """
 
     __slots__ = (
-        "_base",
-        "_buffer",
         "_count",
         "_counts",
         "_depth",
         "_ring",
+        "_stack",
+        "_thread",
         "clock",
         "microbatch",
         "recorder",
@@ -59,13 +60,11 @@ class ActionLog:
         "step",
     )
 
-    def __init__(self, recorder: Recorder, number: int) -> None:
+    def __init__(self, recorder: Recorder, thread: Any) -> None:
         self.recorder = recorder
         self.step, self.microbatch, self.stage = 0, -1, -1
         self.clock: WaitClock | None = None
-        self._base = file_format.thread_at(number)
-        self._ring = self._base + file_format.STACK
-        self._buffer: bytearray | mmap.mmap = recorder.buffer
+        self.write_to(thread)
         self._count = self._depth = 0
         self._counts = [0] * 64
 
@@ -77,17 +76,17 @@ class ActionLog:
     @property
     def waiting_since(self) -> int:
         """Begin of this thread's wait for other ranks, in nanoseconds of the clock; 0 if it does not wait."""
-        depth = self._depth
-        if not depth:
+        if not (depth := self._depth):
             return 0
-        number = file_format.NUMBER.unpack_from(self._buffer, self._base + (depth - 1) * _SIZE)[0]
-        record = file_format.RECORD.unpack_from(self._buffer, self._ring + (number - 1) % _LAST * _SIZE)
-        waits = record[_KIND] >= Kind.ALL_REDUCE or record[_KIND] == Kind.RENDEZVOUS
-        return int(record[_WAITING]) if waits and record[0] == number and not record[_ENDED_IN] else 0
+        number = int(self._thread["stack"]["number"][depth - 1])
+        record = self._thread["ring"][(number - 1) % _LAST].copy()  # of one moment: another thread reads this
+        waits = record["kind"] >= Kind.ALL_REDUCE or record["kind"] == Kind.RENDEZVOUS
+        return int(record["waiting"]) if waits and record["number"] == number and not record["ended"] else 0
 
-    def write_to(self, buffer: bytearray | mmap.mmap) -> None:
-        """Continue in another buffer."""
-        self._buffer = buffer
+    def write_to(self, thread: Any) -> None:
+        """Continue in another file, whose part for this thread is given."""
+        self._thread = thread
+        self._stack, self._ring = (memoryview(thread[name].view(np.uint8)) for name in ("stack", "ring"))
 
     def begin(
         self, kind: int, group: int = 0, size: int = 0, peer: int = -1, waits: bool = True, detail: bool = False
@@ -111,20 +110,20 @@ class ActionLog:
         within = 0
         if group and peer < 0:
             within = self._counts[group] = self._counts[group] + 1
-        at = self._ring + number % _LAST * _SIZE
+        at = number % _LAST * _SIZE
         waiting = now if waits else 0
         place = self.step, self.microbatch, peer, kind, group, self.stage, detail
-        _RECORD(self._buffer, at, number + 1, now, waiting, 0, size, within, *place)
+        _RECORD(self._ring, at, number + 1, now, waiting, 0, size, within, *place)
         if not waits:
             return number << 4 | _NO_DEPTH
         depth = self._depth
         if depth >= _DEPTH:
             return number << 4 | _NO_DEPTH
-        slot = self._base + depth * _SIZE
+        slot = depth * _SIZE
         if group:  # no action is nested in a collective: its record is still in the ring
-            _NUMBER(self._buffer, slot, number + 1)
+            _NUMBER(self._stack, slot, number + 1)
         else:
-            self._buffer[slot : slot + _SIZE] = self._buffer[at : at + _SIZE]
+            self._stack[slot : slot + _SIZE] = self._ring[at : at + _SIZE]
         self._depth = depth + 1
         return number << 4 | depth
 
@@ -133,9 +132,8 @@ class ActionLog:
         number, depth = token >> 4, self._depth
         if depth >= _DEPTH or self._count - number > _LAST:
             return token
-        buffer, at = self._buffer, self._ring + number % _LAST * _SIZE
-        _ENDED(buffer, at + file_format.WAITED_AT, time_ns())
-        _NUMBER(buffer, self._base + depth * _SIZE, number + 1)
+        _TIME(self._ring, number % _LAST * _SIZE + file_format.WAITING_AT, time_ns())
+        _NUMBER(self._stack, depth * _SIZE, number + 1)
         self._depth = depth + 1
         return number << 4 | depth
 
@@ -143,11 +141,11 @@ class ActionLog:
         """Note that an action has ended, and with it those nested in it."""
         number, depth = token >> 4, token & _NO_DEPTH
         if self._count - number <= _LAST:
-            _ENDED(self._buffer, self._ring + number % _LAST * _SIZE + file_format.ENDED_AT, time_ns())
+            _TIME(self._ring, number % _LAST * _SIZE + file_format.ENDED_AT, time_ns())
         if depth != _NO_DEPTH:
             while self._depth > depth:
                 self._depth -= 1
-                _NUMBER(self._buffer, self._base + self._depth * _SIZE, 0)
+                _NUMBER(self._stack, self._depth * _SIZE, 0)
 
     def during(self, kind: int, detail: str = "") -> Span:
         """Context manager that records a phase.
@@ -161,9 +159,7 @@ class ActionLog:
     def keep_failed(self, error: BaseException) -> None:
         """Keep the actions that are under way, since an error begins here."""
         if self.recorder.is_new(error):
-            self._buffer[file_format.FAILED_AT : file_format.FAILED_AT + file_format.STACK] = self._buffer[
-                self._base : self._base + file_format.STACK
-            ]
+            self.recorder.file["failed"] = self._thread["stack"]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _fresh_log, ()
@@ -194,16 +190,16 @@ class Recorder:
     """The file of one rank; before it is opened and after it is closed, records go to memory only.
 
     Attributes:
-        buffer: what the lanes write to.
-        main: the action_log of the main thread, and of the backward that it waits for.
-        beside: the action_log of the thread that writes checkpoints in the background.
+        file: content of the file, by the fields of ``FILE``.
+        main: log of the main thread, and of the backward that it waits for.
+        background: log of the thread that writes checkpoints in the background.
         folder: folder of the files of all ranks; ``None`` while no file is open.
         blame: function that describes why an action has failed, naming the rank; set by the watch of the other ranks.
     """
 
     def __init__(self) -> None:
-        self.buffer: bytearray | mmap.mmap = bytearray(file_format.SIZE)
-        self.main, self.background = ActionLog(self, 0), ActionLog(self, 1)
+        self.file: Any = _layout_of(bytearray(file_format.FILE.itemsize))
+        self.main, self.background = (ActionLog(self, thread) for thread in self.file["threads"])
         self.folder: Path | None = None
         self.blame: Callable[[str], str] | None = None
         self._rank = 0
@@ -234,17 +230,15 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         now = time_ns()
         self._rank = rank
-        fresh = bytearray(file_format.SIZE)
+        fresh = np.zeros((), file_format.FILE)
         ids = os.getpid(), rank, world_size, int(State.RUNNING)
-        file_format.HEADER.pack_into(fresh, 0, file_format.MAGIC, *ids, now, now, start_of(os.getpid()), now, 0, 0, 0)
+        fresh["header"] = file_format.MAGIC, *ids, now, now, start_of(os.getpid()), now, (0, 0, 0)
         path = ring_path(folder, rank)
-        with open(
-            f"{path}.new", "w+b"
-        ) as file:  # whole when it has its name; a stale one of this name keeps its readers
-            file.write(fresh)
+        with open(f"{path}.new", "w+b") as file:  # whole when it has its name; a stale one keeps its readers
+            file.write(fresh.tobytes())
             file.flush()
             os.replace(f"{path}.new", path)
-            self._write_to(mmap.mmap(file.fileno(), file_format.SIZE))
+            self._write_to(mmap.mmap(file.fileno(), file_format.FILE.itemsize))
         self.folder = folder
         self._failed = None
 
@@ -263,9 +257,7 @@ class Recorder:
 
     def detail(self, text: str) -> None:
         """Write the detail of the action that begins now."""
-        self.buffer[file_format.DETAIL_AT : file_format.DETAIL_AT + file_format.DETAIL] = file_format.as_text(
-            text, file_format.DETAIL
-        )
+        self.file["detail"] = file_format.as_text(text, "detail")
 
     def set_state(self, state: State, text: str = "") -> None:
         """Write the state that the run of this rank has ended in.
@@ -275,25 +267,23 @@ class Recorder:
             text: text of the error.
         """
         if self.state == State.RUNNING:
-            self.buffer[file_format.ERROR_AT : file_format.ERROR_AT + file_format.ERROR] = file_format.as_text(
-                text, file_format.ERROR
-            )
-            file_format.SINCE.pack_into(self.buffer, file_format.SINCE_AT, time_ns())
-            file_format.STATE.pack_into(self.buffer, file_format.STATE_AT, int(state))
+            self.file["error"] = file_format.as_text(text, "error")
+            self.file["header"]["since"] = time_ns()
+            self.file["header"]["state"] = int(state)
 
     @property
     def state(self) -> State:
         """State of this rank's run."""
-        return State(file_format.STATE.unpack_from(self.buffer, file_format.STATE_AT)[0])
+        return State(self.file["header"]["state"])
 
     @property
     def state_since(self) -> int:
         """Begin of that state, in nanoseconds of the clock."""
-        return int(file_format.SINCE.unpack_from(self.buffer, file_format.SINCE_AT)[0])
+        return int(self.file["header"]["since"])
 
     def beat(self) -> None:
         """Note that this process is alive."""
-        file_format.BEAT.pack_into(self.buffer, file_format.BEAT_AT, time_ns())
+        self.file["header"]["beat"] = time_ns()
 
     def is_new(self, error: BaseException) -> bool:
         """True if an error was not caused by one that is known already."""
@@ -315,24 +305,27 @@ class Recorder:
         Args:
             remove: True to remove the file, too.
         """
-        buffer, folder = self.buffer, self.folder
-        self.folder, self._failed = None, None
-        if isinstance(buffer, mmap.mmap):
-            self._write_to(bytearray(file_format.SIZE))
-            buffer.close()
+        folder, self.folder, self._failed = self.folder, None, None
+        if folder is not None:
+            self._write_to(bytearray(file_format.FILE.itemsize))
         if remove and folder is not None:
             for path in (ring_path(folder, self._rank), about_path(folder, self._rank)):
                 path.unlink(missing_ok=True)
 
     def _write_to(self, buffer: bytearray | mmap.mmap) -> None:
+        file = _layout_of(buffer)
         if isinstance(buffer, mmap.mmap):  # records from before the file was opened
-            buffer[file_format.THREADS_AT :] = bytes(self.buffer[file_format.THREADS_AT :])
-        self.buffer = buffer
-        self.main.write_to(buffer)
-        self.background.write_to(buffer)
+            file["threads"] = self.file["threads"]
+        self.file = file
+        for action_log, thread in zip((self.main, self.background), file["threads"], strict=True):
+            action_log.write_to(thread)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recorder, ()  # a file belongs to one process
+
+
+def _layout_of(buffer: bytearray | mmap.mmap) -> Any:
+    return np.frombuffer(buffer, file_format.FILE)[0]
 
 
 def _fresh_log() -> ActionLog:
@@ -358,14 +351,12 @@ def note_process_state(folder: Path, rank: int, what: int, status: int) -> None:
         what: value of a :class:`~lightning_megatron.recorder.process.ProcessState`.
         status: exit status of the process, negative for a signal.
     """
-    try:
-        with open(ring_path(folder, rank), "r+b") as file:
-            file.seek(file_format.PROCESS_STATE_AT)
-            if file_format.PROCESS_STATE.unpack(file.read(file_format.PROCESS_STATE.size))[0] == 0:
-                file.seek(file_format.PROCESS_STATE_AT)
-                file.write(file_format.PROCESS_STATE.pack(what, time_ns(), status))
-    except (OSError, struct.error):
-        pass
+    noted = np.array((what, time_ns(), status), file_format.PROCESS).tobytes()
+    with suppress(OSError), open(ring_path(folder, rank), "r+b") as file:
+        file.seek(file_format.PROCESS_AT)
+        if file.read(4) == bytes(4):
+            file.seek(file_format.PROCESS_AT)
+            file.write(noted)
 
 
 def _compressed(ranks: Sequence[int]) -> list[int] | dict[str, int]:

@@ -16,6 +16,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_megatron.recorder.process import ProcessState, inspect_process, is_there, start_of
+
 _NOWHERE = "0"
 _MARK = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)-[0-9a-f]+")
 
@@ -37,7 +39,7 @@ class Owner:
     @classmethod
     def own(cls) -> Owner:
         """This process."""
-        return cls(_place(), os.getpid(), _started(os.getpid()) or 0)
+        return cls(_place(), os.getpid(), start_of(os.getpid()))
 
     @classmethod
     def of_mark(cls, text: str) -> Owner | None:
@@ -54,8 +56,10 @@ class Owner:
         """True if it runs, False if it has ended, ``None`` if this process cannot look it up."""
         if self.place == _NOWHERE or self.place != _place():
             return None
-        started = _started(self.pid)
-        return None if started == 0 else started == self.started
+        started = start_of(self.pid)
+        if not started and is_there(self.pid):
+            return None  # of another user, and hidden
+        return started == self.started and inspect_process(self.pid, started).state != ProcessState.DEAD
 
 
 def own_job() -> str:
@@ -76,19 +80,3 @@ def _place() -> str:
     except OSError:
         return _NOWHERE
     return hashlib.blake2b(f"{boot}{space}".encode(), digest_size=4).hexdigest()
-
-
-def _started(pid: int) -> int | None:
-    """Start time of a process by the kernel's clock; ``None`` without one, 0 if another user's process is hidden."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except OSError:
-            return 0
-        return None  # it started just now, or there is no /proc, and then no place either
-    state, *fields = text.rpartition(")")[2].split()  # the name before may hold anything
-    return None if state in "ZX" else int(fields[18])  # one that has ended may wait for its parent

@@ -1,15 +1,13 @@
-"""Versions of libraries and hashes of classes that a rank has loaded."""
+"""Versions of libraries that a rank has loaded, and hashes of source files and classes."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import platform
-from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType
-from typing import Any
 
 from lightning_megatron.lightning.comparison.values import Facts, digest_of
 
@@ -34,28 +32,11 @@ def code_facts(*instances: object) -> Facts:
 
 
 def class_digest(kind: type) -> str:
-    """Hash of the methods of a class as they were loaded, since its file may have changed meanwhile."""
-    return digest_of("\n".join(text for name, value in sorted(vars(kind).items()) for text in _methods(name, value)))
-
-
-def _methods(name: str, value: Any) -> Iterator[str]:
-    functions = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
-    for function in functions:
-        code = getattr(function, "__code__", None)
-        if isinstance(code, CodeType):
-            yield f"{name}: {_code_text(code)}"
-
-
-def _code_text(code: CodeType) -> str:
-    return f"{code.co_code.hex()} {code.co_names} {[_constant_text(constant) for constant in code.co_consts]}"
-
-
-def _constant_text(constant: Any) -> str:
-    if isinstance(constant, CodeType):
-        return _code_text(constant)
-    if isinstance(constant, frozenset):  # its order differs between processes
-        return str(sorted(map(repr, constant)))
-    return repr(constant)
+    """Hash of a class's source; of one without a file (of a notebook, or made at run time) that it has none."""
+    try:
+        return digest_of(inspect.getsource(kind))
+    except (OSError, TypeError):
+        return "no source"
 
 
 @cache

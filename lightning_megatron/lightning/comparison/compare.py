@@ -1,4 +1,4 @@
-"""Comparison of the settings of all ranks: first by a hash, then, if hashes differ, value by value."""
+"""Comparison of the settings of all ranks, value by value, in one exchange over the store."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 from lightning_megatron.comm.rendezvous import Meeting, Store
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning.comparison.facts import Statement
-from lightning_megatron.lightning.comparison.values import NOTHING, Facts, Plain, digest_of
+from lightning_megatron.lightning.comparison.values import NOTHING, Facts, Plain
 
-_ALIKE = "alike"
 _LONGEST = 60
 
 
@@ -43,18 +42,10 @@ class RankComparison:
         if self._meeting is None:
             return
         groups = {"": statement.shared, **statement.within}
-        digests = {
-            group: digest_of(json.dumps(self._compared(facts), sort_keys=True)) for group, facts in groups.items()
-        }
-        if self._meeting.judged(json.dumps(digests), _judge_digests) == _ALIKE:
-            return
         text = json.dumps({"groups": groups, "may_differ": self._may_differ})
-        found = json.loads(self._meeting.judged(text, _judge_facts))
-        self._meeting.part()
-        raise_if_any(Problem(argument, value, reason, tuple(nearest)) for argument, value, reason, nearest in found)
-
-    def _compared(self, facts: Facts) -> Facts:
-        return {name: value for name, value in facts.items() if not _is_among(name, self._may_differ)}
+        if found := json.loads(self._meeting.judged(text, _judge)):
+            self._meeting.part()
+            raise_if_any(Problem(argument, value, reason, tuple(nearest)) for argument, value, reason, nearest in found)
 
 
 Difference = tuple[list[str], Plain, str]
@@ -96,31 +87,19 @@ def _short(value: str) -> str:
     return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
 
 
-def _judge_digests(said: Sequence[str]) -> str:
-    known: dict[str, str] = {}
-    for digests in map(json.loads, said):
-        if any(known.setdefault(group, digest) != digest for group, digest in digests.items()):
-            return "different"
-    return _ALIKE
-
-
-def _is_among(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
-
-
-def _judge_facts(said: Sequence[str]) -> str:
-    """Arguments of a :class:`Problem` for each difference, and of one that names ``may_differ``."""
-    ranks = [json.loads(text) for text in said]
-    allowed = [pattern for rank in ranks for pattern in rank["may_differ"]]
+def _judge(said: Sequence[str]) -> str:
+    """Arguments of a :class:`Problem` for each difference, and of one that names ``may_differ``; nothing if none is."""
+    known = {text: json.loads(text) for text in said}
+    ranks = [known[text] for text in said]
+    allowed = {pattern for rank in known.values() for pattern in rank["may_differ"]}
     found: list[Difference] = []
     for group in dict.fromkeys(group for rank in ranks for group in rank["groups"]):
-        found += differences(
-            {
-                number: {name: value for name, value in rank["groups"][group].items() if not _is_among(name, allowed)}
-                for number, rank in enumerate(ranks)
-                if group in rank["groups"]
-            }
-        )
+        facts = {number: rank["groups"][group] for number, rank in enumerate(ranks) if group in rank["groups"]}
+        for names, value, reason in differences(facts):
+            if compared := [name for name in names if not any(fnmatch(name, pattern) for pattern in allowed)]:
+                found.append((compared, value, reason))
+    if not found:
+        return json.dumps([])
     names = [name for names, _, _ in found for name in names]
     reason = "all ranks must be given the same; an argument of the strategy names what may differ nevertheless"
     problems: list[Any] = [(names[0], value, reason, ()) for names, value, reason in found]

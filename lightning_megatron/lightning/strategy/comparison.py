@@ -66,8 +66,9 @@ class StartComparison:
     def loader(self, dataloader: object, trainer: Trainer) -> None:
         """Compare what a loader says of itself, before Lightning asks all ranks for its length."""
         stage = None if trainer.state.stage is None else trainer.state.stage.dataloader_prefix
-        given = stage or "val", self._strategy.mesh.dp.rank
-        self._compare(loader_statement(dataloader, *given, may_be_empty=may_stay_away(trainer)))
+        mesh, given = self._strategy.mesh, stage or "val"
+        may_be_empty = may_stay_away(trainer, mesh.layout)
+        self._compare(loader_statement(dataloader, given, mesh.dp.rank, may_be_empty=may_be_empty))
 
     def restoring(self) -> None:
         """Compare that this rank loads a checkpoint."""

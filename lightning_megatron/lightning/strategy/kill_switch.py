@@ -336,6 +336,6 @@ def validate_anew(trainer: Trainer) -> None:
 def _validates_alike(trainer: Trainer) -> bool:
     """True if all ranks go through the same number of validation batches, and so can agree between two of them."""
     strategy, counts = trainer.strategy, list(trainer.num_val_batches)
-    if not isinstance(strategy, CheckpointStrategy) or may_stay_away(trainer):
+    if not isinstance(strategy, CheckpointStrategy) or may_stay_away(trainer, strategy.mesh.layout):
         return False
     return float("inf") not in counts and all(other == counts for other in all_gather_object(strategy.mesh, counts))

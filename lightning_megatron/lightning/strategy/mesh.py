@@ -34,7 +34,6 @@ from lightning_megatron.lightning.environments.mpi import environment_of_ranks
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.strategy.process_end import ProcessEnd
 from lightning_megatron.lightning.streams.dataloaders import (
-    require_equal_lengths,
     share_randomness,
     shuffle_by_epoch,
     start_workers_safely,
@@ -265,7 +264,6 @@ class MeshStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let ranks that read the same samples read them in one order, and draw the same random numbers in workers."""
-        require_equal_lengths(dataloader, self.mesh, self.root_device)
         start_workers_safely(dataloader, self.root_device)
         if not self.is_distributed and injects_samplers(self.lightning_module):
             shuffle_by_epoch(dataloader)

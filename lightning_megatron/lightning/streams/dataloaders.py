@@ -1,4 +1,4 @@
-"""DataLoaders of related ranks: those that read the same samples, and those that share experts."""
+"""DataLoaders of ranks that read the same samples."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_megatron import device as devices
-from lightning_megatron.comm.collectives import all_reduce_max
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.machine.host import shared_memory, shorten_socket_paths
-from lightning_megatron.mesh import ParallelMesh, coordinate, dense_grid
+from lightning_megatron.mesh import ParallelMesh
 
 
 def share_randomness(loader: Any, mesh: ParallelMesh) -> Any:
@@ -78,32 +77,3 @@ def start_workers_safely(loader: Any, device: torch.device) -> None:
         rank_zero_warn(f"{memory.subject}: {memory.value}; {memory.fault}")
     if loader.multiprocessing_context is None:
         loader.multiprocessing_context = devices.worker_start_method(device)
-
-
-def require_equal_lengths(loader: Any, mesh: ParallelMesh, device: torch.device) -> None:
-    """Raise if loaders have different lengths on replicas that share experts, and so wait for each other.
-
-    Lightning divides the samples of ``predict`` over replicas without repeating any to make their numbers equal.
-
-    Args:
-        loader: any loader; one without a length is not checked.
-        mesh: mesh of this rank; all ranks that share experts call this together.
-        device: device of this rank.
-
-    Raises:
-        ConfigError: if a rank that shares experts with this one has more or fewer batches.
-    """
-    shared = {coordinate(dense_grid(mesh.layout), rank)["dp"] for rank in mesh.etp_ep.ranks}
-    try:
-        length = len(loader)
-    except (TypeError, NotImplementedError):
-        return
-    if len(shared) == 1:
-        return
-    most, least = all_reduce_max(torch.tensor([length, -length], device=device), mesh.etp_ep).abs().tolist()
-    if most != least:
-        reason = (
-            f"batches on this rank, and between {least} and {most} on those that share its experts, which would wait "
-            "for each other for ever: pad the data to a multiple of batch_size x dp, or predict with ep=1 and etp=tp"
-        )
-        raise ConfigError([Problem("dataloader", length, reason)])

@@ -49,7 +49,7 @@ class EvaluationWatch(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare numbers of batches; here and below, a difference is a ``DataError`` on all ranks that it concerns."""
         self._batches = 0
-        if len(self._coupled[0]) == 1 or may_stay_away(trainer):
+        if len(self._coupled[0]) == 1 or may_stay_away(trainer, self._mesh.layout):
             return
         assert trainer.state.stage is not None
         stage = trainer.state.stage.dataloader_prefix
@@ -98,7 +98,13 @@ class EvaluationWatch(Callback):
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
 
-def may_stay_away(trainer: Trainer) -> bool:
-    """True if a rank without any batch may leave out the evaluation."""
+def may_stay_away(trainer: Trainer, layout: ParallelLayout) -> bool:
+    """True if a rank without any batch may leave out the evaluation; never where replicas share experts.
+
+    Args:
+        trainer: the Trainer.
+        layout: resolved layout.
+    """
     owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
-    return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
+    allowed = any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
+    return allowed and len(coupled_ranks(layout)[0]) == layout.tp * layout.cp * layout.pp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.lightning.streams.evaluation import coupled_ranks
+from lightning_megatron.lightning.streams.evaluation import coupled_ranks, may_stay_away
 from lightning_megatron.testing.trainer import quiet_trainer
 
 Ranks = Callable[..., list[Any]]
@@ -242,3 +243,11 @@ def test_who_waits_for_whom() -> None:
     assert coupled_ranks(ParallelLayout(pp=2).resolve(4)) == [(0, 2), (1, 3)]
     assert coupled_ranks(ParallelLayout(ep=2).resolve(4)) == [(0, 1), (2, 3)]
     assert coupled_ranks(ParallelLayout().resolve(2)) == [(0,), (1,)]
+
+
+def test_a_rank_without_batches_may_not_stay_away_where_replicas_share_experts() -> None:
+    trainer: Any = SimpleNamespace(
+        lightning_module=SimpleNamespace(allow_zero_length_dataloader_with_multiple_devices=True)
+    )
+    assert may_stay_away(trainer, ParallelLayout(tp=2).resolve(4))
+    assert not may_stay_away(trainer, ParallelLayout(ep=2).resolve(4))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed import HashStore
 
@@ -80,18 +83,26 @@ def test_values_become_plain_and_say_what_they_are() -> None:
     assert len(dict(flat("x", ring))) == 1
 
 
-def test_a_class_is_known_by_its_code() -> None:
-    def made(factor: int, words: Any = ("a", "b")) -> type:
-        namespace: dict[str, Any] = {"__name__": "somewhere"}
-        text = f"class Made:\n  def f(self, x):\n    return [y * {factor} for y in x if y in {set(words)!r}]\n"
-        exec(text, namespace)
-        return namespace["Made"]
+def test_a_class_is_known_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(where: str, factor: int) -> type:
+        """The class of one module, as the files of a machine have it."""
+        file = tmp_path / where / "of_a_user.py"
+        file.parent.mkdir()
+        file.write_text(f"class Made:\n    slope = {factor}\n\n    def f(self, x):\n        return x * {factor}\n")
+        spec = spec_from_file_location("of_a_user", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "of_a_user", module)
+        spec.loader.exec_module(module)
+        return module.Made
 
-    assert class_digest(made(2)) == class_digest(made(2, ("b", "a")))  # a constant set has no order
-    assert class_digest(made(2)) != class_digest(made(3))
-    facts = code_facts(made(2)(), torch.nn.Linear(1, 1))
+    found = [class_digest(made(where, factor)) for where, factor in (("one", 2), ("copy", 2), ("other", 3))]
+    assert found[0] == found[1] != found[2]
+    facts = code_facts(made("last", 2)(), torch.nn.Linear(1, 1))
     assert facts["code.torch"] == torch.__version__
     assert [name for name in facts if "Made" in name or "Linear" in name] == ["code.Made"]
+    assert class_digest(type("Nowhere", (), {"__module__": "nowhere"})) == "no source"
 
 
 def test_differences_say_who_has_what_and_one_setting_is_named_once() -> None:
@@ -137,6 +148,7 @@ def test_every_rank_raises_one_error_with_every_difference_and_a_way_out() -> No
     assert "may_differ=[]: " in text
     assert "['b', 'n']" in text
     assert compared(one, other, may_differ=("b", "n*")) == ["", ""]
+    assert compared(one, other, may_differ=("n",))[0].count("\n  - ") == 2  # what is left, and the way out
 
 
 def told_by(rank: int, **changes: Any) -> Statement:

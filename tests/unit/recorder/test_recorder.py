@@ -8,6 +8,7 @@ import pickle
 import shutil
 import signal
 import socket
+import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,16 @@ from lightning_megatron.machine.transport import is_lost_connection
 from lightning_megatron.recorder.call import Call, PeerLostError
 from lightning_megatron.recorder.diagnosis import describe_actions
 from lightning_megatron.recorder.file_format import DEPTH, LAST, Kind, State
-from lightning_megatron.recorder.process import ProcessState, describe_exit
-from lightning_megatron.recorder.reading import FailureProbe, RankView, last_written, read_rank, read_run, runs_below
+from lightning_megatron.recorder.process import Process, ProcessState, describe_exit
+from lightning_megatron.recorder.reading import (
+    FailureProbe,
+    RankView,
+    Record,
+    last_written,
+    read_rank,
+    read_run,
+    runs_below,
+)
 from lightning_megatron.recorder.recorder import Recorder, note_process_state
 from lightning_megatron.recorder.runs import remove_finished, remove_old, run_folder
 from tests.forked import forked
@@ -256,6 +265,22 @@ def test_a_record_is_of_one_process_and_goes_on_in_memory_without_a_file(tmp_pat
     recorder.main.end(recorder.main.begin(Kind.FORWARD))
     with pytest.raises(NotADirectoryError):
         recorder.open(Path(__file__) / "below-a-file", 0, 1)
+
+
+def test_files_keep_their_layout_and_one_of_another_version_is_not_read(tmp_path: Path) -> None:
+    header = struct.pack("<8siiiiqqqqiqi", b"LMACTS01", 2**22, 0, 1, State.RAISED, 10, 11, 12, 13, 2, 14, -9)
+    texts = header.ljust(128, b"\0") + b"a path".ljust(256, b"\0") + b"an error".ljust(640, b"\0")
+    action = struct.pack("<QqqqQIiiiHHhH", 3, 20, 21, 22, 4096, 5, 6, 7, -1, Kind.ALL_REDUCE, 1, 2, 1)
+    ring = (bytes(2 * 64) + action).ljust(256 * 64, b"\0")
+    path = tmp_path / "00000.actions"
+    path.write_bytes(texts + bytes(8 * 64) + 2 * (bytes(8 * 64) + ring))
+    view = view_of(tmp_path)
+    assert (view.pid, view.world_size, view.state, view.error) == (2**22, 1, State.RAISED, "an error")
+    assert (view.begun, view.since, view.beat, view.process) == (10, 11, 13, Process(ProcessState.DEAD, -9))
+    record = Record(3, Kind.ALL_REDUCE, 20, 21, 22, 4096, 5, 6, 7, -1, "group 1", 2, "a path")
+    assert view.last == (record, record)
+    path.write_bytes(path.read_bytes().replace(b"LMACTS01", b"LMACTS00"))
+    assert read_rank(tmp_path, 0) is None
 
 
 def test_a_long_text_keeps_its_end_and_any_text_can_be_written(tmp_path: Path) -> None:
