@@ -71,7 +71,7 @@ class Directory:
         return cls(path, metadata, read_meta(path, weights_only), locate(path).layout)
 
     def part_for(self, state: State, order: Order) -> Directory:
-        """What a state can be filled from: everything; parameters have names in any order."""
+        """Source of a state's values: all of it, since parameters have names, in any order."""
         return self
 
     def read(self, state: State) -> None:

@@ -24,7 +24,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule for any sizes; whoever handles schedules asks these fields, and no name.
+    """A schedule for any sizes; other code reads these fields, and no name.
 
     Attributes:
         name: name in the strategy's arguments.

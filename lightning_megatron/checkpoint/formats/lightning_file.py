@@ -72,7 +72,7 @@ class SingleFile:
         return cls({model_key(n): value for n, value in _without_repeats(tensors).items()}, optimizers, content, {})
 
     def part_for(self, state: State, order: Order = "groups") -> FilePart:
-        """What a state can be filled from.
+        """Values from which a state can be filled.
 
         Args:
             state: the state to fill, which tells true shapes and the parameters of each optimizer.
