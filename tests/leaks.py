@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 # What libraries set when they are imported, and keep.
 OF_LIBRARIES = {"PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
-OF_LIBRARIES |= {"PT_HPU_WEIGHT_SHARING", "CUDA_DEVICE_ORDER"}
+OF_LIBRARIES |= {"PT_HPU_WEIGHT_SHARING", "CUDA_DEVICE_ORDER", "TRITON_PTXAS_PATH"}
 OF_LIBRARIES |= {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TOKENIZERS_PARALLELISM", "PYTEST_CURRENT_TEST"}
 # What Lightning and torch set for a job, and leave: the guard puts it back after each test.
 OF_A_JOB = {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "GLOBAL_RANK", "GROUP_RANK"}
@@ -22,9 +22,11 @@ OF_A_JOB |= {"TORCHELASTIC_USE_AGENT_STORE", "PT_HPU_RECIPE_CACHE_CONFIG"}
 # Threads, files and processes that a library makes and keeps, by the beginning of the name.
 KEPT_THREADS = ("tqdm", "TMonitor", "SubprocPool", "Thread-1 (_read_thread)", "execnet", "pytest_timeout")
 KEPT_THREADS += ("Dummy-",)  # torch's own, in which the backward of a device runs Python
+KEPT_THREADS += ("InductorSubproc", "subproc_worker_timer")  # of the compiler for CUDA
 KEPT_FILES = ("pymp-", "torchelastic_", "torchinductor_")
 KEPT_FILES += ("lm-workers-", ".actions")  # of the session's own pool, made anew after a failure; records of its runs
-KEPT_PROCESSES = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "compile_worker")
+KEPT_FILES += ("ompi.",)  # of MPI, which Lightning starts to see if it runs below it, where mpi4py is installed
+KEPT_PROCESSES = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "compile_worker", "orted")
 
 
 def look(pool: Iterable[int] = ()) -> dict[str, set[str]]:

@@ -60,11 +60,11 @@ class ActionLog:
         "step",
     )
 
-    def __init__(self, recorder: Recorder, thread: Any) -> None:
+    def __init__(self, recorder: Recorder, thread: int) -> None:
         self.recorder = recorder
         self.step, self.microbatch, self.stage = 0, -1, -1
         self.clock: WaitClock | None = None
-        self.write_to(thread)
+        self.write_to(recorder.file["threads"][thread])
         self._count = self._depth = 0
         self._counts = [0] * 64
 
@@ -199,7 +199,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.file: Any = _layout_of(bytearray(file_format.FILE.itemsize))
-        self.main, self.background = (ActionLog(self, thread) for thread in self.file["threads"])
+        self.main, self.background = (ActionLog(self, thread) for thread in range(file_format.THREADS))
         self.folder: Path | None = None
         self.blame: Callable[[str], str] | None = None
         self._rank = 0

@@ -20,8 +20,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import verify
+from lightning_megatron.device import CUDA
 from lightning_megatron.machine.job_environment import own_environment
-from lightning_megatron.testing.trainer import PoolEnvironment, Recorder
+from lightning_megatron.testing import one_card
+from lightning_megatron.testing.trainer import PoolEnvironment, Recorder, kind_in_tests
 
 # 44
 
@@ -122,7 +124,8 @@ def test_45_sigterm_ends_all_ranks_with_a_checkpoint_that_goes_on(ranks: Ranks, 
     status, rest = on_all(ranks, layout, run, tmp_path, None, str(tmp_path / "last.ckpt"))
     assert status == 0
     assert 2 < len(begun) < len(whole)
-    assert [*begun, *rest] == whole
+    exact = kind_in_tests() is not CUDA  # whose kernels add in another order each time
+    assert [*begun, *rest] == (whole if exact else pytest.approx(whole, rel=1e-6))
 
 
 class Slurm(PoolEnvironment, SLURMEnvironment):
@@ -158,6 +161,7 @@ def requeued(folder: Path, number: int | None, ckpt_path: str | None) -> tuple[i
     return status, trainer.global_step
 
 
+@pytest.mark.skipif(one_card.enabled(), reason="ranks that share a card count as a machine each")
 def test_45_a_job_that_slurm_requeues_goes_on_from_its_hpc_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/words\n')
     (tmp_path / "scontrol").chmod(0o755)

@@ -44,6 +44,7 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_megatron import GPTModule
+from lightning_megatron.testing import one_card
 
 # 18, 19
 
@@ -340,6 +341,7 @@ def profiled(layout: Layout, name: str, directory: Path) -> list[str]:
     return []
 
 
+@pytest.mark.skipif(one_card.enabled(), reason="ranks that share a card count as a machine each")
 @pytest.mark.parametrize("name", ["simple", "advanced", pytest.param("pytorch", marks=pytest.mark.slow)])
 def test_26_profilers_report_once_per_rank(ranks: Ranks, tmp_path: Path, name: str) -> None:
     ranks(2, profiled, PP2, name, tmp_path)

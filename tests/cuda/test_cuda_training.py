@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronPrecision, MegatronStrategy, MixtralModule
 from lightning_megatron.checkpoint import verify
+from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.testing import one_card
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
@@ -58,11 +59,23 @@ def module_of(family: str, **options: Any) -> GPTModule:
     return MODULES[family](f"{family}-tiny", lr=1e-3, **sizes | options)
 
 
-def batches(replicas: int) -> DataLoader[Any]:
+def rows() -> Any:
     """``STEPS`` global batches of 8 samples of 16 tokens."""
     tokens = torch.randint(61, (STEPS * 8, 17), generator=torch.Generator().manual_seed(3))
-    rows = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
-    return DataLoader(rows, batch_size=8 // replicas, shuffle=True)  # type: ignore[arg-type]
+    return [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+
+
+def batches(replicas: int) -> DataLoader[Any]:
+    return DataLoader(rows(), batch_size=8 // replicas, shuffle=True)
+
+
+class Resumable(LightningDataModule):
+    """The same samples by a loader that goes on in mid-epoch, which torch's own does not."""
+
+    def train_dataloader(self) -> ResumableDataLoader:
+        dp = self.trainer.strategy.mesh.dp  # type: ignore[union-attr]
+        sampler = MegatronSampler(STEPS * 8, batch_size=8 // dp.size, dp_rank=dp.rank, dp_size=dp.size)
+        return ResumableDataLoader(rows(), batch_sampler=sampler)
 
 
 def replicas_of(world_size: int, layout: dict[str, Any]) -> int:
@@ -164,7 +177,7 @@ def killed_and_resumed(folder: Path, world_size: int, layout: dict[str, Any], in
         )
         trainer.fit(
             module_of("llama", hidden_dropout=0.1, attention_dropout=0.1),
-            batches(replicas_of(world_size, layout)),
+            datamodule=Resumable(),
             **options,
         )
         return recorder.series("train_loss")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_megatron import GPTModule, MegatronStrategy
-from lightning_megatron.device import CPU
+from lightning_megatron.device import CPU, CUDA
 from lightning_megatron.ops.registry import SELECTABLE
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 
@@ -232,7 +232,9 @@ class Manual(Toy):
 )
 def test_a_users_module_runs_bit_for_bit_as_on_a_single_device(module: type[Toy], options: dict[str, Any]) -> None:
     mine, its = module(), module()
-    assert_equal_runs(fit(megatron(), mine, **options), fit(single_device(), its, **options))
+    # On CUDA the products round otherwise than the stock run's, on the CPU.
+    same = assert_close_runs if kind_in_tests() is CUDA else assert_equal_runs
+    same(fit(megatron(), mine, **options), fit(single_device(), its, **options))
     if isinstance(mine, ClipsItself) and isinstance(its, ClipsItself):
         assert mine.asked == its.asked != []
 

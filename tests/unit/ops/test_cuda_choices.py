@@ -1,7 +1,4 @@
-"""Implementations that would be chosen on CUDA, held against a table: no device is needed to ask for them.
-
-None of them was run on CUDA in this state of the code (docs/gpu.md).
-"""
+"""Implementations that are chosen on CUDA, held against a table: no device is needed to ask for them."""
 
 from __future__ import annotations
 

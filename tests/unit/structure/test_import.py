@@ -75,7 +75,7 @@ LOADED = {
     "schedule --pp 2 --micro-batches 4": [],
     "train-tokenizer --help": [],
     "verify --help": [],
-    "why --help": [],
+    "why --help": ["numpy"],
     "verify nothere": TORCH,
     "ops --device cpu": TORCH,
     "ops --device cpo": TORCH,
