@@ -24,7 +24,7 @@ NO_DOCUMENT = 0
 Span = tuple[int, int]
 
 
-class Meeting(NamedTuple):
+class DocumentBlock(NamedTuple):
     """Tokens of one document among some queries, and those that they see among some keys.
 
     Attributes:
@@ -116,14 +116,14 @@ class Documents:
         """The same documents, with a rank's tokens that are no padding."""
         return replace(self, present=present)
 
-    def meetings(self, queries: range, keys: range) -> Iterator[Meeting]:
+    def meetings(self, queries: range, keys: range) -> Iterator[DocumentBlock]:
         """Meetings of documents that are among both the queries and the keys at these positions; the mask is causal."""
         for sequence, spans in enumerate(self.spans):
             for first, end in spans:
                 begin, stop = max(first, queries.start), min(end, queries.stop)
                 earliest, last = max(first, keys.start), min(stop, keys.stop)
                 if begin < stop and earliest < last:
-                    yield Meeting(
+                    yield DocumentBlock(
                         sequence,
                         slice(begin - queries.start, stop - queries.start),
                         slice(earliest - keys.start, last - keys.start),
@@ -220,7 +220,7 @@ def _plan(documents: Documents, queries: range, keys: int, device: torch.device)
     """Calls for the queries at some positions and so many first keys, one for each shape of a document."""
     asked = queries, keys, device
     if asked not in documents.plans:
-        by_shape: dict[tuple[int, int, int], list[Meeting]] = {}
+        by_shape: dict[tuple[int, int, int], list[DocumentBlock]] = {}
         for meeting in documents.meetings(queries, range(keys)):
             by_shape.setdefault(meeting.shape, []).append(meeting)
         batch = len(documents.spans)

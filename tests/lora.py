@@ -122,7 +122,7 @@ def make(kind: Kind, folder: Path) -> Case:
     rules = peft_files.adapter_map(plan, module.config, kind.lora, "default")
     pairs = (zip(rule.foreign, rule.split(native[rule.native]), strict=True) for rule in rules.rules)
     tensors = dict(pair for pairs_of_rule in pairs for pair in pairs_of_rule)
-    peft_files.write_adapter(case.peft, peft_files.settings_of(kind.lora, plan, str(case.hf)), tensors)
+    peft_files.write_adapter(case.peft, peft_files.peft_settings(kind.lora, plan, str(case.hf)), tensors)
     peft_to_checkpoint(case.peft, case.first, base=case.hf)
     return case
 

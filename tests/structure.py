@@ -10,7 +10,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +91,23 @@ def complex_functions(root: Path, limit: int) -> list[str]:
     return [line for line in done.stdout.split("\n") if "C901" in line and "/site/" not in line]
 
 
+def in_two_modules(root: Path) -> dict[str, list[str]]:
+    """Public functions and classes of the same name, and their modules."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in files(root):
+        if "testing" not in path.parts:
+            for node in ast.parse(path.read_text()).body:
+                is_named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+                if is_named and not node.name.startswith("_") and str(path) not in found[node.name]:
+                    found[node.name].append(str(path))
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def lines(root: Path) -> int:
+    """Lines of the package without what it is tested with."""
+    return sum(len(path.read_text().splitlines()) for path in files(root) if "testing" not in path.parts)
+
+
 def cycles(root: Path, *, of_types: bool) -> list[str]:
     """Modules that import themselves through others, with or without imports that only a type checker follows."""
     names = {
@@ -145,6 +162,8 @@ def main(root: Path) -> None:
     ):
         print(f"{name}: {sum(len(list(find(path))) for path in paths)}")
     print(f"functions of complexity above 15: {len(complex_functions(root, 15))}")
+    print(f"lines without testing: {lines(root)}")
+    print(f"public functions and classes in two modules: {len(in_two_modules(root))}")
     wide = [f"{name} {count}" for path in paths for name, count in constructors(path) if count > 8]
     print(f"constructors of more than 8 arguments: {', '.join(wide)}")
 

@@ -28,7 +28,7 @@ class PartTensors:
 
 
 @torch.no_grad()
-def merged(weight: Tensor, layer: AdaptedLayer, parts: Mapping[str, PartTensors], scale: float) -> Tensor:
+def merged_weight(weight: Tensor, layer: AdaptedLayer, parts: Mapping[str, PartTensors], scale: float) -> Tensor:
     """The whole weight with an adapter, in fp32 at least.
 
     Args:

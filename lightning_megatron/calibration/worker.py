@@ -33,7 +33,7 @@ from lightning_megatron.mesh import ParallelMesh
 TIMEOUT = timedelta(seconds=120)
 
 
-def main(words: Sequence[str]) -> None:
+def measure_and_write(words: Sequence[str]) -> None:
     """Measure, and write the results as JSON.
 
     Args:
@@ -79,4 +79,4 @@ def _measure(device: torch.device, size: int, limit: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    measure_and_write(sys.argv[1:])

@@ -31,7 +31,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _OverAxis = Callable[[Tensor, Axis], Tensor]
 
 
-class Work(Protocol):
+class TorchWork(Protocol):
     """The part of ``torch.distributed.Work`` that is used."""
 
     def wait(self) -> Any: ...  # noqa: D102
@@ -51,7 +51,7 @@ class Pending:
     def __init__(
         self,
         result: Tensor,
-        work: Work | None = None,
+        work: TorchWork | None = None,
         call: Call | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
@@ -163,7 +163,7 @@ class _All:
         works: the collectives.
     """
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[TorchWork]) -> None:
         self._works = works
 
     def wait(self) -> None:

@@ -19,7 +19,7 @@ Ends = Callable[[Sequence[int]], bool]
 """True if a continuation is complete."""
 
 
-def continued(
+def continuations(
     ranks: Ranks, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, ends: Ends
 ) -> list[list[int]]:
     """The continuation of each prompt, up to its end and with it.

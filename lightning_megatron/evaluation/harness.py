@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows
 
 from lightning_megatron.data.tokenizers import Tokenizer
 from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any
-from lightning_megatron.evaluation.continuing import continued
+from lightning_megatron.evaluation.continuing import continuations
 from lightning_megatron.evaluation.corpora import Encoding
 from lightning_megatron.evaluation.ranks import Ranks
 from lightning_megatron.evaluation.steps import scores
@@ -126,7 +126,7 @@ class MegatronLM(TemplateLM):
             return ids[-1] == self.eot_token_id or any(word in self._tokens.decode(ids) for word in words)
 
         texts = []
-        for ids in continued(self._ranks, prompts, count, sampling, ends):
+        for ids in continuations(self._ranks, prompts, count, sampling, ends):
             text = self._tokens.decode(ids[:-1] if ids[-1] == self.eot_token_id else ids)
             for word in words:
                 text = text.split(word)[0]

@@ -87,7 +87,7 @@ def generate(
     if documents is not None:
         return _with_last_documents(model, tokens, max_new_tokens, sampling, documents)
     longest = model.config.max_position_embeddings
-    raise_if_any(length_problems(tokens.shape[1], max_new_tokens, longest) + sampling.problems())
+    raise_if_any(prompt_length_problems(tokens.shape[1], max_new_tokens, longest) + sampling.problems())
     was_training = model.training
     model.eval()
     caches = [KVCache(model.config.window(int(number))) for number in model.layers]
@@ -171,7 +171,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
     return torch.multinomial(probabilities, 1, generator=generator)
 
 
-def length_problems(length: int, new: int, longest: int | None = None) -> list[Problem]:
+def prompt_length_problems(length: int, new: int, longest: int | None = None) -> list[Problem]:
     """Faults of the length of prompts and of the number of tokens to add.
 
     Args:

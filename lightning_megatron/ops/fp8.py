@@ -94,7 +94,7 @@ def cast_both_reference(
     return e5m2, *cast_reference(x, scale_e4m3, E4M3, largest_e4m3=largest_e4m3)
 
 
-def product_reference(
+def fp8_product_reference(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """``product`` in plain torch."""
@@ -106,7 +106,7 @@ def reference_kernels(arithmetic: Fp8Arithmetic) -> Fp8Kernels:
     """The kernels of a card in plain torch."""
     largest = arithmetic.largest_e4m3
     casts = partial(cast_reference, largest_e4m3=largest), partial(cast_both_reference, largest_e4m3=largest)
-    return Fp8Kernels(*casts, product_reference, arithmetic)
+    return Fp8Kernels(*casts, fp8_product_reference, arithmetic)
 
 
 def cast_hpu(x: Tensor, scale: Tensor, dtype: torch.dtype, stochastic: bool = False) -> tuple[Tensor, Tensor]:

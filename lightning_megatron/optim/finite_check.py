@@ -41,7 +41,7 @@ class _Result(NamedTuple):
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class BadTensor:
     """One bad tensor on one rank. Findings are ordered: the least of all is the origin.
 
     Attributes:
@@ -161,7 +161,7 @@ class FiniteCheck:
         """
         self._raise_if_any("before the first step", self._bad_params(self._params))
 
-    def _raise_if_any(self, when: str, own: list[Finding]) -> None:
+    def _raise_if_any(self, when: str, own: list[BadTensor]) -> None:
         if found := [finding for findings in all_gather_object(self._mesh, own) for finding in findings]:
             raise NonFiniteError(_error_text(when, found))
 
@@ -173,30 +173,30 @@ class FiniteCheck:
                 results.append(_Result(kind, *_check(x), _namer(bucket.slots, start)))
         return results
 
-    def _findings(self, results: Sequence[_Result], fine: Sequence[int], rows: Sequence[int]) -> list[Finding]:
+    def _findings(self, results: Sequence[_Result], fine: Sequence[int], rows: Sequence[int]) -> list[BadTensor]:
         stage, rank = self._mesh.pp.rank, self._mesh.rank
         found = []
         for place, (result, is_fine, row) in enumerate(zip(results, fine, rows, strict=True)):
             if not is_fine:
                 cause, kind = _CAUSES[result.kind]
                 forwards = cause == 0
-                found.append(Finding(cause, stage if forwards else -stage, place, rank, kind, result.name_of(row)))
+                found.append(BadTensor(cause, stage if forwards else -stage, place, rank, kind, result.name_of(row)))
         return found
 
-    def _bad_grads(self) -> list[Finding]:
+    def _bad_grads(self) -> list[BadTensor]:
         """Bad gradients that were finite when they were complete (all of them, if clipping spread the value)."""
         results = self._optimizer_results("step")
         return self._findings(
             results, [int(result.is_finite) for result in results], [int(result.row) for result in results]
         )
 
-    def _bad_params(self, candidates: Mapping[str, nn.Parameter]) -> list[Finding]:
+    def _bad_params(self, candidates: Mapping[str, nn.Parameter]) -> list[BadTensor]:
         stage, rank = self._mesh.pp.rank, self._mesh.rank
         place = {name: number for number, name in enumerate(candidates)}
         bad = not_finite(candidates.items())
         # A frozen parameter may be a mask with infinities on purpose.
         bad = [name for name in bad if candidates[name].requires_grad or candidates[name].isnan().any()]
-        return [Finding(0, stage, place[name], rank, "parameter", name) for name in bad]
+        return [BadTensor(0, stage, place[name], rank, "parameter", name) for name in bad]
 
 
 _NORM = 4
@@ -224,7 +224,7 @@ def _namer(slots: Sequence[Slot], start: int) -> Callable[[int], str]:
     return name_of
 
 
-def _error_text(when: str, findings: Sequence[Finding]) -> str:
+def _error_text(when: str, findings: Sequence[BadTensor]) -> str:
     """Error text: the origin first, then the other findings."""
     first, *others = dict.fromkeys(map(str, sorted(findings)))
     text = f"{when}: {first} is NaN or infinite"

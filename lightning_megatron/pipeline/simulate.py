@@ -45,7 +45,7 @@ class Costs:
         return _pick(self.weight_gradient, stage)
 
 
-class Slot(NamedTuple):
+class TimedAction(NamedTuple):
     """One action with the time at which it runs."""
 
     action: Action
@@ -64,7 +64,7 @@ class Simulation:
         peak_activations: largest number of forwards of every rank whose backward has not run yet.
     """
 
-    timeline: tuple[tuple[Slot, ...], ...]
+    timeline: tuple[tuple[TimedAction, ...], ...]
     step_time: float
     busy: tuple[float, ...]
     peak_activations: tuple[int, ...]
@@ -106,7 +106,7 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | None = None) -
     pp, num_stages = len(schedule), count_stages(schedule)
     kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
     times = {(kind, stage): costs.of(kind, stage) for kind in kinds for stage in range(num_stages)}
-    timeline: list[list[Slot]] = [[] for _ in range(pp)]
+    timeline: list[list[TimedAction]] = [[] for _ in range(pp)]
     clock = [0.0] * pp
     sent: dict[Message, float] = {}
     moved = True
@@ -122,7 +122,7 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | None = None) -
                 arrival = 0.0 if needed is None else sent[needed] + costs.communication
                 start = max(clock[rank], arrival)
                 clock[rank] = start + times[action.kind, action.stage]
-                slots.append(Slot(action, start, clock[rank]))
+                slots.append(TimedAction(action, start, clock[rank]))
                 made = message_out(action, num_stages)
                 if made is not None:
                     sent[made] = clock[rank]

@@ -10,7 +10,7 @@ from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.partition import BALANCED, LayerSplit
 from lightning_megatron.pipeline.schedule import schedule_kind
-from lightning_megatron.planning.candidates import Candidate, comm_types
+from lightning_megatron.planning.candidates import LayoutCandidate, comm_types
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.request import PlanRequest
 from lightning_megatron.planning.time.step import time_of
@@ -34,7 +34,7 @@ class Bound:
         self._loss_cost = request.config.loss_cost
         self._micro_batches: dict[tuple[object, ...], float | None] = {}
 
-    def seconds(self, candidate: Candidate, share: float = 0.0) -> float:
+    def seconds(self, candidate: LayoutCandidate, share: float = 0.0) -> float:
         """Least time of a step; infinite for a candidate that is impossible.
 
         Args:

@@ -23,7 +23,7 @@ FEWEST_TOKENS = 1024
 """Tokens of a sequence on a rank below which it is not cut further: kernels and messages become too short."""
 
 
-class Candidate(NamedTuple):
+class LayoutCandidate(NamedTuple):
     """One layout with its batches, not yet checked as a whole.
 
     Attributes:
@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
     recomputed: int | None = None
 
     @property
-    def without_recompute(self) -> Candidate:
+    def without_recompute(self) -> LayoutCandidate:
         """The same, with nothing recomputed."""
         return self._replace(recompute=None, recomputed=None)
 
@@ -68,7 +68,7 @@ class Candidate(NamedTuple):
         return self.tp, self.pp, self.cp, self.ep, self.etp, self.dp
 
 
-def job_of_candidate(request: PlanRequest, candidate: Candidate) -> PlannedJob:
+def job_of_candidate(request: PlanRequest, candidate: LayoutCandidate) -> PlannedJob:
     """The job of a candidate.
 
     Raises:
@@ -94,7 +94,7 @@ def job_of_candidate(request: PlanRequest, candidate: Candidate) -> PlannedJob:
     )
 
 
-def candidates(request: PlanRequest, comm_type: Callable[[int, int], str]) -> Iterator[Candidate]:
+def layout_candidates(request: PlanRequest, comm_type: Callable[[int, int], str]) -> Iterator[LayoutCandidate]:
     """Every candidate, in no order; sizes that are impossible alone are left out.
 
     Args:
@@ -147,7 +147,7 @@ def axis_problems(request: PlanRequest, name: str, size: int) -> list[Problem]:
     return layout.problems(model=config, batch=BatchShape(seq_length=request.seq_length))
 
 
-def _variants(request: PlanRequest, tp: int, pp: int, cp: int, dp: int, comm: str) -> Iterator[Candidate]:
+def _variants(request: PlanRequest, tp: int, pp: int, cp: int, dp: int, comm: str) -> Iterator[LayoutCandidate]:
     samples = request.global_batch_size // dp
     micros = [size for size in divisors(samples) if size <= LARGEST_MICRO_BATCH]
     if "micro_batch_size" in request.fixed:
@@ -157,7 +157,7 @@ def _variants(request: PlanRequest, tp: int, pp: int, cp: int, dp: int, comm: st
         for vpp, balanced, schedule in _pipelines(request, pp):
             for micro in micros:
                 for recompute in recomputes:
-                    yield Candidate(tp, pp, cp, ep, etp, dp, vpp, comm, balanced, schedule, micro, recompute)
+                    yield LayoutCandidate(tp, pp, cp, ep, etp, dp, vpp, comm, balanced, schedule, micro, recompute)
 
 
 def _recomputes(request: PlanRequest) -> list[str | None]:
@@ -169,7 +169,7 @@ def _recomputes(request: PlanRequest) -> list[str | None]:
     return [*found, *(["moe"] if request.config.num_experts else ["mlp"]), "full"]
 
 
-def with_fewer_layers(request: PlanRequest, candidate: Candidate) -> list[Candidate]:
+def with_fewer_layers(request: PlanRequest, candidate: LayoutCandidate) -> list[LayoutCandidate]:
     """A candidate that recomputes whole layers, with one of each stage, two, and so on up to all but one."""
     if candidate.recompute != "full" or "recompute" in request.fixed:
         return []
@@ -230,7 +230,7 @@ def impossible(request: PlanRequest) -> ConfigError:
     for name in ("tp", "pp", "cp", "dp"):
         size = request.fixed.get(name, request.num_devices)
         found += axis_problems(request, name, size)
-    for candidate in candidates(request, lambda tp, cp: comm_types(request, tp, cp)[0]):
+    for candidate in layout_candidates(request, lambda tp, cp: comm_types(request, tp, cp)[0]):
         try:
             job_of_candidate(request, candidate)
         except ConfigError as error:

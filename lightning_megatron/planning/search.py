@@ -9,10 +9,10 @@ from math import ceil
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.planning.bound import Bound
 from lightning_megatron.planning.candidates import (
-    Candidate,
-    candidates,
+    LayoutCandidate,
     impossible,
     job_of_candidate,
+    layout_candidates,
     with_fewer_layers,
 )
 from lightning_megatron.planning.memory.half import OF_LAYERS
@@ -58,8 +58,8 @@ class _State:
     """
 
     best: dict[tuple[int, ...], Plan] = field(default_factory=dict)
-    memories: dict[Candidate, Plan | None] = field(default_factory=dict)
-    fitting: dict[Candidate, float] = field(default_factory=dict)
+    memories: dict[LayoutCandidate, Plan | None] = field(default_factory=dict)
+    fitting: dict[LayoutCandidate, float] = field(default_factory=dict)
     closest: Plan | None = None
     lowest_ratio: float = float("inf")
     timed: int = 0
@@ -88,7 +88,7 @@ def search(request: PlanRequest, top: int = 5) -> Found:
     bound = Bound(request)
     ranked = sorted(
         (bound.seconds(candidate), index, candidate)
-        for index, candidate in enumerate(candidates(request, bound.comm_type))
+        for index, candidate in enumerate(layout_candidates(request, bound.comm_type))
     )
     state = _State()
     for least, _, candidate in ranked:
@@ -110,7 +110,7 @@ def step_seconds(plan: Plan) -> float:
     return float("inf") if plan.time is None else plan.time.step
 
 
-def _least_share(request: PlanRequest, candidate: Candidate, state: _State) -> float:
+def _least_share(request: PlanRequest, candidate: LayoutCandidate, state: _State) -> float:
     """Share of the layers that must be recomputed for a candidate to fit, at least, where its memory without is known.
 
     All layers together save no more than all that layers keep.
@@ -124,7 +124,7 @@ def _least_share(request: PlanRequest, candidate: Candidate, state: _State) -> f
     return min(1.0, max(0.0, (known.memory.peak - request.limit) / kept)) if kept else 0.0
 
 
-def _look_at(request: PlanRequest, candidate: Candidate, least: float, state: _State) -> None:
+def _look_at(request: PlanRequest, candidate: LayoutCandidate, least: float, state: _State) -> None:
     """Predict the memory of one candidate and, if it fits, its time."""
     plain = candidate.without_recompute
     if least >= state.fitting.get(plain, float("inf")):
@@ -148,7 +148,7 @@ def _look_at(request: PlanRequest, candidate: Candidate, least: float, state: _S
         state.best[ranks] = plan
 
 
-def _with_fewest_layers(request: PlanRequest, candidate: Candidate, whole: Plan, state: _State) -> Plan | None:
+def _with_fewest_layers(request: PlanRequest, candidate: LayoutCandidate, whole: Plan, state: _State) -> Plan | None:
     """The plan that recomputes few layers of each stage and fits; ``None`` if that is all of them.
 
     Memory falls by about as much for each layer, so that two memories tell how many it takes.
@@ -166,7 +166,7 @@ def _with_fewest_layers(request: PlanRequest, candidate: Candidate, whole: Plan,
     return None
 
 
-def _more_frugal(request: PlanRequest, candidate: Candidate) -> Iterator[Candidate]:
+def _more_frugal(request: PlanRequest, candidate: LayoutCandidate) -> Iterator[LayoutCandidate]:
     """Candidates that need no more memory, from the most frugal on: most are shared by many others."""
     plain = candidate._replace(vpp=1, schedule=None, recomputed=None)
     yield plain._replace(micro_batch_size=1, recompute=request.fixed.get("recompute", "full"))
@@ -174,7 +174,7 @@ def _more_frugal(request: PlanRequest, candidate: Candidate) -> Iterator[Candida
     yield plain
 
 
-def _memory(request: PlanRequest, candidate: Candidate, state: _State) -> Plan | None:
+def _memory(request: PlanRequest, candidate: LayoutCandidate, state: _State) -> Plan | None:
     """The memory of a candidate; ``None`` if it is impossible."""
     if candidate in state.memories:
         return state.memories[candidate]

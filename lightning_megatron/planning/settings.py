@@ -87,7 +87,7 @@ def job_of(config: TransformerConfig, feed: Feed, arguments: Mapping[str, Any], 
     )
 
 
-def arguments_of(job: PlannedJob) -> dict[str, Any]:
+def strategy_arguments(job: PlannedJob) -> dict[str, Any]:
     """Arguments of ``MegatronStrategy`` for a job; those that are the strategy's defaults are left out."""
     layout, split, recompute = job.layout, job.split, job.recompute
     found: dict[str, Any] = {
@@ -119,5 +119,5 @@ def _changed(values: Mapping[str, Any], default: object, names: Mapping[str, str
 
 def layout_words(job: PlannedJob) -> str:
     """The layout of a job as arguments of the strategy, with the number of replicas: ``tp=8, micro_batch_size=1``."""
-    given = ", ".join(f"{name}={value!r}" for name, value in arguments_of(job).items())
+    given = ", ".join(f"{name}={value!r}" for name, value in strategy_arguments(job).items())
     return f"{given} (dp {job.layout.data_parallel_size})"

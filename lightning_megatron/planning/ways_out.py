@@ -15,7 +15,7 @@ from lightning_megatron.pipeline.schedule import schedule_kind
 from lightning_megatron.planning.core.device_file import DeviceSpec
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.plan import Plan, plan_of
-from lightning_megatron.planning.settings import arguments_of
+from lightning_megatron.planning.settings import strategy_arguments
 
 MOST_CHANGES = 5
 MOST_JOBS = 400
@@ -93,7 +93,7 @@ def _changes(before: PlannedJob, after: PlannedJob) -> dict[str, Any]:
 
 def _told(job: PlannedJob) -> dict[str, Any]:
     samples = job.micro_batch_size * job.num_micro_batches
-    return {**arguments_of(job), "batch_size": samples}
+    return {**strategy_arguments(job), "batch_size": samples}
 
 
 def _neighbours(job: PlannedJob) -> Iterator[PlannedJob]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED, Kind, among_unfinished, delete, tidy
-from lightning_megatron.checkpoint.directory.leftovers import remove_stale, time_of
+from lightning_megatron.checkpoint.directory.leftovers import file_system_time, remove_stale
 from lightning_megatron.checkpoint.directory.owner import Owner, own_job
 from lightning_megatron.errors import CheckpointError
 
@@ -125,7 +125,7 @@ class FolderLock:
     def _look(self) -> tuple[dict[str, Any] | None, float]:
         """Content of the lock (``None`` without one), and the seconds since its last sign of life."""
         try:
-            now = time_of(self._lock.parent)
+            now = file_system_time(self._lock.parent)
             seen = times = self._lock.stat()
         except FileNotFoundError:
             return None, 0.0

@@ -44,7 +44,7 @@ def remove_stale(folder: Path, dead_after: float = DEAD_AFTER) -> list[str]:
     if not unfinished.is_dir():
         return []
     try:
-        now = time_of(unfinished)
+        now = file_system_time(unfinished)
         entries = sorted(unfinished.iterdir())
     except FileNotFoundError:  # another writer has just removed the empty folder
         return []
@@ -63,7 +63,7 @@ def remove_stale(folder: Path, dead_after: float = DEAD_AFTER) -> list[str]:
     return cleared
 
 
-def time_of(folder: Path) -> float:
+def file_system_time(folder: Path) -> float:
     """The time by the clock of a folder's file system."""
     with tempfile.TemporaryFile(dir=folder) as stream:
         return os.fstat(stream.fileno()).st_mtime

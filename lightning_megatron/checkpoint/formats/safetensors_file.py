@@ -165,7 +165,7 @@ def publish_unfinished(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def write_part(path: Path, entry: Entry, box: Box, value: Tensor) -> None:
+def write_box(path: Path, entry: Entry, box: Box, value: Tensor) -> None:
     """Write a box of a tensor into the unfinished file."""
     if value.numel():
         _mapped(unfinished_path(path), entry, box, "r+").copy_(value)

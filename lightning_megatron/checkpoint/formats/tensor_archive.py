@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.integrity.hashed_files import HashedStream
 from lightning_megatron.checkpoint.integrity.metadata_file import Place
-from lightning_megatron.checkpoint.integrity.unpacked_size import FilePart
+from lightning_megatron.checkpoint.integrity.unpacked_size import FileSlice
 
 _STORAGES: dict[str, torch.dtype] = {
     "torch DoubleStorage": torch.float64,
@@ -178,7 +178,7 @@ class ValueFinder:
             if self._stream.read(len(head)) == head:  # the same pickle, and the values right behind it
                 return replace(values, start=place.offset + len(head))
         try:
-            with zipfile.ZipFile(FilePart(self._stream, place)) as archive:
+            with zipfile.ZipFile(FileSlice(self._stream, place)) as archive:
                 found = _values(archive, self._stream, place)
             if found is not None and found.start - place.offset <= _LONGEST:
                 self._stream.seek(place.offset)

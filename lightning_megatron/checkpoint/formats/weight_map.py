@@ -23,7 +23,7 @@ _SHOWN_FAULTS = 10
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightRule:
     """One of our tensors and the foreign tensors that it is made of.
 
     Attributes:
@@ -43,17 +43,17 @@ class Rule:
     otherwise: str | None = None
 
 
-def same(native: str, foreign: str, *repeats: str) -> Rule:
+def same(native: str, foreign: str, *repeats: str) -> WeightRule:
     """A tensor that both sides hold alike."""
-    return Rule(native, (foreign,), lambda x: x, lambda x: (x,), repeats)
+    return WeightRule(native, (foreign,), lambda x: x, lambda x: (x,), repeats)
 
 
-def transposed(native: str, foreign: str) -> Rule:
+def transposed(native: str, foreign: str) -> WeightRule:
     """A matrix, or one of each expert, that the other program stores as ``[in, out]``."""
-    return Rule(native, (foreign,), lambda x: x.mT.contiguous(), lambda x: (x.mT.contiguous(),))
+    return WeightRule(native, (foreign,), lambda x: x.mT.contiguous(), lambda x: (x.mT.contiguous(),))
 
 
-def stacked(native: str, *foreign: str, lead: tuple[int, ...] = ()) -> Rule:
+def stacked(native: str, *foreign: str, lead: tuple[int, ...] = ()) -> WeightRule:
     """Foreign tensors along new first dimensions of ours: gate and up, ``[2, F, H]``, or of experts ``[E, 2, F, H]``.
 
     Args:
@@ -66,12 +66,12 @@ def stacked(native: str, *foreign: str, lead: tuple[int, ...] = ()) -> Rule:
     def split(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(part.contiguous() for part in x.flatten(0, len(lead) - 1).unbind())
 
-    return Rule(native, foreign, lambda *parts: torch.stack(parts).unflatten(0, lead), split)
+    return WeightRule(native, foreign, lambda *parts: torch.stack(parts).unflatten(0, lead), split)
 
 
-def interleaved(native: str, foreign: str) -> Rule:
+def interleaved_experts(native: str, foreign: str) -> WeightRule:
     """Gate and up of each expert, whose rows take turns in ``[E, 2 F, ...]``, to ``[E, 2, F, ...]``."""
-    return Rule(
+    return WeightRule(
         native,
         (foreign,),
         lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2).contiguous(),
@@ -79,15 +79,15 @@ def interleaved(native: str, foreign: str) -> Rule:
     )
 
 
-def fused_qkv(native: str, foreign: tuple[str, ...], heads: int, groups: int) -> Rule:
+def fused_qkv(native: str, foreign: tuple[str, ...], heads: int, groups: int) -> WeightRule:
     """Queries, keys and values of three tensors, or one below the other in one tensor, to rows of query groups."""
     join, split = partial(fuse_qkv, groups=groups), partial(split_qkv, heads=heads, groups=groups)
     if len(foreign) == 3:
-        return Rule(native, foreign, join, split)
-    return Rule(native, foreign, lambda x: join(*x.tensor_split(3)), lambda x: (torch.cat(split(x)),))
+        return WeightRule(native, foreign, join, split)
+    return WeightRule(native, foreign, lambda x: join(*x.tensor_split(3)), lambda x: (torch.cat(split(x)),))
 
 
-def fused_kv(native: str, foreign: tuple[str, ...], groups: int) -> Rule:
+def fused_kv(native: str, foreign: tuple[str, ...], groups: int) -> WeightRule:
     """Keys and values of two tensors ``[G D, ...]`` to rows ``[k, v]`` of each group, end to end."""
 
     def join(k: Tensor, v: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def fused_kv(native: str, foreign: tuple[str, ...], groups: int) -> Rule:
     def split(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(part.flatten(0, 1).contiguous() for part in x.unflatten(0, (groups, -1)).chunk(2, dim=1))
 
-    return Rule(native, foreign, join, split)
+    return WeightRule(native, foreign, join, split)
 
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
@@ -119,7 +119,7 @@ def split_qkv(fused: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, T
     return q.flatten(0, 1).contiguous(), k.flatten(0, 1).contiguous(), v.flatten(0, 1).contiguous()
 
 
-def paired(native: str, foreign: str, *, heads: int, turned: int) -> Rule:
+def paired(native: str, foreign: str, *, heads: int, turned: int) -> WeightRule:
     """Rows of heads of which the last ``turned`` are in neighbouring pairs there, and here one half behind the other.
 
     Args:
@@ -134,7 +134,7 @@ def paired(native: str, foreign: str, *, heads: int, turned: int) -> Rule:
         plain, last = rows.split((rows.shape[1] - turned, turned), dim=1)
         return torch.cat((plain, last.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)), dim=1).flatten(0, 1)
 
-    return Rule(
+    return WeightRule(
         native,
         (foreign,),
         lambda x: reorder(x, (turned // 2, 2)),
@@ -167,7 +167,7 @@ class WeightMap:
         label: words for foreign tensors in messages.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[WeightRule, ...]
     ignored: str
     prefix: str
     label: str = "Hugging Face tensors"
@@ -245,7 +245,7 @@ class WeightMap:
         return name if known else self.prefix + name
 
 
-def _joined(rule: Rule, parts: Sequence[LazyTensor], repeats: Mapping[str, LazyTensor]) -> Tensor:
+def _joined(rule: WeightRule, parts: Sequence[LazyTensor], repeats: Mapping[str, LazyTensor]) -> Tensor:
     foreign = [part.materialize() for part in parts]
     for name in not_finite(zip(rule.foreign, foreign, strict=True)):
         bad = amount(foreign[rule.foreign.index(name)])
@@ -259,11 +259,11 @@ def _joined(rule: Rule, parts: Sequence[LazyTensor], repeats: Mapping[str, LazyT
     return joined
 
 
-def _split(rule: Rule, whole: LazyTensor) -> Sequence[Tensor]:
+def _split(rule: WeightRule, whole: LazyTensor) -> Sequence[Tensor]:
     return rule.split(whole.materialize())
 
 
-def _shown(rule: Rule, parts: Sequence[LazyTensor]) -> str:
+def _shown(rule: WeightRule, parts: Sequence[LazyTensor]) -> str:
     pairs = [f"{name} {list(part.shape)}" for name, part in zip(rule.foreign, parts, strict=True)]
     return ", ".join(pairs[:3]) + (", ..." if len(pairs) > 3 else "")
 

@@ -1,8 +1,8 @@
 """``.metadata``, the table of contents that torch.distributed.checkpoint writes: read without trusting it.
 
 The file is a pickle, and torch reads it with plain ``pickle.load``, which runs whatever a file tells it to. Here
-nothing that it names is imported or called: every name becomes an inert :class:`Record`, and the table is built anew
-from those records, field by field, with the type of each checked. Files must lie in the checkpoint's own directory.
+nothing that it names is imported or called: every name becomes an inert :class:`PickledObject`, and the table is built
+anew from those, field by field, with the type of each checked. Files must lie in the checkpoint's own directory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Sealed(type):
         raise pickle.UnpicklingError(f"sets {name} of a class")
 
 
-class Record(metaclass=_Sealed):
+class PickledObject(metaclass=_Sealed):
     """An object of the file: the name of its class, and the values that it was made of and filled with.
 
     Attributes:
@@ -84,7 +84,7 @@ class Record(metaclass=_Sealed):
     given: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *given: Any, **_: Any) -> Record:
+    def __new__(cls, *given: Any, **_: Any) -> PickledObject:
         """Keep the arguments: a pickle makes objects with and without calling their class."""
         record = super().__new__(cls)
         record.given, record.state = given, None
@@ -102,13 +102,13 @@ class _Reader(pickle.Unpickler):
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
-        self.classes: dict[str, type[Record]] = {}
+        self.classes: dict[str, type[PickledObject]] = {}
 
-    def find_class(self, module: str, name: str) -> type[Record]:
+    def find_class(self, module: str, name: str) -> type[PickledObject]:
         """A class of records, the same one for the same name."""
         full = f"{module}.{name}"
         if full not in self.classes:
-            made: Any = _Sealed(name, (Record,), {"name": full})
+            made: Any = _Sealed(name, (PickledObject,), {"name": full})
             self.classes[full] = made
         return self.classes[full]
 
@@ -186,7 +186,7 @@ def _dtype(properties: Any) -> torch.dtype:
         raise TypeError(f"{_kind(properties)} stands where TensorProperties should")
     state = properties.state
     named = state[0] if isinstance(state, tuple) and state else _dict(state).get("dtype")
-    if isinstance(named, type) and issubclass(named, Record) and named.name in _DTYPES:
+    if isinstance(named, type) and issubclass(named, PickledObject) and named.name in _DTYPES:
         return _DTYPES[named.name]
     raise TypeError(f"{_kind(named)} is no dtype")
 
@@ -199,7 +199,7 @@ def _size(size: Any) -> torch.Size:
 
 
 def _is(value: Any, name: str) -> bool:
-    return isinstance(value, Record) and value.name.rpartition(".")[2] == name
+    return isinstance(value, PickledObject) and value.name.rpartition(".")[2] == name
 
 
 def _fields(value: Any, name: str) -> dict[Any, Any]:
@@ -229,4 +229,4 @@ def _whole(value: Any) -> int:
 
 def _kind(value: Any) -> str:
     """The name of a value's class: a value itself may be longer than the memory."""
-    return value.name if isinstance(value, Record) else type(value).__name__
+    return value.name if isinstance(value, PickledObject) else type(value).__name__

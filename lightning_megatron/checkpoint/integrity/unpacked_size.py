@@ -48,7 +48,7 @@ def refuse_packed_items(directory: Path, places: Iterable[Place]) -> None:
     for name, found in by_file.items():
         with (directory / name).open("rb") as stream:
             for place in sorted(found, key=lambda place: place.offset):
-                _refuse_packed(FilePart(stream, place), place.length, str(directory / name))
+                _refuse_packed(FileSlice(stream, place), place.length, str(directory / name))
 
 
 def refuse_oversized(directory: Path, metadata: Metadata) -> None:
@@ -92,7 +92,7 @@ def _refuse_packed(stream: Any, length: int, name: str) -> None:
         raise CheckpointError(f"{name}: an archive of {length} bytes that unpacks to {unpacked}: torch.save packs none")
 
 
-class FilePart(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """A part of a file, read like a file.
 
     Args:

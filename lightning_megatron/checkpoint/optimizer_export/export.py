@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint.directory.atomic_dir import sync_file
 from lightning_megatron.checkpoint.formats import safetensors_file
 from lightning_megatron.checkpoint.formats.meta import refuse_objects
 from lightning_megatron.checkpoint.formats.safetensors_file import Entry
-from lightning_megatron.checkpoint.optimizer_export.memory_levels import Group, collecting_steps
+from lightning_megatron.checkpoint.optimizer_export.memory_levels import StateHolders, collecting_steps
 from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
 from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.comm.all_ranks import on_all_ranks
@@ -74,7 +74,7 @@ class Collectors:
     ranks_per_node: int
 
     @property
-    def steps(self) -> list[list[Group]]:
+    def steps(self) -> list[list[StateHolders]]:
         """Groups that are collected at the same time, step by step.
 
         Raises:
@@ -183,7 +183,7 @@ def _known(mesh: ParallelMesh, state: State, packed: Mapping[str, Tensor]) -> di
 
 
 def _gather(
-    group: Group,
+    group: StateHolders,
     offered: Sequence[Sequence[_Offer]],
     own: Mapping[_Place, Sequence[Chunk]],
     known: Mapping[str, _Kind],
@@ -207,7 +207,7 @@ def _gather(
 
 
 def _scatter(
-    group: Group,
+    group: StateHolders,
     wanted: Sequence[Sequence[_Offer]],
     own: Mapping[_Place, Sequence[Chunk]],
     held: Mapping[_Place, Tensor],
@@ -240,7 +240,7 @@ def _as_bytes(x: Tensor) -> Tensor:
 def _read(
     path: Path,
     entries: Mapping[str, Entry],
-    groups: Sequence[Group],
+    groups: Sequence[StateHolders],
     wanted: Sequence[Sequence[_Offer]],
     memory: HostMemory,
 ) -> dict[_Place, Tensor]:
@@ -255,7 +255,7 @@ def _read(
 
 def _write(path: Path, entries: Mapping[str, Entry], held: Mapping[_Place, Tensor]) -> None:
     for (key, box), value in held.items():
-        safetensors_file.write_part(path, entries[key], box, value)
+        safetensors_file.write_box(path, entries[key], box, value)
     if held:  # each collector waits for its own pages: rank 0 cannot for those of another node
         sync_file(safetensors_file.unfinished_path(path))
 

@@ -24,7 +24,7 @@ MEMORY_LEVELS = {
 
 
 @dataclass(frozen=True)
-class Group:
+class StateHolders:
     """Ranks that together hold the state of one slice, each part of it once or more often.
 
     Attributes:
@@ -38,7 +38,7 @@ class Group:
     collector: int
 
 
-def collecting_steps(layout: ParallelLayout, ranks_per_node: int, level: str) -> list[list[Group]]:
+def collecting_steps(layout: ParallelLayout, ranks_per_node: int, level: str) -> list[list[StateHolders]]:
     """The groups of a job in steps; groups of one step are in host memory at the same time.
 
     Args:
@@ -55,7 +55,7 @@ def collecting_steps(layout: ParallelLayout, ranks_per_node: int, level: str) ->
     dense = rank_groups(dense_grid(layout), ["cp", "dp"])
     experts = rank_groups(expert_grid(layout), ["edp"])
     groups = [
-        Group(of_experts, ranks, node * ranks_per_node)
+        StateHolders(of_experts, ranks, node * ranks_per_node)
         for of_experts, kind in ((False, dense), (True, experts))
         for ranks, node in zip(kind, _nodes(kind, ranks_per_node, level), strict=True)
     ]

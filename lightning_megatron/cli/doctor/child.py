@@ -26,7 +26,7 @@ _Outcome = tuple[str, str, bool]
 """Value, fault, and True if the fault is harmful."""
 
 
-def main() -> None:
+def run_trials() -> None:
     """Make the trials that the command line names, or the collectives of one of two ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("results", type=Path)
@@ -209,4 +209,4 @@ def _compare(mesh: ParallelMesh, device: torch.device, name: str, dtype: torch.d
 
 
 if __name__ == "__main__":
-    main()
+    run_trials()

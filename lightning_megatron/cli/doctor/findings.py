@@ -26,11 +26,11 @@ def findings(ranks: int) -> list[Finding]:
         _torch(),
         *_lightning(),
         gaudi.software(torch.__version__),
-        *bridge(),
+        *bridge_import(),
         *gaudi.driver(),
         *gaudi.mode(),
         *(container.container() if has_bridge else ()),
-        *visible_modules(),
+        *visible_modules_setting(),
         _taken(),
         *gaudi.environment(rest),
         host.shared_memory(),
@@ -38,7 +38,7 @@ def findings(ranks: int) -> list[Finding]:
     ]
 
 
-def bridge() -> list[Finding]:
+def bridge_import() -> list[Finding]:
     """The outcome of the bridge's import; empty where there is no bridge."""
     reason = devices.why_no_hpu()
     if not gaudi.has_bridge():
@@ -46,7 +46,7 @@ def bridge() -> list[Finding]:
     return [Finding("Gaudi bridge", "imported, and sees cards" if reason is None else "not usable", reason or "")]
 
 
-def visible_modules() -> list[Finding]:
+def visible_modules_setting() -> list[Finding]:
     """The cards that the environment permits; empty if it does not limit them."""
     try:
         modules = devices.visible_modules()

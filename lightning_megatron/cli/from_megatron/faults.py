@@ -51,7 +51,7 @@ _EXCLUSIVE = (
 _LENGTHS = ("lr_decay_{}", "lr_warmup_{}", "lr_wsd_decay_{}")
 
 
-def faults_of(line: CommandLine) -> list[Problem]:
+def line_faults(line: CommandLine) -> list[Problem]:
     """All faults of a line. A size that cannot be is taken out of it, so that what follows can be checked too.
 
     Args:

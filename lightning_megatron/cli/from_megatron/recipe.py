@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_megatron.checkpoint.formats.megatron import config_from_arguments
 from lightning_megatron.cli.from_megatron.deepspeed import with_deepspeed
-from lightning_megatron.cli.from_megatron.faults import faults_of
+from lightning_megatron.cli.from_megatron.faults import line_faults
 from lightning_megatron.cli.from_megatron.words import CommandLine
 from lightning_megatron.config.recompute_plan import MODULES
 from lightning_megatron.config.transformer import TransformerConfig
@@ -48,7 +48,7 @@ def recipe_of(line: CommandLine, devices: Devices) -> dict[str, Any]:
         ConfigError: with everything that cannot be, or is missing.
     """
     problems = with_deepspeed(line)
-    problems += faults_of(line)
+    problems += line_faults(line)
     replica = prod(line.get(f"{axis}_model_parallel_size") for axis in ("tensor", "pipeline"))
     replica *= line.get("context_parallel_size")
     if devices.all % replica:

@@ -16,7 +16,7 @@ from lightning_megatron.evaluation.ranks import Ranks, Spread, Step, on_ranks
 from lightning_megatron.families import module_of
 from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.modules.load_module import load_module
-from lightning_megatron.lightning.run_state.hyper_parameters import config_of, read_meta
+from lightning_megatron.lightning.run_state.hyper_parameters import config_of, read_checkpoint_dictionary
 
 
 def continuation(args: argparse.Namespace) -> str | None:
@@ -54,7 +54,7 @@ def _module_class(checkpoint: str) -> Any:
     Raises:
         ConfigError: if it does not.
     """
-    config = config_of(read_meta(checkpoint).get("hyper_parameters") or {})
+    config = config_of(read_checkpoint_dictionary(checkpoint).get("hyper_parameters") or {})
     kind = getattr(lightning_megatron, "GPTModule" if config is None else module_of(config))
     if not hasattr(kind, "generate"):
         reason = "its model writes no text"

@@ -149,7 +149,7 @@ def _about(args: argparse.Namespace, plan: Plan, device: DeviceSpec | None) -> N
     if args.explain:
         print("\n" + "\n".join(text.explained(plan)))
     if args.yaml:
-        recipe = text.recipe_of(plan.job, 8 if device is None else device.devices_per_node)
+        recipe = text.recipe_text(plan.job, 8 if device is None else device.devices_per_node)
         if args.yaml == "-":
             print("\n" + recipe, end="")
         else:

@@ -10,7 +10,7 @@ from lightning_megatron.planning.core.term import Term
 from lightning_megatron.planning.plan import Plan
 from lightning_megatron.planning.request import PlanRequest
 from lightning_megatron.planning.search import Found
-from lightning_megatron.planning.settings import arguments_of, layout_words
+from lightning_megatron.planning.settings import layout_words, strategy_arguments
 from lightning_megatron.planning.ways_out import WayOut
 
 GIB = 2**30
@@ -115,7 +115,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     """A plan for JSON: bytes, seconds, arguments of the strategy."""
     time = plan.time
     return {
-        "strategy": arguments_of(plan.job),
+        "strategy": strategy_arguments(plan.job),
         "data_parallel": plan.job.layout.data_parallel_size,
         "num_micro_batches": plan.job.num_micro_batches,
         "fits": plan.fits,
@@ -132,7 +132,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def recipe_of(job: PlannedJob, devices_per_node: int) -> str:
+def recipe_text(job: PlannedJob, devices_per_node: int) -> str:
     """A YAML recipe with the strategy of a job, to be put behind another one."""
     import yaml
 
@@ -140,7 +140,7 @@ def recipe_of(job: PlannedJob, devices_per_node: int) -> str:
     trainer = {
         "devices": job.world_size // nodes,
         "num_nodes": nodes,
-        "strategy": {"class_path": "lightning_megatron.MegatronStrategy", "init_args": arguments_of(job)},
+        "strategy": {"class_path": "lightning_megatron.MegatronStrategy", "init_args": strategy_arguments(job)},
         "precision": job.precision,
     }
     data = {

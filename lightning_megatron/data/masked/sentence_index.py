@@ -45,7 +45,7 @@ class SentenceRule:
                 yield _SHORTEST + number % (self.longest - 1) if is_short else self.longest
 
 
-def documents_of(dataset: IndexedDataset, span: tuple[float, float]) -> NDArray[np.int64]:
+def documents_in_share(dataset: IndexedDataset, span: tuple[float, float]) -> NDArray[np.int64]:
     """Numbers of the documents in a share, given by its begin and end between 0 and 1."""
     documents = float(len(dataset.document_indices) - 1)
     return np.arange(*(round(bound * documents) for bound in span))

@@ -82,7 +82,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Part:
+class EncodedPart:
     """Tokens of some documents under one key.
 
     Attributes:
@@ -125,7 +125,7 @@ class Encoded:
         left_out: broken lines.
     """
 
-    parts: dict[str, Part]
+    parts: dict[str, EncodedPart]
     documents: int
     size: int
     left_out: LeftOut
@@ -206,11 +206,11 @@ class Encoder:
             found[-1] += self._eod
         return found
 
-    def _part(self, documents: Sequence[list[bytes]]) -> Part:
+    def _part(self, documents: Sequence[list[bytes]]) -> EncodedPart:
         flat = [tokens for document in documents for tokens in document]
         lengths = np.fromiter(map(len, flat), np.int64, len(flat)) // self.dtype.itemsize
         sequences = np.fromiter(map(len, documents), np.int64, len(documents))
-        return Part(np.frombuffer(b"".join(flat), self.dtype), lengths, sequences)
+        return EncodedPart(np.frombuffer(b"".join(flat), self.dtype), lengths, sequences)
 
 
 def tasks(reader: LineReader, source: Source) -> Iterator[Lines]:

@@ -13,7 +13,7 @@ from lightning_megatron.data.indexed_writer import IndexedDatasetWriter
 from lightning_megatron.data.preprocessing.encode import EncodeOptions, Encoder, LeftOut, Lines, TokenizerSpec, tasks
 from lightning_megatron.data.preprocessing.estimate import estimate
 from lightning_megatron.data.preprocessing.parts import PartsFolder, cut
-from lightning_megatron.data.preprocessing.progress import Log, Progress
+from lightning_megatron.data.preprocessing.progress import DocumentProgress, Log
 from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE, LineReader, Source, expand
 from lightning_megatron.data.preprocessing.workers import encoded, write_parts
 from lightning_megatron.errors import ConfigError, DataError, Problem
@@ -86,7 +86,7 @@ def preprocess(
     options = EncodeOptions(
         tokenizer, tuple(json_keys), append_eod, split_sentences, keep_newlines, longest_line, strict
     )
-    job = _Job(expand(inputs), str(output_prefix), options, workers, Progress(log_interval, log))
+    job = _Job(expand(inputs), str(output_prefix), options, workers, DocumentProgress(log_interval, log))
     return job.run(max(partitions, workers) if partitions > 1 else 1, check_space)
 
 
@@ -98,7 +98,7 @@ class _Job:
     output_prefix: str
     options: EncodeOptions
     workers: int
-    progress: Progress
+    progress: DocumentProgress
 
     @property
     def prefixes(self) -> dict[str, str]:

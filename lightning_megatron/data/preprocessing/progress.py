@@ -11,7 +11,7 @@ from tqdm import tqdm
 Log = Callable[[str], None]
 
 
-class Progress:
+class DocumentProgress:
     """Progress in documents and bytes.
 
     Args:

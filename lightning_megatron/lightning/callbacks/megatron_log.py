@@ -22,7 +22,7 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.data.loading.resumable_loader import ResumableDataLoader
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.layers.embedding import padded_vocab_size
-from lightning_megatron.lightning.callbacks.throughput import Work, work_of
+from lightning_megatron.lightning.callbacks.throughput import WorkDone, work_of
 from lightning_megatron.lightning.monitoring import megatron_lines as lines
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.lightning.validation.samples import PlansSamples
@@ -58,18 +58,18 @@ class MegatronLog(Callback):
     @checked(every_n_steps=at_least(1))
     def __init__(self, every_n_steps: int | None = None, loss_name: str = "lm loss", throughput: bool = False) -> None:
         self._every, self._loss_name, self._throughput = every_n_steps, loss_name, throughput
-        self.consumed = Work()
+        self.consumed = WorkDone()
         self._resumed = False
         self._made = time.time()
         self._seen = self._last = 0
-        self._step = Work()
+        self._step = WorkDone()
         self._loss: Tensor | None = None
         self._mark: float | None = None
         self._begin()
 
     def _begin(self) -> None:
         """Begin a window of steps."""
-        self._window = Work()
+        self._window = WorkDone()
         self._taken = self._skipped = self._nans = 0
         self._losses: Tensor | None = None
 
@@ -79,7 +79,7 @@ class MegatronLog(Callback):
             reason = "reads numbers of MegatronStrategy: use that strategy, or leave it out"
             raise ConfigError([Problem("callbacks", type(self).__name__, reason)])
         if stage == "fit" and not trainer.global_step:
-            self.consumed, self._resumed = Work(), False
+            self.consumed, self._resumed = WorkDone(), False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print what is known at the start; count on from a checkpoint of a run without this callback, too."""
@@ -91,8 +91,8 @@ class MegatronLog(Callback):
         loader = trainer.train_dataloader
         if not self._resumed and isinstance(loader, ResumableDataLoader):
             place = loader.position
-            self.consumed = replace(Work(), samples=place.epoch * place.num_samples_total + place.consumed_samples)
-        self._seen, self._step, self._loss, self._mark = trainer.global_step, Work(), None, None
+            self.consumed = replace(WorkDone(), samples=place.epoch * place.num_samples_total + place.consumed_samples)
+        self._seen, self._step, self._loss, self._mark = trainer.global_step, WorkDone(), None, None
         self._begin()
 
     def _start_lines(
@@ -154,7 +154,7 @@ class MegatronLog(Callback):
             self._losses = loss if self._losses is None else self._losses + loss
         self._window += self._step
         self.consumed += self._step
-        self._step, self._loss, self._last = Work(), None, self._step.samples
+        self._step, self._loss, self._last = WorkDone(), None, self._step.samples
 
     def _close(self, trainer: Trainer) -> None:
         """End a window; all ranks call this."""
@@ -225,7 +225,7 @@ class MegatronLog(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Count on."""
         self._resumed = True
-        self.consumed = Work(samples=state_dict["samples"], tokens=state_dict["tokens"])
+        self.consumed = WorkDone(samples=state_dict["samples"], tokens=state_dict["tokens"])
 
 
 def _print(line: str) -> None:

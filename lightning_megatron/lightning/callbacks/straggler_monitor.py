@@ -17,7 +17,7 @@ from lightning_megatron.arguments import above, at_least, checked
 from lightning_megatron.comm.collectives import Pending, start_all_gather
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import ConfigError, Problem
-from lightning_megatron.lightning.monitoring.slow_ranks import SlowRanks, Straggler, Window, excess
+from lightning_megatron.lightning.monitoring.slow_ranks import SlowRanks, StepTimes, Straggler, excess
 from lightning_megatron.lightning.monitoring.step_clock import FetchClock, StepClock, step_clock
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh, coordinate, dense_grid
@@ -143,20 +143,20 @@ class StragglerMonitor(Callback):
             pending, self._under_way = self._under_way, None
             self._look(trainer, pending.wait())
 
-    def _window(self) -> Window:
+    def _window(self) -> StepTimes:
         """This rank's numbers, of whole steps."""
         assert self._clock is not None
         times = iter(self._clock.read())
         steps = [[next(times) for _ in range(count)] for count in self._counts]
         compute = [sum(batch.compute for batch in step) for step in steps]
         waiting = [sum(batch.waiting for batch in step) for step in steps]
-        window = Window.of(compute, self._data, waiting, median(self._steps or [0.0]))
+        window = StepTimes.of(compute, self._data, waiting, median(self._steps or [0.0]))
         self._counts, self._data, self._steps = [], [], []
         return window
 
     def _look(self, trainer: Trainer, numbers: Tensor) -> None:
         assert self._slow is not None
-        windows = [Window(*row) for row in numbers.tolist()]
+        windows = [StepTimes(*row) for row in numbers.tolist()]
         self.slowest = self._names[_slowest(windows)]
         found, over = self._slow.look(windows)
         self.found += found
@@ -186,7 +186,7 @@ class StragglerMonitor(Callback):
         return f"{self._names[found.rank]} computes slowly: {took} a step in {span}, {than} {usual} ({factor}); {cost}"
 
 
-def _metrics(windows: list[Window], step: float) -> dict[str, float]:
+def _metrics(windows: list[StepTimes], step: float) -> dict[str, float]:
     return {
         "straggler/compute_excess": excess([window.compute for window in windows]) / step,
         "straggler/data_excess": excess([window.data for window in windows]) / step,
@@ -195,7 +195,7 @@ def _metrics(windows: list[Window], step: float) -> dict[str, float]:
     }
 
 
-def _slowest(windows: list[Window]) -> int:
+def _slowest(windows: list[StepTimes]) -> int:
     return max(range(len(windows)), key=lambda rank: windows[rank].compute)
 
 

@@ -36,7 +36,7 @@ class CountsBatchFlops(Protocol):
 
 
 @dataclass
-class Work:
+class WorkDone:
     """Samples, tokens and FLOPs of all data-parallel ranks together, and the time that they took."""
 
     seconds: float = 0.0
@@ -44,7 +44,7 @@ class Work:
     tokens: int = 0
     flops: float = 0.0
 
-    def __iadd__(self, other: Work) -> Work:
+    def __iadd__(self, other: WorkDone) -> WorkDone:
         self.seconds += other.seconds
         self.samples += other.samples
         self.tokens += other.tokens
@@ -80,9 +80,9 @@ class Throughput(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self.total = Work()
-        self._step = Work()
-        self._window: list[Work] = []
+        self.total = WorkDone()
+        self._step = WorkDone()
+        self._window: list[WorkDone] = []
         self._mark: float | None = None
         self._steps_seen = 0
 
@@ -111,7 +111,7 @@ class Throughput(Callback):
             self._steps_seen = trainer.global_step
             self._window.append(self._step)
             self.total += self._step
-            self._step = Work()
+            self._step = WorkDone()
         if closes:
             metrics = self._metrics(trainer)
             shown = "tokens_per_second" if "tokens_per_second" in metrics else "samples_per_second"
@@ -139,7 +139,7 @@ class Throughput(Callback):
         self._mark = now
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
-        work = Work()
+        work = WorkDone()
         for step in self._window:
             work += step
         times = [step.seconds for step in self._window]
@@ -165,7 +165,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[ceil(share * len(values)) - 1]
 
 
-def work_of(batch: Any, trainer: Trainer, module: LightningModule) -> Work:
+def work_of(batch: Any, trainer: Trainer, module: LightningModule) -> WorkDone:
     """Size of one batch over all data-parallel ranks, which have batches of the same shape."""
     strategy = trainer.strategy
     replicas = strategy.data_parallel_size if isinstance(strategy, MegatronStrategy) else trainer.world_size
@@ -176,7 +176,7 @@ def work_of(batch: Any, trainer: Trainer, module: LightningModule) -> Work:
         flops = replicas * module.batch_flops(batch)
     else:
         flops = tokens * config.flops_per_token(length) if length and isinstance(config, CountsFlops) else 0.0
-    return Work(samples=samples * replicas, tokens=tokens, flops=flops)
+    return WorkDone(samples=samples * replicas, tokens=tokens, flops=flops)
 
 
 def _shape(batch: Any) -> tuple[int, int]:

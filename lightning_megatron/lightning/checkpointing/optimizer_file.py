@@ -14,7 +14,7 @@ from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning.checkpointing.trainer_state import (
     continue_optimizer,
     optimizer_part,
-    take_settings,
+    take_group_settings,
 )
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -63,7 +63,7 @@ def import_optimizers(
     memory = import_state(path, state, experts, through)
     on_all_ranks(through.mesh, f"loading {path}", lambda: refuse_nonfinite(state, ()))
     for index, optimizer in enumerate(optimizers):
-        take_settings(optimizer, state[groups_key(index)])
+        take_group_settings(optimizer, state[groups_key(index)])
         continue_optimizer(index, optimizer, state)
     return memory
 

@@ -171,7 +171,7 @@ def load_trainer_checkpoint(
         groups |= optimizer_state(index, (), mesh, _groups(optimizer))
     opened.fill(groups, strict=False, is_in_order=is_in_order)
     for index, optimizer in enumerate(optimizers):
-        take_settings(optimizer, groups[groups_key(index)])
+        take_group_settings(optimizer, groups[groups_key(index)])
     target = _target(meta, module, optimizers, mesh, sharded)
     loaded = opened.fill(target.state, strict=module.strict_loading, is_in_order=is_in_order)
     if finite:
@@ -269,7 +269,7 @@ def _groups(optimizer: ShardedOptimizer) -> list[Mapping[str, Any]]:
     return [{**settings, "params": names} for settings, names in parts]
 
 
-def take_settings(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]] | None) -> None:
+def take_group_settings(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]] | None) -> None:
     """Load the scalars of groups (the next step's learning rate), on which it depends what state there is."""
     scalars, notes = regrouped(saved or (), optimizer.group_names())
     optimizer.load_group_settings(scalars)

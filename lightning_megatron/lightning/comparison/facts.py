@@ -23,7 +23,7 @@ from lightning_megatron.config.layout import HasModelShape, ParallelLayout
 from lightning_megatron.errors import problems_of
 from lightning_megatron.lightning.build.placement import placement_of
 from lightning_megatron.lightning.comparison.code import code_facts
-from lightning_megatron.lightning.comparison.values import NOTHING, Facts, arguments_of, flat
+from lightning_megatron.lightning.comparison.values import NOTHING, Facts, constructor_values, flat
 from lightning_megatron.mesh import coordinate, dense_grid
 from lightning_megatron.params import named_specs
 
@@ -188,7 +188,9 @@ def _takes_part(callback: Callback) -> bool:
 def _module_facts(module: LightningModule) -> Facts:
     shape = module.model_shape if isinstance(module, HasModelShape) else None
     facts = {} if shape is None else dict(flat("config", shape))
-    facts |= dict(flat("module", {"class": type(module), **arguments_of(module), "hparams": dict(module.hparams)}))
+    facts |= dict(
+        flat("module", {"class": type(module), **constructor_values(module), "hparams": dict(module.hparams)})
+    )
     if placement_of(module) is None:  # no Trainer has cut it yet
         facts |= {f"module.{name}": _shape_of(param) for name, param in module.named_parameters()}
     return facts

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class RunFolder:
     """A folder of a run.
 
     Attributes:
@@ -59,7 +59,7 @@ class Place:
     needed: int = 0
 
 
-def places_of(trainer: Trainer | None, objects: Iterable[object] = ()) -> list[Place]:
+def places_of(trainer: Trainer | None, objects: Iterable[object] = ()) -> list[RunFolder]:
     """Folders that a fit will write to.
 
     Index files of data need not be shared, since each machine builds its own. Logs are rank 0's.
@@ -85,13 +85,13 @@ def places_of(trainer: Trainer | None, objects: Iterable[object] = ()) -> list[P
     cache = getattr(data or getattr(trainer, "datamodule", None), "cache_dir", None)
     found.append(("data.cache_dir", cache, False, False))
     return [
-        Place(name, os.path.abspath(path), *how)
+        RunFolder(name, os.path.abspath(path), *how)
         for name, path, *how in found
         if isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
     ]
 
 
-def check_places(places: Iterable[Place], *, is_first: bool) -> None:
+def check_places(places: Iterable[RunFolder], *, is_first: bool) -> None:
     """Raise for every folder that this process, the first one or another, cannot write, or that is too small."""
     tried = [place for place in places if not place.first_alone or (is_first and not place.is_shared)]
     faults = _in_time(
@@ -122,7 +122,7 @@ class PlaceProbe:
         self._rank, self._may_differ = rank, tuple(may_differ)
         self._host = host or view_of_files()
 
-    def compare(self, places: Sequence[Place]) -> None:
+    def compare(self, places: Sequence[RunFolder]) -> None:
         """Look at the folders. Every rank must call this.
 
         Raises:
@@ -142,14 +142,14 @@ class PlaceProbe:
             self._meeting.part()
             raise_if_any(Problem(name, path, reason) for name, path, reason in found)
 
-    def _mark(self, said: Sequence[str], places: Sequence[Place], marks: list[Path]) -> str:
+    def _mark(self, said: Sequence[str], places: Sequence[RunFolder], marks: list[Path]) -> str:
         """Rank 0's files, by place, with the part of the path that does not exist yet; nothing if there is no need."""
         given = [json.loads(text) for text in said]
         if all(each == given[0] for each in given):
             return json.dumps({})
         return json.dumps(_in_time(partial(self._written_marks, places, marks), {}))
 
-    def _written_marks(self, places: Sequence[Place], marks: list[Path]) -> dict[str, list[str]]:
+    def _written_marks(self, places: Sequence[RunFolder], marks: list[Path]) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for place in places:
             if place.is_shared:
@@ -161,7 +161,7 @@ class PlaceProbe:
                     found[place.name] = [mark.name, rest, self._host.split(" ")[0]]
         return found
 
-    def _faults(self, places: Sequence[Place], marks: dict[str, list[str]]) -> Iterable[tuple[str, str, str]]:
+    def _faults(self, places: Sequence[RunFolder], marks: dict[str, list[str]]) -> Iterable[tuple[str, str, str]]:
         """Name, path and fault of each place on this machine."""
         end = time.monotonic() + SEEN_WITHIN
         for place in places:
@@ -198,7 +198,7 @@ def nearest_parent(path: str) -> tuple[Path, str]:
     return parent, "" if rest == os.curdir else rest
 
 
-def write_fault(place: Place, parent: Path, rest: str) -> str:
+def write_fault(place: RunFolder, parent: Path, rest: str) -> str:
     """Reason why a folder, ``parent / rest``, cannot be written here; empty if it can. Nothing stays in ``parent``."""
     try:
         with TemporaryDirectory(prefix=f"{_MARK}-", dir=parent) as made:
@@ -226,7 +226,7 @@ def _without(path: str, rest: str) -> tuple[Path, str]:
     return Path(path), ""
 
 
-def _holds_something(place: Place) -> bool:
+def _holds_something(place: RunFolder) -> bool:
     """True for a cache that was filled before: it is read."""
     return place.name == "data.cache_dir" and os.path.isdir(place.path) and bool(os.listdir(place.path))
 

@@ -60,10 +60,10 @@ def flat(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Plain]]:
         yield name, _scalar(value.item())
     else:
         yield name, _name_of(type(value))
-        yield from _entries(name, arguments_of(value), depth)
+        yield from _entries(name, constructor_values(value), depth)
 
 
-def arguments_of(instance: object) -> dict[str, Any]:
+def constructor_values(instance: object) -> dict[str, Any]:
     """Arguments of an instance's constructor, as far as it keeps them under their names (or with an underscore)."""
     try:
         names = inspect.signature(type(instance).__init__).parameters

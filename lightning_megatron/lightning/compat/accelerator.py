@@ -142,7 +142,7 @@ def register_with_lightning_habana(accelerator: Accelerator | None, strategy: ty
         theirs.HPUParallelStrategy.register(strategy)
 
 
-def enable_gpu_migration(device: torch.device) -> None:
+def enable_gpu_migration_on(device: torch.device) -> None:
     """Let modules written for NVIDIA's devices run on Gaudi; elsewhere they run as they are."""
     if device.type == NAME:
         devices.enable_gpu_migration()

@@ -60,7 +60,7 @@ COUNTS = ("train_samples", "val_samples", "test_samples")
 """Arguments with numbers of samples, in the order of the splits."""
 
 
-def readable(argument: str) -> Check:
+def readable_paths(argument: str) -> Check:
     """Rule for data paths that is checked before the files are opened."""
 
     def parse(path: Any) -> None:
@@ -119,9 +119,9 @@ class MegatronDataModule(LightningDataModule):
 
     @checked(
         ELSEWHERE,
-        data_path=readable("data_path"),
-        val_data_path=readable("val_data_path"),
-        test_data_path=readable("test_data_path"),
+        data_path=readable_paths("data_path"),
+        val_data_path=readable_paths("val_data_path"),
+        test_data_path=readable_paths("test_data_path"),
         split=Check(partial(problems_of, parse_split)),
         seq_length=at_least(1),
         batch_size=at_least(1),

@@ -14,10 +14,10 @@ from lightning_megatron.data.build import Paths, SampleDataset, Span, build_data
 from lightning_megatron.data.indexed import IndexedDataset
 from lightning_megatron.data.masked.bert_dataset import BertDataset
 from lightning_megatron.data.masked.masking import MaskingRule
-from lightning_megatron.data.masked.sentence_index import documents_of, usable_documents
+from lightning_megatron.data.masked.sentence_index import documents_in_share, usable_documents
 from lightning_megatron.data.masked.t5_dataset import T5Dataset
 from lightning_megatron.errors import Problem, problems_of
-from lightning_megatron.lightning.datamodules.datamodule import COUNTS, ELSEWHERE, MegatronDataModule, readable
+from lightning_megatron.lightning.datamodules.datamodule import COUNTS, ELSEWHERE, MegatronDataModule, readable_paths
 
 SENTENCE_NAMES: dict[str, str] = {
     **ELSEWHERE,
@@ -28,9 +28,9 @@ SENTENCE_NAMES: dict[str, str] = {
 """Our arguments, or what to do instead, by the names of Megatron and NeMo."""
 
 SENTENCE_RULES: Rules = {
-    "data_path": readable("data_path"),
-    "val_data_path": readable("val_data_path"),
-    "test_data_path": readable("test_data_path"),
+    "data_path": readable_paths("data_path"),
+    "val_data_path": readable_paths("val_data_path"),
+    "test_data_path": readable_paths("test_data_path"),
     "split": Check(partial(problems_of, parse_split)),
     "batch_size": at_least(1),
     "train_samples": at_least(0),
@@ -70,7 +70,7 @@ class SentenceDataModule(MegatronDataModule):
         for argument, samples, span in zip(COUNTS, self.samples, parse_split(self.split), strict=True):
             for prefix in blend.prefixes if samples and span is not None else ():
                 dataset = IndexedDataset(prefix)
-                if not self._is_usable(dataset, documents_of(dataset, span or (0.0, 0.0))):
+                if not self._is_usable(dataset, documents_in_share(dataset, span or (0.0, 0.0))):
                     reason = f"no document of {count} of {prefix} is in its share of split={self.split!r}"
                     found.append(Problem(argument, samples, reason, (0, None)))
         return found
@@ -82,7 +82,7 @@ class SentenceDataModule(MegatronDataModule):
 
     def _make_datasets(self, paths: Paths, samples: tuple[int | None, ...]) -> tuple[SampleDataset | None, ...]:
         def make(dataset: IndexedDataset, span: Span, samples: int | None, options: Mapping[str, Any]) -> Any:
-            chosen = documents_of(dataset, span)
+            chosen = documents_in_share(dataset, span)
             if samples is None and not self._is_usable(dataset, chosen):
                 return None
             return self._dataset_class(dataset, chosen, num_samples=samples, **own, **options)

@@ -89,7 +89,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
         self._calls.check(*args, *kwargs.values(), trainer=trainer)
         look_at_files([*args, *kwargs.values()], trainer)
         raise_if_any(script_problems(self.num_processes))
-        keep_recipes(self._device, trainer)
+        keep_compiled_recipes(self._device, trainer)
         devices.drop_card(self._device)
 
         def compared(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ class JoinedLauncher(Launcher):
             self._calls.compare(trainer, *args, *kwargs.values())
             self._calls.check(*args, *kwargs.values(), trainer=trainer)
             look_at_files([*args, *kwargs.values()], trainer)
-            keep_recipes(self._device, trainer)
+            keep_compiled_recipes(self._device, trainer)
             share_cores(self.num_processes)
             return run_begun(function, trainer, self._calls, *args, **kwargs)
         except TunerExit:  # no error: all ranks leave the run with it
@@ -194,7 +194,7 @@ def share_cores(num_processes: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 
-def keep_recipes(device: torch.device, trainer: Trainer | None) -> None:
+def keep_compiled_recipes(device: torch.device, trainer: Trainer | None) -> None:
     """Let the device's compiler keep its results in the job's folder, before a process uses the device."""
     folder = None if trainer is None else devices.keep_recipes(device, trainer.default_root_dir)
     if folder is not None:

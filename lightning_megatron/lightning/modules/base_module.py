@@ -106,7 +106,7 @@ class MegatronModule(LightningModule):
                 checkpoint_path, map_location, hparams_file, strict, **options, **kwargs
             )
         device = checkpointing.target_device(map_location)
-        meta = checkpointing.read_meta(checkpoint_path)
+        meta = checkpointing.read_checkpoint_dictionary(checkpoint_path)
         base = pretrained.path_of_base(checkpoint_path, meta, kwargs.pop("base", None))
         module = checkpointing.build_module(cls, meta, checkpoint_path, kwargs, hparams_file)
         pretrained.refuse_unfilled_checkpoint(checkpoint_path, meta)

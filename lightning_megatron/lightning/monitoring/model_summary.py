@@ -14,7 +14,7 @@ from torch import nn
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.lightning.compat._private import summary_depth, training_data
-from lightning_megatron.lightning.step.grad_reduction import batch_size_of
+from lightning_megatron.lightning.step.grad_reduction import loader_batch_size
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import named_specs
 
@@ -44,7 +44,7 @@ def introduce(trainer: Trainer, module: LightningModule, mesh: ParallelMesh) -> 
     fits = trainer.state.fn == TrainerFn.FITTING
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if mesh.is_distributed or not fits:
-        batch_size = batch_size_of(training_data(trainer)) if fits else None
+        batch_size = loader_batch_size(training_data(trainer)) if fits else None
         line = start_line(layout, counts, batch_size, trainer.accumulate_grad_batches)
         rank_zero_info(f"{type(trainer.strategy).__name__}: {line}")
     if mesh.is_distributed:

@@ -17,7 +17,7 @@ Kind = Literal["compute", "data"]
 
 
 @dataclass(frozen=True)
-class Window:
+class StepTimes:
     """Times of one rank in a few steps, in seconds.
 
     Attributes:
@@ -33,7 +33,7 @@ class Window:
     step: float
 
     @classmethod
-    def of(cls, compute: Sequence[float], data: Sequence[float], waiting: Sequence[float], step: float) -> Window:
+    def of(cls, compute: Sequence[float], data: Sequence[float], waiting: Sequence[float], step: float) -> StepTimes:
         """Summarize some steps."""
         return cls(min(compute), min(data), median(waiting), step)
 
@@ -106,7 +106,7 @@ class SlowRanks:
         self._rows: dict[tuple[int, Kind], int] = {}
         self._named: set[tuple[int, Kind]] = set()
 
-    def look(self, windows: Sequence[Window]) -> tuple[list[Straggler], list[tuple[int, Kind]]]:
+    def look(self, windows: Sequence[StepTimes]) -> tuple[list[Straggler], list[tuple[int, Kind]]]:
         """Evaluate one window of all ranks.
 
         Args:
@@ -125,7 +125,7 @@ class SlowRanks:
         self._named = (self._named | {(found.rank, found.kind) for found in new}) - set(over)
         return new, sorted(over)
 
-    def _slow(self, windows: Sequence[Window]) -> list[Straggler]:
+    def _slow(self, windows: Sequence[StepTimes]) -> list[Straggler]:
         step = median(window.step for window in windows)
         found: list[Straggler] = []
         if not step:  # no step has ended that began within the window
@@ -145,7 +145,7 @@ class SlowRanks:
                     past.excess[kind].append(excess)
         return found
 
-    def _usual_compute(self, rank: int, windows: Sequence[Window]) -> float | None:
+    def _usual_compute(self, rank: int, windows: Sequence[StepTimes]) -> float | None:
         if self._peers[rank]:
             return median(windows[peer].compute for peer in self._peers[rank])
         usual = self._past[rank].usual

@@ -21,13 +21,13 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
-from lightning_megatron.lightning.run_state.hyper_parameters import config_of, read_meta
+from lightning_megatron.lightning.run_state.hyper_parameters import config_of, read_checkpoint_dictionary
 
 _OF_A_WHOLE_MODEL = "embedding.word.weight"
 _TOO_MANY = 4  # times as many parameters as there are numbers to fill them
 
 
-def differences(model: TransformerConfig, saved: TransformerConfig) -> dict[str, tuple[Any, Any]]:
+def differing_fields(model: TransformerConfig, saved: TransformerConfig) -> dict[str, tuple[Any, Any]]:
     """Fields that decide the logits, each with its value in the model and in what was saved, where they differ."""
     ours, theirs = _deciding_fields(model), _deciding_fields(saved)
     names = dict.fromkeys((*ours, *theirs))
@@ -38,14 +38,14 @@ def difference_problems(path: PathLike, model: TransformerConfig, saved: Transfo
     """Every difference to what was saved at a path, with the saved value as the one to take."""
     return [
         Problem(name, ours, f"{path} has {theirs!r}", (theirs,))
-        for name, (ours, theirs) in differences(model, saved).items()
+        for name, (ours, theirs) in differing_fields(model, saved).items()
     ]
 
 
 def checkpoint_problems(path: PathLike, model: TransformerConfig) -> list[Problem]:
     """Fields for which the weights of a checkpoint do not fit a model, before anything of the size of one is built."""
     try:
-        saved = _saved(read_meta(path))
+        saved = _saved(read_checkpoint_dictionary(path))
     except CheckpointError:  # loading says so, or takes an older one in its place
         return []
     return [] if saved is None else _misfits(path, saved, model)
@@ -66,7 +66,7 @@ def check_checkpoint(path: PathLike, meta: Mapping[str, Any], model: object) -> 
     if saved is None or not isinstance(model, TransformerConfig):
         return
     raise_if_any(_misfits(path, saved, model))
-    if different := differences(model, saved):
+    if different := differing_fields(model, saved):
         told = ", ".join(f"{name}={theirs!r} (here {ours!r})" for name, (ours, theirs) in different.items())
         rank_zero_warn(f"{path} was saved from a model that computes something else with these weights: {told}")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.adapters.lora import LoRA
-from lightning_megatron.adapters.merge import PartTensors, merged
+from lightning_megatron.adapters.merge import PartTensors, merged_weight
 from lightning_megatron.adapters.targets import EMBEDDING, HEAD, AdaptedLayer, adapted_layers
 from lightning_megatron.checkpoint import CheckpointError, save
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
@@ -99,7 +99,7 @@ def checkpoint_to_peft(
     values = (pair for split in splits for pair in zip(split.tensors, split.materialize(), strict=True))
     tensors = {name: cast(name, value, dtype or value.dtype, values) for name, value in values}
     base = (opened.meta.get(ADAPTER_OF) or {}).get("path", "")
-    peft.write_adapter(target, peft.settings_of(opened.lora, opened.plan, base), tensors)
+    peft.write_adapter(target, peft.peft_settings(opened.lora, opened.plan, base), tensors)
     return _notes(opened.plan)
 
 
@@ -131,7 +131,7 @@ def peft_to_checkpoint(source: PathLike, target: PathLike, *, base: PathLike, dt
         ConfigError: for settings or layers that our adapters cannot have.
     """
     _refuse_existing(target)
-    lora, config = peft.read_settings(source), checked_hf_config(base)
+    lora, config = peft.read_peft_settings(source), checked_hf_config(base)
     settings = hf_settings(base)
     plan = _plan(config, lora, settings)
     rules = peft.adapter_map(plan, config, lora, _DEFAULT)
@@ -210,7 +210,7 @@ def _merged(layer: AdaptedLayer, weight: LazyTensor, opened: _Opened) -> Tensor:
         names = (f"{native}.{which}" for which in ("lora_A", "lora_B", "lora_magnitude"))
         there = (opened.tensors[name].materialize() for name in names if name in opened.tensors)
         parts[part.name] = PartTensors(*there)
-    return merged(weight.materialize(), layer, parts, opened.lora.scale)
+    return merged_weight(weight.materialize(), layer, parts, opened.lora.scale)
 
 
 def _refuse_existing(target: PathLike) -> None:

@@ -9,7 +9,7 @@ from lightning_megatron.checkpoint.formats.megatron import (
     config_from_arguments,
     size_problems,
 )
-from lightning_megatron.checkpoint.formats.megatron.weight_map import weight_map
+from lightning_megatron.checkpoint.formats.megatron.weight_map import megatron_weight_map
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
@@ -51,7 +51,7 @@ def megatron_tensors(
     # Sizes come first: a file that describes a billion layers is refused before their names are made.
     _refuse_groups(checkpoint, config)
     whole = parameter_shapes(config)
-    rules = weight_map(config, whole.keys(), checkpoint.qkv_order)
+    rules = megatron_weight_map(config, whole.keys(), checkpoint.qkv_order)
     return rules.to_native(checkpoint.tensors, whole if shapes is None else shapes)
 
 

@@ -15,10 +15,10 @@ from lightning_megatron.adapters.lora import LoRA
 from lightning_megatron.adapters.targets import EMBEDDING, AdaptedLayer, Part
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.directory.atomic_dir import discard, prepare, publish, sync_file
-from lightning_megatron.checkpoint.formats.hf.directory import read_json
+from lightning_megatron.checkpoint.formats.hf.directory import read_json_object
 from lightning_megatron.checkpoint.formats.hf.tensors import row_rule
 from lightning_megatron.checkpoint.formats.safetensors_file import read_lazily
-from lightning_megatron.checkpoint.formats.weight_map import Rule, WeightMap, same, stacked, transposed
+from lightning_megatron.checkpoint.formats.weight_map import WeightMap, WeightRule, same, stacked, transposed
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.config.hugging_face.tensors import TRANSPOSED
 from lightning_megatron.config.transformer import TransformerConfig
@@ -51,7 +51,7 @@ _NEEDED: Mapping[str, tuple[Any, ...]] = {
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
-def read_settings(path: str | os.PathLike[str]) -> LoRA:
+def read_peft_settings(path: str | os.PathLike[str]) -> LoRA:
     """The settings of a directory of PEFT's.
 
     Raises:
@@ -61,7 +61,7 @@ def read_settings(path: str | os.PathLike[str]) -> LoRA:
     file = Path(path) / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{os.fspath(path)} is no directory of PEFT's: it has no {CONFIG}")
-    given = read_json(file)
+    given = read_json_object(file)
     found = [
         Problem(name, given[name], f"{file}: adapters here do not have it", able[:1])
         for name, able in _NEEDED.items()
@@ -83,7 +83,7 @@ def read_settings(path: str | os.PathLike[str]) -> LoRA:
     )
 
 
-def settings_of(lora: LoRA, plan: Sequence[AdaptedLayer], base: str) -> dict[str, Any]:
+def peft_settings(lora: LoRA, plan: Sequence[AdaptedLayer], base: str) -> dict[str, Any]:
     """Contents of ``adapter_config.json``.
 
     Args:
@@ -127,7 +127,7 @@ def adapter_map(plan: Sequence[AdaptedLayer], config: TransformerConfig, lora: L
     return WeightMap(tuple(kept), _FROZEN, _PREFIX, "PEFT's tensors", _PREFIX)
 
 
-def _rules(layer: AdaptedLayer, part: Part, config: TransformerConfig, name: str) -> Iterator[Rule]:
+def _rules(layer: AdaptedLayer, part: Part, config: TransformerConfig, name: str) -> Iterator[WeightRule]:
     native = f"{native_prefix(layer, part, name)}."
     modules = [_PREFIX + module for module in part.modules]
     if layer.name == EMBEDDING:

@@ -24,7 +24,7 @@ _OF_CLI = ("_class_path", "_instantiator")
 """LightningCLI notes for itself which class it built; the class is the caller's choice here, not the file's."""
 
 
-def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_checkpoint_dictionary(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Lightning's dictionary of a checkpoint, but for tensors; a single file of Lightning's does as well.
 
     Raises:
@@ -39,7 +39,7 @@ def module_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: if there is no such checkpoint, it is damaged, or it does not say.
     """
-    return _arguments(read_meta(path), path)
+    return _arguments(read_checkpoint_dictionary(path), path)
 
 
 def _arguments(meta: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:

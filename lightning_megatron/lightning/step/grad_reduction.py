@@ -61,16 +61,16 @@ def micro_batches_of_step(trainer: Trainer, micro_batch_size: int | None) -> int
             accumulated += callback.scheduling.values()
     if micro_batch_size is None:
         return max(accumulated)
-    batch = batch_size_of(training_data(trainer))
+    batch = loader_batch_size(training_data(trainer))
     return None if batch is None else max(accumulated) * -(-batch // micro_batch_size)
 
 
-def batch_size_of(data: Any) -> int | None:
+def loader_batch_size(data: Any) -> int | None:
     """Samples of one batch of a data module or loader, the largest of several loaders; ``None`` if unknown."""
     if isinstance(data, HasBatchShape):
         return data.batch_shape.batch_size
     if isinstance(data, Mapping | list | tuple):
-        sizes = [batch_size_of(item) for item in (data.values() if isinstance(data, Mapping) else data)]
+        sizes = [loader_batch_size(item) for item in (data.values() if isinstance(data, Mapping) else data)]
         return None if None in sizes else max((size for size in sizes if size), default=None)
     size = getattr(data, "batch_size", None)
     size = getattr(getattr(data, "batch_sampler", None), "batch_size", None) if size is None else size

@@ -18,7 +18,7 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.lightning.build.placement import Placement, placement_of, store_placement
 from lightning_megatron.lightning.comparison.facts import start_statement
-from lightning_megatron.lightning.compat.accelerator import enable_gpu_migration
+from lightning_megatron.lightning.compat.accelerator import enable_gpu_migration_on
 from lightning_megatron.lightning.monitoring.known_warnings import KnownWarnings
 from lightning_megatron.lightning.monitoring.model_summary import introduce
 from lightning_megatron.lightning.run_state.missed_saves import warn_of_missed_saves
@@ -159,7 +159,7 @@ class RunStrategy(CheckpointStrategy):
             self._compare_ranks(None)
         self._own_callbacks.add(trainer, *self._switches.open(trainer))
         if self._job.gpu_migration:
-            enable_gpu_migration(self.root_device)
+            enable_gpu_migration_on(self.root_device)
         self.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
         self._start_ranks()
         self._known_warnings.open(one_replica=self.data_parallel_size == 1)

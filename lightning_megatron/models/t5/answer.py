@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.models.generate import Sampling, continued, length_problems
+from lightning_megatron.models.generate import Sampling, continued, prompt_length_problems
 from lightning_megatron.models.t5.model import T5Model
 
 
@@ -45,7 +45,7 @@ def answer(
         ConfigError: for arguments out of range.
     """
     sampling = Sampling(temperature, top_k, top_p, stop, seed)
-    raise_if_any(length_problems(tokens.shape[1], max_new_tokens) + sampling.problems())
+    raise_if_any(prompt_length_problems(tokens.shape[1], max_new_tokens) + sampling.problems())
     was_training = model.training
     model.eval()
     try:

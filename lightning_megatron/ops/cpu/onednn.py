@@ -29,7 +29,7 @@ def _operator() -> Any:
     return getattr(namespace, "_linear_pointwise", None)
 
 
-def missing(vendor: str | None = None) -> str | None:
+def why_not_onednn(vendor: str | None = None) -> str | None:
     """Reason why fp32 products are torch's choice on this machine, or ``None``.
 
     Args:
@@ -42,7 +42,7 @@ def missing(vendor: str | None = None) -> str | None:
     return None
 
 
-_MISSING = missing()
+_MISSING = why_not_onednn()
 
 
 def by_onednn(a: Tensor, b: Tensor) -> bool:

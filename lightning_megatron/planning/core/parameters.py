@@ -51,7 +51,7 @@ FP8_ENDS = 1
 FP8_KINDS = ("attention", "mlp", "shared experts")
 
 
-def padded_vocab_size(config: TransformerConfig, tp: int) -> int:
+def padded_vocabulary(config: TransformerConfig, tp: int) -> int:
     """The vocabulary rounded up to a multiple of ``vocab_multiple x tp``, as ``layers/embedding.py`` does."""
     step = config.vocab_multiple * tp
     return -(-config.vocab_size // step) * step
@@ -109,7 +109,7 @@ class _Shards:
 
     def _vocabulary(self, kind: str, *, tied_copy: bool = False, reduce_late: bool = False) -> PlannedParameter:
         c, tp = self.config, self.layout.tp
-        rows = padded_vocab_size(c, tp) // tp
+        rows = padded_vocabulary(c, tp) // tp
         size, whole = rows * c.hidden_size, c.vocab_size * c.hidden_size
         return PlannedParameter(kind, size, whole, tied_copy=tied_copy, reduce_late=reduce_late)
 

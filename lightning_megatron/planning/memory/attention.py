@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_megatron.config.recompute_plan import RecomputePlan
-from lightning_megatron.planning.memory.half import ATTENTION, RESIDUAL, Half, recomputed
+from lightning_megatron.planning.memory.half import ATTENTION, RESIDUAL, Half, recomputed_half
 from lightning_megatron.planning.memory.shapes import Shapes
 
 SCORE_BLOCKS = 3 * (4 << 20)
@@ -34,7 +34,7 @@ def attention_half(x: Shapes, plan: RecomputePlan) -> Half:
     """Norm, attention and the sum with the residual stream."""
     plain = _half(x, plan.wraps("core_attn"))
     if plan.wraps("attention"):
-        return recomputed(plain, {RESIDUAL: x.residual, ATTENTION: x.mask})
+        return recomputed_half(plain, {RESIDUAL: x.residual, ATTENTION: x.mask})
     return plain
 
 

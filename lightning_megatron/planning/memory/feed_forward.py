@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_megatron.config.recompute_plan import RecomputePlan
-from lightning_megatron.planning.memory.half import EXPERTS, MLP, RESIDUAL, ROUTER, Half, recomputed
+from lightning_megatron.planning.memory.half import EXPERTS, MLP, RESIDUAL, ROUTER, Half, recomputed_half
 from lightning_megatron.planning.memory.shapes import Shapes
 
 
@@ -12,7 +12,7 @@ def feed_forward_half(x: Shapes, plan: RecomputePlan, has_experts: bool) -> Half
     plain = _experts(x, plan.wraps("moe")) if has_experts else _mlp(x)
     if plan.wraps("mlp"):
         cause = EXPERTS if has_experts else MLP
-        return recomputed(plain, {RESIDUAL: x.residual, cause: x.mask})
+        return recomputed_half(plain, {RESIDUAL: x.residual, cause: x.mask})
     return plain
 
 

@@ -44,7 +44,7 @@ class Half:
         return sum(self.kept.values())
 
 
-def recomputed(half: Half, kept: Mapping[str, int]) -> Half:
+def recomputed_half(half: Half, kept: Mapping[str, int]) -> Half:
     """The half if it is recomputed as a whole.
 
     Args:

@@ -68,7 +68,7 @@ def worst_memory(
 ) -> tuple[int, MemoryEstimate]:
     """The pipeline rank that needs most memory, and its estimate; or the first one that needs more than ``enough``."""
     worst: tuple[int, MemoryEstimate] | None = None
-    for rank in ranks_that_differ(job):
+    for rank in most_loaded_ranks(job):
         found = memory_of(job, rank, kernels)
         if worst is None or found.peak > worst[1].peak:
             worst = rank, found
@@ -78,7 +78,7 @@ def worst_memory(
     return worst
 
 
-def ranks_that_differ(job: PlannedJob) -> tuple[int, ...]:
+def most_loaded_ranks(job: PlannedJob) -> tuple[int, ...]:
     """Pipeline ranks of which one needs most: the first, the second, the last, and the first of each number of layers.
 
     Of ranks with as many layers, no embedding and no loss, an earlier one has as many activations in flight or more.

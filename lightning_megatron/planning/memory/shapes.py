@@ -11,7 +11,7 @@ from lightning_megatron.config.transformer import GATED, TransformerConfig
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.planning.core.experts import expert_rows, gathers_tokens
 from lightning_megatron.planning.core.job import AttentionKind, PlannedJob, unplanned_problems
-from lightning_megatron.planning.core.parameters import padded_vocab_size
+from lightning_megatron.planning.core.parameters import padded_vocabulary
 from lightning_megatron.planning.memory.states import PRECISION_BYTES
 
 LOGITS_CHUNK_BYTES = 32 << 20
@@ -229,7 +229,7 @@ class Shapes:
     @cached_property
     def vocabulary_rows(self) -> int:
         """Rows of the vocabulary on this rank, padding included."""
-        return padded_vocab_size(self.config, self.tp) // self.tp
+        return padded_vocabulary(self.config, self.tp) // self.tp
 
     @cached_property
     def logits_chunk(self) -> int:

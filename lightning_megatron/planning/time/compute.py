@@ -97,7 +97,7 @@ class Pass:
 NOTHING = Pass(Work(), Work())
 
 
-def linear(sizes: Sizes, software: Software, rows: float, k: float, n: float, matrices: float = 1) -> Pass:
+def linear_work(sizes: Sizes, software: Software, rows: float, k: float, n: float, matrices: float = 1) -> Pass:
     """``[rows, k] x [k, n]``, ``matrices`` of them, forward and backward, with the sum of the weight's gradient.
 
     Args:
@@ -131,7 +131,7 @@ def elementwise(sizes: Sizes, software: Software, values: float) -> Pass:
     return Pass(Work(bytes=moved), Work(bytes=2 * moved))
 
 
-def core_attention(sizes: Sizes, software: Software) -> Pass:
+def core_attention_work(sizes: Sizes, software: Software) -> Pass:
     """``softmax(q k^T) v`` under the causal mask, and its rotary embedding."""
     job, config = sizes.job, sizes.config
     scores = config.mean_seen(job.seq_length) * sizes.tokens  # of one head
@@ -150,9 +150,11 @@ def core_attention(sizes: Sizes, software: Software) -> Pass:
 
 
 def attention_layer(sizes: Sizes, software: Software) -> Pass:
-    """Norm, projections and rotation of a layer's attention, without :func:`core_attention`, and the residual sum."""
+    """A layer's attention without :func:`core_attention_work`: norm, projections, rotation and the residual sum."""
     h, q, g = sizes.config.hidden_size, sizes.head_features, sizes.group_features
-    projections = linear(sizes, software, sizes.tokens, h, q + 2 * g) + linear(sizes, software, sizes.tokens, q, h)
+    projections = linear_work(sizes, software, sizes.tokens, h, q + 2 * g) + linear_work(
+        sizes, software, sizes.tokens, q, h
+    )
     rotated = 2 * sizes.tokens * (q + g) if sizes.config.position_embedding == "rope" else 0
     normed = 4 * sizes.tokens * (q + g) * sizes.config.qk_norm  # copied, read and written
     return projections + elementwise(sizes, software, sizes.norm_passes * sizes.rows * h + rotated + normed)
@@ -161,8 +163,8 @@ def attention_layer(sizes: Sizes, software: Software) -> Pass:
 def feed_forward(sizes: Sizes, software: Software, features: int, parts: int) -> Pass:
     """Two linear layers with the activation between them."""
     inner, h = features / parts, sizes.config.hidden_size
-    up = linear(sizes, software, sizes.tokens, h, sizes.gates * inner)
-    down = linear(sizes, software, sizes.tokens, inner, h)
+    up = linear_work(sizes, software, sizes.tokens, h, sizes.gates * inner)
+    down = linear_work(sizes, software, sizes.tokens, inner, h)
     return up + down + elementwise(sizes, software, sizes.tokens * inner * (sizes.gates + 1))
 
 
@@ -172,8 +174,8 @@ def experts(sizes: Sizes, software: Software) -> Pass:
     h, etp = config.hidden_size, layout.expert_tensor_parallel_size
     inner, local = config.expert_ffn_hidden_size / etp, config.num_experts / layout.ep
     visits = sizes.expert_rows
-    up = linear(sizes, software, visits, h, sizes.gates * inner, local)
-    down = linear(sizes, software, visits, inner, h, local)
+    up = linear_work(sizes, software, visits, h, sizes.gates * inner, local)
+    down = linear_work(sizes, software, visits, inner, h, local)
     router = Work(matmul=2.0 * sizes.rows * h * config.num_experts, bytes=sizes.rows * h * sizes.value_bytes)
     active = elementwise(sizes, software, visits * inner * (sizes.gates + 1))
     # Rows are copied in the order of ranks, then of experts, and back, and summed; gradients go the same way once.
@@ -207,7 +209,7 @@ def embedding(sizes: Sizes, software: Software) -> Pass:
 def output_layer(sizes: Sizes, software: Software) -> Pass:
     """Last norm, projection to the vocabulary, and cross entropy in fp32 over this rank's slice of it."""
     h, v, rows = sizes.config.hidden_size, sizes.vocab_rows, sizes.tokens
-    made = linear(sizes, software, rows, h, v)
+    made = linear_work(sizes, software, rows, h, v)
     # Each chunk but one reads the weight twice more, and reads and writes its gradient once more.
     chunks = software.loss_chunks if software.loss_in_forward and sizes.value_bytes == 2 else 1
     again = Work(bytes=(chunks - 1) * 4.0 * h * v * sizes.value_bytes, kernels=20.0 * chunks)
@@ -275,7 +277,7 @@ def layer_work(sizes: Sizes, software: Software, has_experts: bool) -> LayerWork
         else feed_forward(sizes, software, sizes.config.ffn_hidden_size, sizes.layout.tp)
     )
     return LayerWork(
-        core_attention(sizes, software),
+        core_attention_work(sizes, software),
         attention_layer(sizes, software) + launches(software),
         inside + norm_and_sum(sizes, software),
     )

@@ -17,7 +17,11 @@ from lightning_megatron.checkpoint import load, save
 from lightning_megatron.checkpoint.tensors.keys import groups_key
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.lightning.checkpointing.trainer_state import continue_optimizer, optimizer_part, take_settings
+from lightning_megatron.lightning.checkpointing.trainer_state import (
+    continue_optimizer,
+    optimizer_part,
+    take_group_settings,
+)
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.core.update_scope import UpdateScope, update_scope
@@ -146,7 +150,7 @@ class Job:
         self.zero.init_state()
         state = self.part()
         load(path, state, self.mesh)
-        take_settings(self.zero, state[groups_key(0)])
+        take_group_settings(self.zero, state[groups_key(0)])
         continue_optimizer(0, self.zero, state)
 
 

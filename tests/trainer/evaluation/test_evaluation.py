@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy, load_module
 from lightning_megatron.data import build_tokenizer
-from lightning_megatron.evaluation.continuing import continued
+from lightning_megatron.evaluation.continuing import continuations
 from lightning_megatron.evaluation.corpora import Reader
 from lightning_megatron.evaluation.perplexity import Cloze, Perplexity, cloze, perplexity
 from lightning_megatron.evaluation.ranks import Ranks, on_ranks
@@ -65,7 +65,7 @@ def evaluation(home: Home, ranks: Ranks) -> list[Any]:
         else:
             found.append(perplexity(ranks, texts, POSITIONS, STRIDE))
     prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9, 10], [11]]
-    found.append(continued(ranks, prompts, 6, Sampling(0.0), lambda ids: len(ids) == 5))
+    found.append(continuations(ranks, prompts, 6, Sampling(0.0), lambda ids: len(ids) == 5))
     return found
 
 

@@ -13,7 +13,7 @@ from lightning_megatron.adapters.targets import AdaptedLayer, adapted_layers
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.families import FAMILIES
 from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
-from lightning_megatron.lightning.pretrained.peft import read_settings
+from lightning_megatron.lightning.pretrained.peft import read_peft_settings
 from tests.families import TINY
 from tests.tiny import tiny_llama
 
@@ -145,10 +145,10 @@ def test_settings_of_peft_that_adapters_here_do_not_have(tmp_path, settings, tex
     usual = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(usual | settings))
     with pytest.raises(ConfigError) as error:
-        read_settings(tmp_path)
+        read_peft_settings(tmp_path)
     assert text in str(error.value)
 
 
 def test_a_directory_that_is_not_pefts(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"is no directory of PEFT's: it has no adapter_config.json"):
-        read_settings(tmp_path)
+        read_peft_settings(tmp_path)

@@ -12,7 +12,7 @@ from lightning_megatron.config.rope_scaling import DynamicScaling, LinearScaling
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import FAMILIES, family_for
-from lightning_megatron.lightning.pretrained.config_check import differences
+from lightning_megatron.lightning.pretrained.config_check import differing_fields
 
 WORDS = ("layernorm", "rmsnorm", "gelu", "gelu_tanh", "relu", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "rope")
 WORDS += ("learned", "alibi", "none", "softmax", "sigmoid", "before", "after")
@@ -58,7 +58,7 @@ def test_a_field_is_written_or_refused(name: str) -> None:
         except ConfigError:
             continue
         back = family.config_of(contents)
-        assert differences(spelled_out(config), spelled_out(back)) == {}, field
+        assert differing_fields(spelled_out(config), spelled_out(back)) == {}, field
         written += 1
     assert written > 20
 

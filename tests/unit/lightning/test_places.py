@@ -20,10 +20,10 @@ from torch.distributed import HashStore
 from lightning_megatron import KillSwitch, MegatronStrategy
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.comparison import places as module
-from lightning_megatron.lightning.comparison.places import Place, PlaceProbe, places_of
+from lightning_megatron.lightning.comparison.places import PlaceProbe, RunFolder, places_of
 
 
-def probe(each: list[list[Place]], hosts: list[str], may_differ: tuple[str, ...] = ()) -> list[str]:
+def probe(each: list[list[RunFolder]], hosts: list[str], may_differ: tuple[str, ...] = ()) -> list[str]:
     """Error of every rank; empty for none."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=30))
@@ -44,8 +44,8 @@ def probe(each: list[list[Place]], hosts: list[str], may_differ: tuple[str, ...]
     return said
 
 
-def result(path: Path, **how: bool) -> list[Place]:
-    return [Place("trainer.default_root_dir", str(path), **how)]
+def result(path: Path, **how: bool) -> list[RunFolder]:
+    return [RunFolder("trainer.default_root_dir", str(path), **how)]
 
 
 def test_a_shared_folder_passes_and_nothing_stays_in_it(tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert f"cannot be written {place} (rank 0 on a, rank 1 on a)" in said[0]
     assert f"cannot be made {place}" in probe([result(tmp_path / "locked" / "run")] * 2, ["a", "a"])[0]
     # Logs are written by rank 0, and a cache that is full already is read.
-    alone = Place("CSVLogger.save_dir", str(tmp_path / "locked"), is_shared=False, first_alone=True)
+    alone = RunFolder("CSVLogger.save_dir", str(tmp_path / "locked"), is_shared=False, first_alone=True)
     assert probe([[], [alone]], ["a", "b"]) == ["", ""]
-    cache = Place("data.cache_dir", str(tmp_path / "locked"), is_shared=False)
+    cache = RunFolder("data.cache_dir", str(tmp_path / "locked"), is_shared=False)
     assert "data.cache_dir" in probe([[cache]] * 2, ["a", "a"])[1]
     (tmp_path / "locked" / "index.npy").touch()
     assert probe([[cache]] * 2, ["a", "a"]) == ["", ""]

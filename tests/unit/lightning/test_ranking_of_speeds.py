@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.lightning.monitoring.slow_ranks import SlowRanks, Straggler, Window
+from lightning_megatron.lightning.monitoring.slow_ranks import SlowRanks, StepTimes, Straggler
 
 
-def window(compute: float = 1.0, data: float = 0.0, step: float = 2.0, noise: Any = None) -> Window:
+def window(compute: float = 1.0, data: float = 0.0, step: float = 2.0, noise: Any = None) -> StepTimes:
     """Five steps; noise is a function that gives seconds by which a step takes longer."""
     more = [0.0] * 5 if noise is None else [noise() for _ in range(5)]
-    return Window.of([compute + m for m in more], [data] * 5, [step - compute - data] * 5, step)
+    return StepTimes.of([compute + m for m in more], [data] * 5, [step - compute - data] * 5, step)
 
 
 def together(size: int) -> list[list[int]]:

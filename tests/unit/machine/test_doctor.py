@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from lightning_megatron import device as devices
-from lightning_megatron.cli.doctor.findings import bridge as bridge_findings
+from lightning_megatron.cli.doctor.findings import bridge_import as bridge_findings
 from lightning_megatron.cli.doctor.findings import findings
-from lightning_megatron.cli.doctor.findings import visible_modules as module_findings
+from lightning_megatron.cli.doctor.findings import visible_modules_setting as module_findings
 from lightning_megatron.machine import container, gaudi, host
 from lightning_megatron.machine.finding import Finding
 from lightning_megatron.machine.job_environment import own_environment

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.formats.megatron.weight_map import weight_map as megatron_weight_map
+from lightning_megatron.checkpoint.formats.megatron.weight_map import megatron_weight_map as megatron_weight_map
 from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.config.transformer import TransformerConfig

@@ -29,14 +29,14 @@ def test_the_vendor_of_the_processor_decides():
     assert mkl_is_slow("AuthenticAMD") is torch.backends.mkl.is_available()
     assert not mkl_is_slow("GenuineIntel")
     assert not mkl_is_slow("")
-    assert onednn.missing("GenuineIntel") == "torch's own choice is fast on this processor"
+    assert onednn.why_not_onednn("GenuineIntel") == "torch's own choice is fast on this processor"
 
 
 def test_a_torch_without_the_operator_keeps_its_own_choice(monkeypatch):
     monkeypatch.setattr(onednn, "mkl_is_slow", lambda vendor: True)
     monkeypatch.setattr(onednn, "_operator", lambda: None)
-    assert onednn.missing() == "this torch has no such operator of oneDNN"
-    monkeypatch.setattr(onednn, "_MISSING", onednn.missing())
+    assert onednn.why_not_onednn() == "this torch has no such operator of oneDNN"
+    monkeypatch.setattr(onednn, "_MISSING", onednn.why_not_onednn())
     assert not onednn.by_onednn(random(1024, 512), random(512, 512))
 
 

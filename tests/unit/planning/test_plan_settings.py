@@ -19,12 +19,12 @@ from lightning_megatron import (
     MixtralModule,
     T5Module,
 )
-from lightning_megatron.cli.plan.text import recipe_of
+from lightning_megatron.cli.plan.text import recipe_text
 from lightning_megatron.cli.recipes.job import STRATEGIES, Given, read_recipe
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import DEFAULT_PRESETS
 from lightning_megatron.models.presets import preset
-from lightning_megatron.planning.settings import Feed, arguments_of, job_of
+from lightning_megatron.planning.settings import Feed, job_of, strategy_arguments
 from lightning_megatron.recipes.contents import merged
 from lightning_megatron.recipes.names import recipe_files, recipe_names
 
@@ -53,8 +53,8 @@ ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("model", "arguments"), ARGUMENTS)
 def test_arguments_become_a_job_and_the_same_arguments_again(model: str, arguments: dict[str, Any]) -> None:
     job = job_of(preset(model), Feed(32, 2048, 16, accumulated=2), arguments)
-    assert arguments_of(job) == arguments
-    strategy = MegatronStrategy(**arguments_of(job))
+    assert strategy_arguments(job) == arguments
+    strategy = MegatronStrategy(**strategy_arguments(job))
     assert {name: strategy.settings[name] for name in arguments} == arguments
     assert job.global_batch_size == 16 * 2 * job.layout.data_parallel_size
 
@@ -144,7 +144,7 @@ def test_what_is_no_recipe(text: str, tmp_path: Path) -> None:
 def test_a_written_recipe_becomes_the_same_job(model: str, arguments: dict[str, Any], tmp_path: Path) -> None:
     job = job_of(preset(model), Feed(32, 2048, 16), arguments)
     file = tmp_path / "recipe.yaml"
-    file.write_text(recipe_of(job, 8))
+    file.write_text(recipe_text(job, 8))
     assert read_recipe([str(file)], Given(config=preset(model))) == job
     trainer = yaml.safe_load(file.read_text())["trainer"]
     assert (trainer["devices"], trainer["num_nodes"]) == (8, 4)

@@ -13,7 +13,7 @@ from lightning_megatron.models.presets import preset
 from lightning_megatron.pipeline.schedule import build_schedule, schedule_problems
 from lightning_megatron.pipeline.simulate import peak_activations
 from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.planning.memory.peak import memory_of, ranks_that_differ, worst_memory
+from lightning_megatron.planning.memory.peak import memory_of, most_loaded_ranks, worst_memory
 from lightning_megatron.planning.memory.shapes import shapes_of
 from lightning_megatron.planning.memory.stage import stage_bytes
 from lightning_megatron.planning.memory.steps import moments_of
@@ -77,7 +77,7 @@ def test_a_schedule_of_many_micro_batches_is_as_full_as_what_is_shown_of_it():
 def test_causes_add_up_and_name_the_stage():
     layout = ParallelLayout(tp=8, pp=4, vpp=2).resolve(64)
     job = PlannedJob(preset("llama2-70b"), layout, 4096, 1, 16)
-    for rank in ranks_that_differ(job):
+    for rank in most_loaded_ranks(job):
         found = memory_of(job, rank)
         assert sum(found.by_cause.values()) == found.peak
         assert found.moment.startswith(("backward of stage", "forward of stage"))

@@ -11,7 +11,7 @@ import pytest
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.presets import preset
 from lightning_megatron.planning.bound import Bound
-from lightning_megatron.planning.candidates import candidates, job_of_candidate, with_fewer_layers
+from lightning_megatron.planning.candidates import job_of_candidate, layout_candidates, with_fewer_layers
 from lightning_megatron.planning.core.device_file import load_device
 from lightning_megatron.planning.plan import plan_of
 from lightning_megatron.planning.request import PlanRequest
@@ -53,7 +53,7 @@ def test_the_search_finds_the_fastest_of_all_candidates(name: str) -> None:
     asked = REQUESTS[name]
     found = search(asked, 3)
     best: dict[tuple[int, ...], float] = {}
-    every = list(candidates(asked, Bound(asked).comm_type))
+    every = list(layout_candidates(asked, Bound(asked).comm_type))
     for candidate in (choice for each in every for choice in (each, *with_fewer_layers(asked, each))):
         try:
             plan = plan_of(job_of_candidate(asked, candidate), asked.limit, asked.device)

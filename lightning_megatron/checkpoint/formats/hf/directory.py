@@ -44,7 +44,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path) / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{path} is no Hugging Face model: it has no {CONFIG}")
-    return read_json(file)
+    return read_json_object(file)
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, LazyTensor]:
@@ -68,7 +68,7 @@ def _todays(name: str) -> str:
 
 
 def _indexed(header: Callable[[Path], dict[str, LazyTensor]], index: Path) -> dict[str, LazyTensor]:
-    places = read_json(index).get("weight_map")
+    places = read_json_object(index).get("weight_map")
     if not isinstance(places, dict):
         raise CheckpointError(f"{index}: it has no weight_map")
     faults = [
@@ -130,7 +130,7 @@ def _mapped(file: Path) -> dict[str, Tensor]:
     return found
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     """The object that a JSON file holds.
 
     Raises:

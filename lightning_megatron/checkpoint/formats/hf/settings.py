@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, read_config, read_json
+from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, read_config, read_json_object
 from lightning_megatron.errors import CheckpointError
 
 SETTINGS = "hugging_face"
@@ -61,7 +61,7 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     if (Path(path) / CONFIG).is_file():
         found["config"] = read_config(path)
     if (Path(path) / GENERATION).is_file():
-        found["generation_config"] = read_json(Path(path) / GENERATION)
+        found["generation_config"] = read_json_object(Path(path) / GENERATION)
     return {**found, "source": {"path": os.path.abspath(path)}} if found else found
 
 

@@ -9,11 +9,11 @@ from itertools import groupby
 from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.weight_map import (
-    Rule,
     WeightMap,
+    WeightRule,
     fused_kv,
     fused_qkv,
-    interleaved,
+    interleaved_experts,
     paired,
     same,
     stacked,
@@ -53,7 +53,7 @@ def weight_map(family: Family, config: TransformerConfig, shapes: Mapping[str, t
     return WeightMap(rules, family.tensors.ignored, family.tensors.prefix, heads=family.tensors.heads)
 
 
-def row_rule(data: TensorRule, config: TransformerConfig) -> Rule:
+def row_rule(data: TensorRule, config: TransformerConfig) -> WeightRule:
     """The rule for something that has one row for each row of a matrix, ``[out, ...]`` in both programs.
 
     Args:
@@ -101,7 +101,7 @@ def _foreign(template: TensorRule, number: int, kind: str, config: TransformerCo
             yield name.format(n=number, e=expert, kind=kind, after=config.num_layers + number)
 
 
-def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -> Rule:
+def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -> WeightRule:
     repeats = [data.tied] if data.tied and config.tie_embeddings else []
     if data.copied:
         repeats += [data.copied.format(after=config.num_layers + depth) for depth in range(config.mtp_num_layers)]
@@ -116,7 +116,7 @@ def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -
         rule = fused_qkv(data.native, data.foreign, config.num_attention_heads, config.num_query_groups)
         return _of_columns(rule) if data.kind == COLUMNS_OF_QKV else rule
     if data.kind in (INTERLEAVED, INTERLEAVED_COLUMNS):
-        rule = interleaved(data.native, *data.foreign)
+        rule = interleaved_experts(data.native, *data.foreign)
         return _of_columns(rule) if data.kind == INTERLEAVED_COLUMNS else rule
     if data.kind in (PAIRED_HEADS, PAIRED_END):
         heads = config.num_attention_heads if data.kind == PAIRED_HEADS else 1
@@ -124,7 +124,7 @@ def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -
     return replace(same(data.native, *data.foreign, *repeats, *data.repeats), otherwise=data.otherwise)
 
 
-def _of_columns(rule: Rule) -> Rule:
+def _of_columns(rule: WeightRule) -> WeightRule:
     """The rule for a foreign matrix, or one of each expert, that is stored as ``[in, out]``."""
 
     def split(x: Tensor) -> tuple[Tensor]:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.megatron.before_core import QKVOrder
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS
-from lightning_megatron.checkpoint.formats.weight_map import Rule, WeightMap, same
+from lightning_megatron.checkpoint.formats.weight_map import WeightMap, WeightRule, same
 from lightning_megatron.config.transformer import GATED, TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 
 
-def weight_map(config: TransformerConfig, names: Set[str], order: QKVOrder = "head") -> WeightMap:
+def megatron_weight_map(config: TransformerConfig, names: Set[str], order: QKVOrder = "head") -> WeightMap:
     """The rules between a decoder of megatron-core and our model of this configuration.
 
     Args:
@@ -46,7 +46,7 @@ def weight_map(config: TransformerConfig, names: Set[str], order: QKVOrder = "he
     return found
 
 
-def _block_rules(number: int, config: TransformerConfig, order: QKVOrder) -> list[Rule]:
+def _block_rules(number: int, config: TransformerConfig, order: QKVOrder) -> list[WeightRule]:
     native, foreign = f"layers.{number}.", f"{LAYERS}{number}."
     rules = _norm_rules(f"{native}attention_norm", f"{foreign}input_layernorm", config)
     own, theirs = f"{native}attention.", f"{foreign}self_attention."
@@ -63,7 +63,7 @@ def _block_rules(number: int, config: TransformerConfig, order: QKVOrder) -> lis
         rules.append(same(f"{native}mlp.router.weight", f"{foreign}mlp.router.weight"))
         for fc, parts in (("fc1", gates), ("fc2", 1)):
             matrices = tuple(f"{expert}linear_{fc}.weight" for expert in experts)
-            rules.append(Rule(f"{native}mlp.experts.{fc}", matrices, partial(_stack, parts), _one_way))
+            rules.append(WeightRule(f"{native}mlp.experts.{fc}", matrices, partial(_stack, parts), _one_way))
         return rules
     for kind in _kinds(config.add_bias_linear):
         rules.append(_into(f"{native}mlp.fc1.{kind}", f"{foreign}mlp.linear_fc1.{kind}", partial(_stack_rows, gates)))
@@ -71,7 +71,7 @@ def _block_rules(number: int, config: TransformerConfig, order: QKVOrder) -> lis
     return rules
 
 
-def _norm_rules(native: str, foreign: str, config: TransformerConfig) -> list[Rule]:
+def _norm_rules(native: str, foreign: str, config: TransformerConfig) -> list[WeightRule]:
     return [same(f"{native}.{kind}", f"{foreign}.{kind}") for kind in _kinds(config.norm != "rmsnorm")]
 
 
@@ -79,8 +79,8 @@ def _kinds(bias: bool) -> tuple[str, ...]:
     return ("weight", "bias") if bias else ("weight",)
 
 
-def _into(native: str, foreign: str, join: object, repeats: tuple[str, ...] = ()) -> Rule:
-    return Rule(native, (foreign,), join, _one_way, repeats)  # type: ignore[arg-type]
+def _into(native: str, foreign: str, join: object, repeats: tuple[str, ...] = ()) -> WeightRule:
+    return WeightRule(native, (foreign,), join, _one_way, repeats)  # type: ignore[arg-type]
 
 
 def _one_way(x: Tensor) -> tuple[Tensor, ...]:

@@ -152,13 +152,13 @@ def test_a_lock_that_comes_when_another_has_just_gone_is_looked_at_anew(
     tmp_path: Path, lock_of: Locks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock_of(tmp_path).take()
-    time_of = folder_lock.time_of
+    time_of = folder_lock.file_system_time
 
     def just_gone(folder: Path) -> float:
-        monkeypatch.setattr(folder_lock, "time_of", time_of)
+        monkeypatch.setattr(folder_lock, "file_system_time", time_of)
         raise FileNotFoundError(folder)
 
-    monkeypatch.setattr(folder_lock, "time_of", just_gone)
+    monkeypatch.setattr(folder_lock, "file_system_time", just_gone)
     lock = lock_of(tmp_path)
     lock.take()
     assert lock.is_ours()
