@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
-from itertools import groupby
+from functools import cache
+from itertools import chain, groupby
 from typing import Any
 
 from lightning_megatron.comm.rendezvous import Meeting, Store
@@ -75,6 +76,11 @@ def differences(facts: Mapping[int, Facts]) -> list[Difference]:
     return list(found.values())
 
 
+def is_left_out(name: str, may_differ: Iterable[str]) -> bool:
+    """True for the name of a fact that fits one of the patterns, with ``*`` and ``?`` as wildcards."""
+    return any(fnmatch(name, pattern) for pattern in may_differ)
+
+
 def rank_ranges(ranks: Iterable[int]) -> str:
     """Text of some ranks: ``[0, 1, 2, 5]`` -> ``"ranks 0-2, 5"``."""
     listed = sorted(ranks)
@@ -89,14 +95,14 @@ def _short(value: str) -> str:
 
 def _judge(said: Sequence[str]) -> str:
     """Arguments of a :class:`Problem` for each difference, and of one that names ``may_differ``; nothing if none is."""
-    known = {text: json.loads(text) for text in said}
-    ranks = [known[text] for text in said]
-    allowed = {pattern for rank in known.values() for pattern in rank["may_differ"]}
+    ranks = list(map(cache(json.loads), said))  # most ranks say the same
+    groups = [rank["groups"] for rank in ranks]
+    allowed = {pattern for rank in ranks for pattern in rank["may_differ"]}
     found: list[Difference] = []
-    for group in dict.fromkeys(group for rank in ranks for group in rank["groups"]):
-        facts = {number: rank["groups"][group] for number, rank in enumerate(ranks) if group in rank["groups"]}
+    for group in dict.fromkeys(chain.from_iterable(groups)):
+        facts = {rank: its[group] for rank, its in enumerate(groups) if group in its}
         for names, value, reason in differences(facts):
-            if compared := [name for name in names if not any(fnmatch(name, pattern) for pattern in allowed)]:
+            if compared := [name for name in names if not is_left_out(name, allowed)]:
                 found.append((compared, value, reason))
     if not found:
         return json.dumps([])

@@ -91,10 +91,10 @@ def start_statement(
     shared = dict(flat("strategy", strategy))
     local: Facts = {}
     if module is not None:
-        data = next((item for item in objects if isinstance(item, LightningDataModule)), None)
-        data = data or getattr(module.trainer, "datamodule", None)
-        paths = (os.fspath(item) for item in objects if isinstance(item, str | os.PathLike))
-        shared |= {"trainer.resumes_from": next((p if p in _NAMED_PATHS else "a path" for p in paths), None)}
+        attached = getattr(module.trainer, "datamodule", None)
+        data = next((item for item in objects if isinstance(item, LightningDataModule)), attached)
+        path = next((os.fspath(item) for item in objects if isinstance(item, str | os.PathLike)), None)
+        shared |= {"trainer.resumes_from": path if path in (None, *_NAMED_PATHS) else "a path"}
         shared |= _trainer_facts(module.trainer) | _module_facts(module)
         if isinstance(data, SaysWhatItReads):
             shared |= dict(flat("data", {"class": type(data), **data.facts()}))

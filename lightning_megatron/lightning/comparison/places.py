@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +27,7 @@ from lightning_megatron.comm.rendezvous import Meeting, Store, comes_true
 from lightning_megatron.config.layout import HasModelShape
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.files.free_space import readable
+from lightning_megatron.lightning.comparison.compare import is_left_out
 
 SEEN_WITHIN = 3.0
 """Seconds after which a file that another machine has written must be seen: network file systems remember absence."""
@@ -71,24 +71,18 @@ def places_of(trainer: Trainer | None, objects: Iterable[object] = ()) -> list[R
     if trainer is None or trainer.fast_dev_run or trainer.state.fn != TrainerFn.FITTING:  # type: ignore[attr-defined]
         return []
     needed = {getattr(saver, "dirpath", None): _least_bytes(saver, objects) for saver in trainer.checkpoint_callbacks}
-    root = trainer.default_root_dir
-    found: list[tuple[Any, ...]] = [("trainer.default_root_dir", root, True, False, needed.get(None, 0))]
+    found = _local("trainer.default_root_dir", trainer.default_root_dir, needed=needed.get(None, 0))
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name, folder = type(callback).__name__, getattr(callback, "dirpath", None)
-        path = getattr(callback, "path", None)
         if isinstance(callback, Checkpoint):
-            found.append((f"{name}.dirpath", folder, True, False, needed[folder]))
-        elif name == "KillSwitch" and path is not None:
-            found.append(("KillSwitch.path", os.path.dirname(os.path.abspath(path)), True, True))
-    found += [(f"{type(logger).__name__}.save_dir", logger.save_dir, False, True) for logger in trainer.loggers]
-    data = next((each for each in objects if isinstance(each, LightningDataModule)), None)
-    cache = getattr(data or getattr(trainer, "datamodule", None), "cache_dir", None)
-    found.append(("data.cache_dir", cache, False, False))
-    return [
-        RunFolder(name, os.path.abspath(path), *how)
-        for name, path, *how in found
-        if isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
-    ]
+            found += _local(f"{name}.dirpath", folder, needed=needed[folder])
+        elif name == "KillSwitch" and (path := getattr(callback, "path", None)) is not None:
+            found += _local("KillSwitch.path", os.path.dirname(os.path.abspath(path)), first_alone=True)
+    for logger in trainer.loggers:
+        found += _local(f"{type(logger).__name__}.save_dir", logger.save_dir, is_shared=False, first_alone=True)
+    attached = getattr(trainer, "datamodule", None)
+    data = next((each for each in objects if isinstance(each, LightningDataModule)), attached)
+    return found + _local("data.cache_dir", getattr(data, "cache_dir", None), is_shared=False)
 
 
 def check_places(places: Iterable[RunFolder], *, is_first: bool) -> None:
@@ -128,7 +122,7 @@ class PlaceProbe:
         Raises:
             ConfigError: on all ranks, with every folder at fault, its ranks and their machines.
         """
-        kept = [p for p in places if not any(fnmatch(p.name, pattern) for pattern in self._may_differ)]
+        kept = [p for p in places if not is_left_out(p.name, self._may_differ)]
         marks: list[Path] = []
         said = json.dumps([self._host, {place.name: place.path for place in kept}])
         verdict = json.loads(self._meeting.judged(said, lambda all_said: self._mark(all_said, kept, marks)))
@@ -209,6 +203,13 @@ def write_fault(place: RunFolder, parent: Path, rest: str) -> str:
         return "" if _holds_something(place) else f"{how} there: {error.strerror} ({parent})"
     too_small = f"a checkpoint takes at least {readable(place.needed)}, and {readable(free)} are free"
     return too_small if place.needed > free else ""
+
+
+def _local(name: str, path: object, **how: Any) -> list[RunFolder]:
+    """A folder in a file system of this machine; none for a URL, or where none is set."""
+    if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
+        return []
+    return [RunFolder(name, os.path.abspath(path), **how)]
 
 
 def _least_bytes(saver: Callback, objects: Iterable[object]) -> int:

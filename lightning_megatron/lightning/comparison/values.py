@@ -39,17 +39,12 @@ def flat(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Plain]]:
         yield name, _scalar(value)
     elif depth > _DEEPEST or isinstance(value, nn.Module):
         yield name, _name_of(type(value))
-    elif isinstance(value, Mapping | Namespace | SimpleNamespace):
-        entries = value if isinstance(value, Mapping) else vars(value)
-        yield from _entries(name, {str(key): item for key, item in entries.items()}, depth)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _entries(name, {field.name: getattr(value, field.name) for field in fields(value)}, depth)
+    elif (contents := _contents(value)) is not None:
+        yield from _entries(name, contents, depth)
     elif isinstance(value, list | tuple | set | frozenset):
         yield from _items(name, value, depth)
     elif isinstance(value, torch.Tensor | np.ndarray):
         yield name, f"{type(value).__name__} {list(value.shape)} {value.dtype}"
-    elif isinstance(value, partial):
-        yield from _entries(name, {"function": value.func, "args": value.args, **value.keywords}, depth)
     elif inspect.isroutine(value) or isinstance(value, type):
         yield name, _name_of(value)
     elif isinstance(value, Enum | PurePath | timedelta | torch.dtype | bytes):
@@ -83,6 +78,19 @@ def _scalar(value: Any) -> Plain:
     """Convert a value to its built-in type; a subclass (an ``IntEnum``, a YAML library's text) loses its class."""
     kinds = (bool, int, float, str)
     return next((kind(value) for kind in kinds if isinstance(value, kind)), None)
+
+
+def _contents(value: Any) -> Mapping[str, Any] | None:
+    """Values under names in a mapping, a namespace, a dataclass or a partial function; ``None`` for anything else."""
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, Namespace | SimpleNamespace):
+        return vars(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, partial):
+        return {"function": value.func, "args": value.args, **value.keywords}
+    return None
 
 
 def _entries(name: str, entries: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Plain]]:
