@@ -214,18 +214,25 @@ def data_faults(job: Job) -> list[Problem]:
 def tokenizer_faults(job: Job) -> list[Problem]:
     """Data of another tokenizer than that of the weights that a run begins with."""
     specs = [spec for item in job.objects if (spec := getattr(item, "required_tokenizer", None)) is not None]
+    if not specs:
+        return []
     known = [TrainedTokenizer.of_settings(getattr(module, "hf_settings", {})) for module in job.modules]
-    paths = [item for item in job.objects if specs and isinstance(item, str | os.PathLike)]
-    if "last" in paths and job.trainer is not None:  # folders of loggers are known behind the launch alone
-        folders = (getattr(saver, "dirpath", None) for saver in job.trainer.checkpoint_callbacks)
-        entries = (entry for folder in folders if folder is not None for entry in Path(folder).rglob("*.ckpt"))
-        newest, _ = newest_good(candidates((), entries))
-        paths += [] if newest is None else [newest.path]
+    paths = [item for item in job.objects if isinstance(item, str | os.PathLike)]
+    if "last" in paths and job.trainer is not None:
+        paths += _last_checkpoint(job.trainer)
     for path in paths:
         with suppress(CheckpointError, ConfigError):  # said by what loads it
             known.append(replace(TrainedTokenizer.of_weights(path), vocab_size=None))  # sizes: layout_faults
     do = "or give allow_other_data=True"
     return [p for spec in specs for one in known for p in one.problems("tokenizer_model", spec, do)]
+
+
+def _last_checkpoint(trainer: Trainer) -> list[Path]:
+    """The newest checkpoint, if there is one; folders of loggers are known behind the launch alone."""
+    folders = (getattr(saver, "dirpath", None) for saver in trainer.checkpoint_callbacks)
+    entries = (entry for folder in folders if folder is not None for entry in Path(folder).rglob("*.ckpt"))
+    newest, _ = newest_good(candidates((), entries))
+    return [] if newest is None else [newest.path]
 
 
 def sample_faults(job: Job) -> list[Problem]:

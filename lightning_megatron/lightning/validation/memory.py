@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -79,35 +80,31 @@ def planned_job(
         batch: shape of the batches.
         objects: module, Trainer and others.
     """
-    module = next((item for item in objects if isinstance(item, HasTrainedModel)), None)
+    model = next((item.trained_model for item in objects if isinstance(item, HasTrainedModel)), None)
     trainer = next((item for item in objects if isinstance(item, Trainer)), None)
-    model = None if module is None else module.trained_model
-    if (
-        model is None
-        or unplanned_problems(model.config)
-        or trainer is None
-        or layout.dp is None
-        or trainer.state.fn != TrainerFn.FITTING
-    ):
+    if model is None or unplanned_problems(model.config) or trainer is None or not _trains_all(trainer):
         return None
     precision = str(trainer.precision)
-    freezes = any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    if freezes or not batch.batch_size or not batch.seq_length or precision not in PRECISIONS:
+    if layout.dp is None or not batch.batch_size or not batch.seq_length or precision not in PRECISIONS:
         return None
     feed = Feed(layout.world_size, batch.seq_length, batch.batch_size, trainer.accumulate_grad_batches, precision)
     attention = "reference" if ops.choose("attention").implementation == REFERENCE else "flash"
-    states = model.optimizer_states
-    try:
+    with suppress(ConfigError):  # told by the checks of the layout
         return job_of(
             model.config,
             feed,
             settings.arguments,
             fp8=ops.mode("linear_fp8") != "off",
             attention=attention,
-            optimizer_states=0 if states is None else states,
+            optimizer_states=model.optimizer_states or 0,
         )
-    except ConfigError:  # told by the checks of the layout
-        return None
+    return None
+
+
+def _trains_all(trainer: Trainer) -> bool:
+    """True for a fit in which no callback freezes parameters."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return trainer.state.fn == TrainerFn.FITTING and not any(isinstance(each, BaseFinetuning) for each in callbacks)
 
 
 def limit_of(settings: JobSettings, device_bytes: int | None, name: str) -> MemoryLimit:
