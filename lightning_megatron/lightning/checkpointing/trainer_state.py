@@ -154,8 +154,7 @@ def load_trainer_checkpoint(
         optimizer.finish_param_gather()
     if is_foreign(path):
         return _begin_with_weights(path, module, optimizers, mesh), None
-    weights_only = weights_only is None or weights_only
-    opened = open_checkpoint(path, mesh, weights_only=weights_only, check=check)
+    opened = open_checkpoint(path, mesh, weights_only=weights_only is not False, check=check)
     meta = opened.meta
     refuse_other_writers(path, meta)
     refuse_other_base(path, meta, module)

@@ -88,8 +88,8 @@ def build_module(
         meta = {**meta, "hyper_parameters": _from_file(hparams_file)}
     known = inspect.signature(module_class.__init__).parameters
     if meta.get("hyper_parameters") is None:
-        needed = [p for name, p in known.items() if name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if lacking := [p.name for p in needed if p.default is p.empty and p.name not in given]:
+        needed = [p for p in known.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if lacking := [p.name for p in needed if p.name not in ("self", *given)]:
             name, by_name = module_class.__name__, "".join(f", {argument}=..." for argument in lacking)
             raise CheckpointError(
                 f"{path} holds no hyper-parameters, and {name} needs some: load_module(path, {name}{by_name}), or"
@@ -97,8 +97,8 @@ def build_module(
             )
         return module_class(**given)
     arguments = _arguments(meta, path)
-    as_one = meta.get(LightningModule.CHECKPOINT_HYPER_PARAMS_NAME)
-    if as_one is not None and as_one in known:  # the module was built with one dictionary of that name
+    as_one = meta.get(LightningModule.CHECKPOINT_HYPER_PARAMS_NAME, "")
+    if as_one in known:  # the module was built with one dictionary of that name
         arguments = {as_one: arguments}
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         arguments = {name: value for name, value in arguments.items() if name in known}

@@ -45,10 +45,7 @@ def tell_other_settings(
     for optimizer, groups in zip(optimizers, before, strict=True):
         own = [config.scheduler for config in schedulers if config.scheduler.optimizer is optimizer.optimizer]
         for today, held in zip(groups, optimizer.group_settings(), strict=False):
-            moved = {"lr"} if own else set()
-            moved |= {"weight_decay"} if any(isinstance(s, MegatronLR) and s.moves_weight_decay for s in own) else set()
-            moved |= {"betas", "momentum"} if "max_momentum" in held else set()
-            found += _differences({name: value for name, value in today.items() if name not in moved}, held)
+            found += _differences(_unmoved(today, held, own), held)
     for config, state in zip(schedulers, saved, strict=True):
         kind = type(config.scheduler)
         names = inspect.signature(kind).parameters.keys() - {"last_epoch"}
@@ -63,6 +60,14 @@ def tell_other_settings(
             f"{path}: its settings hold, and not those of this run: {'; '.join(dict.fromkeys(found))}. For your own,"
             " begin a run with its weights (load_from_checkpoint, and no ckpt_path)"
         )
+
+
+def _unmoved(today: Mapping[str, Any], held: Mapping[str, Any], schedulers: Sequence[object]) -> dict[str, Any]:
+    """Settings of a group without those that its schedulers change from step to step."""
+    moved = {"lr"} if schedulers else set()
+    moved |= {"weight_decay"} if any(isinstance(s, MegatronLR) and s.moves_weight_decay for s in schedulers) else set()
+    moved |= {"betas", "momentum"} if "max_momentum" in held else set()
+    return {name: value for name, value in today.items() if name not in moved}
 
 
 def _differences(today: Mapping[str, Any], held: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
