@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -56,17 +57,15 @@ def parse_files(files: ChatFiles, argument: str = "files") -> Blend:
         return Blend((os.fspath(files),), None)
     pairs = [item for item in files if isinstance(item, (list, tuple))]
     flat: list[Any] = list(chain.from_iterable(pairs)) if pairs else list(files)
-    weights = [item for item in flat if isinstance(item, (int, float))]
-    if any(not 0 < weight < math.inf for weight in weights):
+    if any(isinstance(item, (int, float)) and not 0 < item < math.inf for item in flat):
         raise ConfigError([Problem(argument, list(files), "every weight must be a positive number")])
+    if not pairs or (len(pairs) == len(files) and all(len(pair) == 2 for pair in pairs)):
+        with suppress(ConfigError):  # told below, in words about pairs
+            parsed = parse_data_path(flat, argument)
+            if parsed.weights is not None or not pairs:
+                return parsed
     shape = "a file, a list of files, or a list of (weight, file)"
-    mixed = pairs and (len(pairs) != len(files) or any(len(pair) != 2 for pair in pairs))
-    parsed = Blend((), None)
-    if flat and not mixed and not problems_of(parse_data_path, flat, argument):
-        parsed = parse_data_path(flat, argument)
-    if not parsed.prefixes or (parsed.weights is None and (pairs or weights)):
-        raise ConfigError([Problem(argument, list(files), f"is not {shape}")])
-    return parsed
+    raise ConfigError([Problem(argument, list(files), f"is not {shape}")])
 
 
 def _files(argument: str) -> Check:
