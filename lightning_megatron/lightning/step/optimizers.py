@@ -115,11 +115,11 @@ class OptimizerSet:
         self._mesh = mesh
         specs = list(named_specs(module))
         self._names: list[str] | None = None
-        raise_if_any(_shared_problems(optimizers, {id(param): name for name, param, _ in specs}))
+        params = {name: param for name, param, _ in specs}
+        raise_if_any(_shared_problems(optimizers, params))
         self._tied = tied_names([spec.tied_with for _, _, spec in specs if spec.tied_with], mesh)
         self._shared = self._held_by_several(specs)
         broadcast_params(specs, mesh)
-        params = {name: param for name, param, _ in specs}
         self._shared.share_values(params)
         specs = [
             (name, param, replace(spec, tied_with=name) if name in self._shared.repeated else spec)
@@ -137,9 +137,9 @@ class OptimizerSet:
             sharded.install_gather_hooks(module)
         self._replica_checks = {sharded: ReplicaCheck(sharded, mesh) for sharded in self.sharded}
         self.finite_checks = {s: FiniteCheck(s, params, mesh) for s in self.sharded} if check_finite else {}
-        self._after_step = [m for m in module.modules() if isinstance(m, AfterOptimizerStep)]
-        self._after_skipped_step: list[ForgetStep] = [m for m in module.modules() if isinstance(m, ForgetStep)]
-        self._keepers: list[KeepsWithinStep] = [m for m in module.modules() if isinstance(m, KeepsWithinStep)]
+        self._after_step: list[AfterOptimizerStep] = _parts_of(module, AfterOptimizerStep)
+        self._after_skipped_step: list[ForgetStep] = _parts_of(module, ForgetStep)
+        self._keepers: list[KeepsWithinStep] = _parts_of(module, KeepsWithinStep)
         self._tokens = TokenCounter(mesh.dp, module.log_mean_over_tokens if isinstance(module, LogsTokenMean) else None)
         self._is_automatic = module.automatic_optimization
         self._clears_itself = is_overridden("optimizer_zero_grad", module)
@@ -388,8 +388,13 @@ class _Probe:
         return left is None or left is not self._planted or left._version > 0
 
 
-def _shared_problems(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[Problem]:
+def _parts_of(module: nn.Module, kind: type) -> list[Any]:
+    return [part for part in module.modules() if isinstance(part, kind)]
+
+
+def _shared_problems(optimizers: Sequence[Optimizer], params: Mapping[str, Tensor]) -> list[Problem]:
     """Parameters that two optimizers hold; a parameter can be in one buffer only."""
+    names = {id(param): name for name, param in params.items()}
     found, holder = [], dict[int, int]()
     for index, optimizer in enumerate(optimizers):
         for param in (param for group in optimizer.param_groups for param in group["params"]):

@@ -192,16 +192,10 @@ class MegatronPrecision(Precision):
         self.teardown()
         autocast, of_user = _Autocast(dtype), _reached(module, StagedModel, Metric)
         for part in _reached(module, Metric):
-            own: list[Tensor] = list(part.parameters(recurse=False))
-            for parameter in filter(torch.is_floating_point, own):
-                parameter.data = parameter.data.to(dtype)
+            own = list(part.parameters(recurse=False))
             counts = self.mode.main is not None and part in of_user and (part is module or not own)
-            kept = {name for name, _, _ in declared_buffers(part)}
-            for name, buffer in part.named_buffers(recurse=False):
-                own.append(buffer)
-                if buffer.is_floating_point() and not counts and name not in kept:
-                    setattr(part, name, buffer.to(dtype))
-            computes = part is not module and part in of_user and any(map(torch.is_floating_point, own))
+            _cast_own(part, dtype, with_buffers=not counts)
+            computes = part is not module and part in of_user and any(map(torch.is_floating_point, _own_tensors(part)))
             if computes and (_home(part) in ("torch", _OURS) or dtype == torch.float64):
                 self._hooks.append(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
             elif computes and _OURS not in map(_home, part.modules()):  # ours compute in fp32 where they must
@@ -379,6 +373,16 @@ class _Autocast:
 def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
     yield from part.parameters(recurse=False)
     yield from part.buffers(recurse=False)
+
+
+def _cast_own(part: nn.Module, dtype: torch.dtype, *, with_buffers: bool) -> None:
+    """Cast a module's own parameters, and its buffers unless they are weights."""
+    for parameter in filter(torch.is_floating_point, part.parameters(recurse=False)):
+        parameter.data = parameter.data.to(dtype)
+    kept = {name for name, _, _ in declared_buffers(part)}
+    for name, buffer in part.named_buffers(recurse=False):
+        if with_buffers and buffer.is_floating_point() and name not in kept:
+            setattr(part, name, buffer.to(dtype))
 
 
 def _cast_inputs(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
