@@ -164,26 +164,29 @@ def checkpoint_to_hf(
     opened = open_checkpoint(source)
     tensors = opened.tensors()
     config = _config_of(opened.meta, source)
-    spec = None if tokenizer is None or allow_other_tokenizer else directory_spec(tokenizer)
-    if spec is not None:
-        do = "or add --allow-other-tokenizer"
-        with suppress(DataError, ModuleNotFoundError):  # one that is not read here is copied as it is
-            raise_if_any(TrainedTokenizer.of_weights(source).problems("tokenizer", spec, do))
+    if tokenizer is not None and not allow_other_tokenizer:
+        _refuse_other_tokenizer(tokenizer, source)
     settings: Settings = opened.meta.get(SETTINGS) or ({} if tokenizer is None else read_settings(tokenizer))
     family, written = family_for(config, settings.get("config", {}).get("model_type"))
     contents = with_settings(written, settings)
-    copied = [] if tokenizer is None else tokenizer_files(tokenizer)
-    beside: dict[str, Any] = {file.name: file for file in copied}
-    if "generation_config" in settings:
-        beside[GENERATION] = settings["generation_config"]
+    copied: dict[str, Any] = {} if tokenizer is None else {file.name: file for file in tokenizer_files(tokenizer)}
+    generation = {GENERATION: settings["generation_config"]} if "generation_config" in settings else {}
     native = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if key.startswith(_PREFIX)}
     rules = weight_map(family, config, weight_shapes(config))
-    # Counters of a module (bins of capacities) have no counterpart in another program.
-    used = {name for name in native.keys() - rules.native_names if not native[name].dtype.is_floating_point}
-    splits = rules.to_foreign({name: tensor for name, tensor in native.items() if name not in used})
-    write_hf(target, contents, splits, dtype=dtype, max_shard_size=max_shard_size, beside=beside)
+    known = rules.native_names  # counters of a module (bins of capacities) have no counterpart in another program
+    kept = {name: tensor for name, tensor in native.items() if name in known or tensor.dtype.is_floating_point}
+    splits = rules.to_foreign(kept)
+    write_hf(target, contents, splits, dtype=dtype, max_shard_size=max_shard_size, beside=copied | generation)
     ids = {name: contents[name] for name in TOKEN_IDS if contents.get(name) is not None}
-    return Exported(ids, GENERATION in beside, tuple(file.name for file in copied))
+    return Exported(ids, bool(generation), tuple(copied))
+
+
+def _refuse_other_tokenizer(tokenizer: PathLike, source: PathLike) -> None:
+    """Raise if a directory has another tokenizer than a checkpoint; one that is not read here is copied as it is."""
+    if (spec := directory_spec(tokenizer)) is not None:
+        do = "or add --allow-other-tokenizer"
+        with suppress(DataError, ModuleNotFoundError):
+            raise_if_any(TrainedTokenizer.of_weights(source).problems("tokenizer", spec, do))
 
 
 def _config_of(meta: Mapping[str, Any], source: PathLike) -> TransformerConfig:
