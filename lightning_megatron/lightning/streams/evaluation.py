@@ -7,11 +7,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.lightning.streams.end_of_data import DataState, EndOfDataCheck
-from lightning_megatron.lightning.streams.lengths import are_certain, require_equal_lengths
+from lightning_megatron.lightning.streams.lengths import gather_counts, require_equal_lengths
 from lightning_megatron.mesh import Axis, ParallelMesh, dense_grid, expert_grid, rank_groups
 
 
@@ -54,12 +53,11 @@ class EvaluationWatch(Callback):
         assert trainer.state.stage is not None
         stage = trainer.state.stage.dataloader_prefix
         counts = getattr(trainer, "num_sanity_val_batches" if trainer.sanity_checking else f"num_{stage}_batches")
-        certain = are_certain(counts, getattr(trainer, f"{stage}_dataloaders"))
-        gathered = all_gather_object(self._mesh, (list(counts), certain))
+        of_ranks, certain = gather_counts(self._mesh, counts, getattr(trainer, f"{stage}_dataloaders"))
         names = f"{stage} data", f"limit_{stage}_batches"
-        if all(certain for _, certain in gathered):
+        if certain:
             for ranks in self._coupled:
-                require_equal_lengths({rank: gathered[rank][0] for rank in ranks}, *names)
+                require_equal_lengths({rank: of_ranks[rank] for rank in ranks}, *names)
         else:
             self._check = EndOfDataCheck(self._coupled_hosts(), *names)
 

@@ -8,20 +8,25 @@ from typing import Any
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.lightning.streams.end_of_data import DataState, uneven_error
+from lightning_megatron.mesh import ParallelMesh
 
 STREAM = float("inf")
 """Number of batches of data without a known length."""
 
 
-def are_certain(counts: Sequence[float], loaders: Any) -> bool:
-    """True if the numbers of batches are certain; a stream may end before its limit, or before its length.
+def gather_counts(mesh: ParallelMesh, counts: Sequence[float], loaders: Any) -> tuple[list[list[float]], bool]:
+    """Gather the numbers of batches of all ranks, and if all are certain. Every rank must call this.
 
     Args:
+        mesh: mesh of this rank.
         counts: numbers of batches, of each loader or of all together.
-        loaders: a loader, or lists and mappings of loaders.
+        loaders: a loader, or lists and mappings of loaders; a stream may end before its limit, or before its length.
     """
-    return STREAM not in counts and not any(_streams(loader) for loader in CombinedLoader(loaders).flattened)
+    certain = STREAM not in counts and not any(_streams(loader) for loader in CombinedLoader(loaders).flattened)
+    gathered = all_gather_object(mesh, (list(counts), certain))
+    return [own for own, _ in gathered], all(certain for _, certain in gathered)
 
 
 def require_equal_lengths(counts: Mapping[int, Sequence[float]], data: str, limit: str) -> None:

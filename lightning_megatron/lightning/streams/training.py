@@ -7,11 +7,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
-from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import DataError
 from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.lightning.streams.end_of_data import DataState, EndOfDataCheck
-from lightning_megatron.lightning.streams.lengths import STREAM, are_certain, require_equal_lengths
+from lightning_megatron.lightning.streams.lengths import STREAM, gather_counts, require_equal_lengths
 from lightning_megatron.mesh import ParallelMesh
 
 _DATA, _LIMIT = "training data", "limit_train_batches"
@@ -41,7 +40,7 @@ def _reaches_end(trainer: Trainer, batches: float) -> bool:
 class TrainingWatch(Callback):
     """Compares numbers of batches before training; if data do not know their number, checks each batch.
 
-    ``MegatronStrategy`` adds it as the first callback.
+    ``MegatronStrategy`` adds it as the first callback. Whatever it finds is a ``DataError`` on all ranks.
 
     Args:
         mesh: mesh of this rank.
@@ -57,32 +56,22 @@ class TrainingWatch(Callback):
         self._begun = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare numbers of batches, once for each set of loaders.
-
-        Raises:
-            DataError: on all ranks.
-        """
+        """Compare numbers of batches, once for each set of loaders."""
         self._begun = 0
         reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         if not self._mesh.is_distributed or (self._is_compared and not reloads):
             return
         self._is_compared = True
-        count = trainer.num_training_batches
-        gathered = all_gather_object(self._mesh, (count, are_certain([count], trainer.train_dataloader)))
-        counts, all_certain = [count for count, _ in gathered], all(certain for _, certain in gathered)
-        if all_certain and _reaches_end(trainer, min(counts)):
-            require_equal_lengths({rank: [count] for rank, count in enumerate(counts)}, _DATA, _LIMIT)
-        is_even = all_certain and len(set(counts)) == 1
+        counts, certain = gather_counts(self._mesh, [trainer.num_training_batches], trainer.train_dataloader)
+        if certain and _reaches_end(trainer, min(counts)[0]):
+            require_equal_lengths(dict(enumerate(counts)), _DATA, _LIMIT)
+        is_even = certain and min(counts) == max(counts)
         self._check = EndOfDataCheck(None if is_even else self._mesh.host, _DATA, _LIMIT)
         # Lightning reads streams without a limit one batch ahead, so it knows the last batch.
-        self._foresees = all_certain or all(count == STREAM for count in counts)
+        self._foresees = certain or all(count == [STREAM] for count in counts)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the check; wait for it before the first step of an epoch, and if the end cannot be foreseen.
-
-        Raises:
-            DataError: on all ranks.
-        """
+        """Start the check; wait for it before the first step of an epoch, and if the end cannot be foreseen."""
         self._batches.begin_batch(pl_module)
         self._begun += 1
         progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -95,20 +84,12 @@ class TrainingWatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Wait for the check, after a step in which all ranks took part.
-
-        Raises:
-            DataError: on all ranks.
-        """
+        """Wait for the check, after a step in which all ranks took part."""
         self._check.settle()
         self._batches.end_batch(pl_module, batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check if other ranks may have another batch, and refuse an epoch without any: there could be endless ones.
-
-        Raises:
-            DataError: on all ranks.
-        """
+        """Check if other ranks may have another batch, and refuse an epoch without any: there could be endless ones."""
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if self._begun == 0 or not self._foresees:
             self._check.begin(DataState.ENDED, batches)
