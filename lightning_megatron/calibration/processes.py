@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,43 +96,47 @@ def device_spec(found: Sequence[Found], memory: int, *, asynchronous: bool) -> D
     """
     name = str(found[0]["name"])
     known = next((load_device(each) for each in device_names() if each.split("-")[0] in name.lower()), None)
+    base = known or load_device("cpu")
     bandwidth = statistics.median(each["copy"] for each in found)
-    kernel = statistics.median(each["kernel"] for each in found)
+    peaks, efficiency = _peaks_and_efficiency(found, bandwidth)
+    links = [each["link"] for each in found if "link" in each]
+    within = Link(*map(statistics.median, zip(*links, strict=True))) if links else base.within_node
+    beyond = known if asynchronous else None
+    return replace(
+        base,
+        name="calibrated",
+        title=f"{name}, measured by {len(found)} processes at once",
+        memory_bytes=memory,
+        flops=peaks,
+        memory_bandwidth=bandwidth,
+        devices_per_node=len(found),
+        within_node=within,
+        between_nodes=beyond.between_nodes if beyond else within,
+        efficiency=efficiency,
+        link_efficiency=1.0,
+        kernel_seconds=statistics.median(each["kernel"] for each in found),
+        asynchronous=asynchronous,
+        sources=(
+            "flops: the fastest matrix product; efficiency, memory_bandwidth, kernel_seconds: measured",
+            "within_node: all-gather and reduce-scatter, measured" if links else f"within_node: as of {base.name}",
+            f"between_nodes: as of {beyond.name}" if beyond else "between_nodes: as within_node",
+            f"step_seconds, workspace_bytes: as of {base.name}",
+        ),
+    )
+
+
+def _peaks_and_efficiency(found: Sequence[Found], bandwidth: float) -> tuple[dict[str, float], dict[str, Efficiency]]:
+    """Peak FLOP/s and fitted constants by number format."""
     peaks, efficiency = {}, {}
     for dtype in DTYPES:
         rates = [_products(each[dtype]["matmul"], bandwidth) for each in found]
-        peaks[dtype] = statistics.median(max(rate) for rate in rates)
+        peaks[dtype] = statistics.median(map(max, rates))
         efficiency[dtype] = Efficiency(
             statistics.median(statistics.median(_large(rate)) for rate in rates) / peaks[dtype],
             statistics.median(each[dtype]["attention"] for each in found) / peaks[dtype],
             statistics.median(each[dtype]["elementwise"] for each in found) / bandwidth,
         )
-    links = [each["link"] for each in found if "link" in each]
-    within = Link(*(statistics.median(figures) for figures in zip(*links, strict=True))) if links else None
-    base = known or load_device("cpu")
-    within = within or base.within_node
-    return DeviceSpec(
-        name="calibrated",
-        title=f"{name}, measured by {len(found)} processes at once",
-        memory_bytes=memory,
-        workspace_bytes=base.workspace_bytes,
-        flops=peaks,
-        memory_bandwidth=bandwidth,
-        devices_per_node=len(found),
-        within_node=within,
-        between_nodes=known.between_nodes if known and asynchronous else within,
-        efficiency=efficiency,
-        link_efficiency=1.0,
-        kernel_seconds=kernel,
-        step_seconds=base.step_seconds,
-        asynchronous=asynchronous,
-        sources=(
-            "flops: the fastest matrix product; efficiency, memory_bandwidth, kernel_seconds: measured",
-            "within_node: all-gather and reduce-scatter, measured" if links else f"within_node: as of {base.name}",
-            f"between_nodes: as of {known.name}" if known and asynchronous else "between_nodes: as within_node",
-            f"step_seconds, workspace_bytes: as of {base.name}",
-        ),
-    )
+    return peaks, efficiency
 
 
 def _products(measured: Sequence[Sequence[float]], bandwidth: float) -> list[float]:

@@ -240,7 +240,7 @@ def _missing(state: State, metadata: Metadata, unexpected: Sequence[str], strict
 def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[str]:
     """Keys that no rank requests, if any requests a model: of the model, and of kinds of state of its optimizers."""
     is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
-    requested = {key for keys in all_gather_object(mesh, sorted(state) if is_source else []) for key in keys}
+    requested: set[str] = set().union(*all_gather_object(mesh, sorted(state) if is_source else []))
     wanted = [Key.parse(key) for key in requested]
     if not any(key.is_model for key in wanted):
         return []

@@ -68,27 +68,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else ""
+    if name in _COMMANDS:
+        return _run(words, is_own_process=argv is None)
     if name in ("", "-h", "--help"):
         print(_help(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     if name == "--version":
         print(f"lightning-megatron {version('lightning-megatron')}")
         return 0
-    if name not in _COMMANDS:
-        from difflib import get_close_matches
+    from difflib import get_close_matches
 
-        near = ", ".join(get_close_matches(name, _COMMANDS) or _COMMANDS)
-        print(f"error: {name!r} is not a command; nearest: {near}", file=sys.stderr)
-        return 2
-    command = _COMMANDS[name]
-    with _collecting_later(is_own_process=argv is None):
-        function = command.function(name)
+    near = ", ".join(get_close_matches(name, _COMMANDS) or _COMMANDS)
+    print(f"error: {name!r} is not a command; nearest: {near}", file=sys.stderr)
+    return 2
+
+
+def _run(words: list[str], *, is_own_process: bool) -> int:
+    """Run the command that the first word names, and give its exit status."""
+    command = _COMMANDS[words[0]]
+    with _collecting_later(is_own_process=is_own_process):
+        function = command.function(words[0])
     # LightningCLI starts the other processes of a job with the words of this process; None tells it to use them.
     arguments = words if command.module == _TRAINER else words[1:]
     try:
-        status: int = function(None if argv is None and arguments is words else arguments)
+        status: int = function(None if is_own_process and arguments is words else arguments)
         sys.stdout.flush()
-        if argv is None and command.module != _TRAINER:
+        if is_own_process and command.module != _TRAINER:
             gc.freeze()  # what is left is ours, and needs no looking through at the end of the process
     except BrokenPipeError:  # ``| head`` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush

@@ -8,22 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_megatron.cli.common import command_parser, exit_status
-from lightning_megatron.errors import ConfigError, Problem, nearest_names
+from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any
 from lightning_megatron.pipeline.action import format_schedule
 from lightning_megatron.pipeline.draw import draw_png, draw_text
 from lightning_megatron.pipeline.schedule import SCHEDULE_NAMES, build_schedule, forward_only
 from lightning_megatron.pipeline.simulate import Costs, Simulation, ideal_bubble, simulate
 from lightning_megatron.pipeline.validate import Report, check_schedule
 
-_COST_NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input_gradient",
-    "W": "weight_gradient",
-    "C": "communication",
-}
-
-
+_COST_NAMES = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient", "C": "communication"}
 _LEGEND = (
     "F forward, B backward, I and W its halves (gradients of inputs, of weights); behind it the micro-batch,\n"
     "before it the stage where a rank has several. --- busy, blank idle."
@@ -135,27 +127,32 @@ def parse_costs(text: str, pp: int, vpp: int = 1) -> Costs:
     costs: dict[str, float | tuple[float, ...]] = {"forward": 1 / vpp}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = entry.partition("=")
-        if name not in _COST_NAMES:
-            found.append(Problem("--costs", entry, "no such cost", nearest_names(name, list(_COST_NAMES))))
-            continue
         try:
             numbers = tuple(float(number) for number in value.split(":"))
         except ValueError:
-            found.append(Problem("--costs", entry, "a cost is a number, or one number per stage with : between"))
-            continue
-        if not all(0 <= number < float("inf") for number in numbers):
-            found.append(Problem("--costs", entry, "a time cannot be negative or infinite"))
-        elif len(numbers) > 1 and name == "C":
-            found.append(Problem("--costs", entry, "every message takes the same time: give one number"))
-        elif len(numbers) not in (1, num_stages):
-            reason = f"{len(numbers)} numbers for {num_stages} stages (pp x vpp)"
-            found.append(Problem("--costs", entry, reason, (1, num_stages)))
+            numbers = ()
+        if fault := _cost_fault(name, numbers, num_stages):
+            found.append(Problem("--costs", entry, *fault))
         else:
             costs[_COST_NAMES[name]] = numbers if len(numbers) > 1 else numbers[0] / (1 if name == "C" else vpp)
-    if found:
-        raise ConfigError(found)
+    raise_if_any(found)
     if "backward" not in costs and {"input_gradient", "weight_gradient"} <= set(costs):
         halves = Costs(**costs)  # type: ignore[arg-type]
         costs["backward"] = tuple(halves.of("I", stage) + halves.of("W", stage) for stage in range(num_stages))
     costs.setdefault("backward", 2 / vpp)
     return Costs(**costs)  # type: ignore[arg-type]
+
+
+def _cost_fault(name: str, numbers: Sequence[float], num_stages: int) -> tuple[str, tuple[object, ...]] | None:
+    """Reason why a cost cannot be, and the nearest values; ``None`` if it can."""
+    if name not in _COST_NAMES:
+        return "no such cost", nearest_names(name, list(_COST_NAMES))
+    if not numbers:
+        return "a cost is a number, or one number per stage with : between", ()
+    if not all(0 <= number < float("inf") for number in numbers):
+        return "a time cannot be negative or infinite", ()
+    if len(numbers) > 1 and name == "C":
+        return "every message takes the same time: give one number", ()
+    if len(numbers) not in (1, num_stages):
+        return f"{len(numbers)} numbers for {num_stages} stages (pp x vpp)", (1, num_stages)
+    return None

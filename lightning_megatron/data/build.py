@@ -6,8 +6,9 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,28 +120,25 @@ def parse_data_path(data_path: DataPath, argument: str = "data_path") -> Blend:
     if isinstance(data_path, (str, os.PathLike)):
         return Blend((os.fspath(data_path),), None)
     items = list(data_path)
-    weights = [_as_number(item) for item in items[::2]]
-    if items and len(items) % 2 == 0 and None not in weights:
-        given = [w for w in weights if w is not None]
-        if not (all(w > 0 for w in given) and sum(given) < math.inf):
-            reason = "every weight must be a positive number, and so their sum: leave out what is not to be read"
-            raise ConfigError([Problem(argument, items, reason)])
-        rest = items[1::2]
-    else:
-        given, rest = [], items
-    wrong = [item for item in rest if isinstance(item, (int, float))]
-    if not items or wrong:
+    weights = _weights_in(items)
+    if not (all(weight > 0 for weight in weights) and sum(weights) < math.inf):
+        reason = "every weight must be a positive number, and so their sum: leave out what is not to be read"
+        raise ConfigError([Problem(argument, items, reason)])
+    rest = items[1::2] if weights else items
+    if not items or any(isinstance(item, (int, float)) for item in rest):
         reason = "is a prefix, a list of prefixes, or a list of weight, prefix, weight, prefix, ..."
         raise ConfigError([Problem(argument, items, reason)])
     prefixes = tuple(os.fspath(item) for item in rest if not isinstance(item, (int, float)))
-    return Blend(prefixes, tuple(given) if given else None)
+    return Blend(prefixes, tuple(weights) or None)
 
 
-def _as_number(item: object) -> float | None:
+def _weights_in(items: Sequence[Any]) -> list[float]:
+    """The weights in a list of weight, prefix, weight, prefix, ...; none in one of prefixes alone."""
     try:
-        return float(item)  # type: ignore[arg-type]  # anything else is the answer None
+        weights = [float(item) for item in items[::2]]
     except (TypeError, ValueError):
-        return None
+        return []
+    return weights if len(items) % 2 == 0 else []
 
 
 def build_gpt_datasets(
@@ -270,7 +268,7 @@ def build_datasets(
         # As in Megatron: a single prefix is read as it is, whatever its weight.
         blends = [b if b is None or len(b.prefixes) > 1 else Blend(b.prefixes, None) for b in blends]
 
-    opened: dict[str, IndexedDataset] = {}
+    opened = cache(IndexedDataset)
     result: list[Any] = []
     for name, blend, span, wanted in zip(SPLITS, blends, spans, num_samples, strict=True):
         if blend is None or span is None or wanted == 0:
@@ -287,13 +285,11 @@ def _build_split(
     span: Span,
     wanted: int | None,
     surplus: float,
-    opened: dict[str, IndexedDataset],
+    opened: Callable[[str], IndexedDataset],
     options: Mapping[str, Any],
 ) -> Any:
     def member(prefix: str, samples: int | None) -> Any:
-        if prefix not in opened:
-            opened[prefix] = IndexedDataset(prefix)
-        found = make(opened[prefix], span, samples, options)
+        found = make(opened(prefix), span, samples, options)
         if found is None:
             level = logging.INFO if len(blend.prefixes) == 1 else logging.WARNING  # a data module names a part of one
             _log.log(level, "%s: no tokens fall into its %s part", prefix, options["split_name"])
@@ -303,26 +299,34 @@ def _build_split(
     if len(prefixes) == 1 and blend.weights is None:
         return member(prefixes[0], wanted)
     cache_dir = options["cache_dir"] or default_cache_dir(prefixes[0])
-    common = {"split_name": options["split_name"], "cache_dir": cache_dir}
-    weights = None if blend.weights is None else normalized(blend.weights)
-    if weights is None or wanted is None:
-        # One epoch of each. A member without a sample for this split is left out of the blend.
-        found = [(i, d) for i, p in enumerate(prefixes) if (d := member(p, None)) is not None and len(d)]
-        if not found:
-            return None
-        size = wanted
-        if weights is not None:  # as many as there are without reading one twice
-            weights = normalized([weights[i] for i, _ in found])
-            size = int(min(len(d) / weight for (_, d), weight in zip(found, weights, strict=True)))
-        elif wanted is not None:
-            size = min(wanted, sum(len(d) for _, d in found))
-        return BlendedDataset([d for _, d in found], weights, size, names=[prefixes[i] for i, _ in found], **common)
+    blended = partial(BlendedDataset, split_name=options["split_name"], cache_dir=cache_dir)
+    if blend.weights is None or wanted is None:
+        return _one_epoch_each(blend, wanted, member, blended)
+    weights = normalized(blend.weights)
     targets = [math.ceil(wanted * w) for w in weights]
     built = [member(p, math.ceil(t * (1 + surplus))) for p, t in zip(prefixes, targets, strict=True)]
     # As long as Megatron's, whose length is the sum of the members' shares, each rounded up. Of many members these are
     # far more than were asked for, and more than has been prepared of a large one.
     members, size = [d for d in built if d is not None], sum(targets)
-    return BlendedDataset(members, weights, size, least=wanted, names=prefixes, **common)
+    return blended(members, weights, size, least=wanted, names=prefixes)
+
+
+def _one_epoch_each(
+    blend: Blend, wanted: int | None, member: Callable[[str, None], Any], blended: Callable[..., BlendedDataset]
+) -> BlendedDataset | None:
+    """A blend of one epoch of each member. One without a sample for this split is left out."""
+    found = {i: d for i, p in enumerate(blend.prefixes) if (d := member(p, None)) is not None and len(d)}
+    if not found:
+        return None
+    weights: list[float] | None = None
+    size = wanted
+    if blend.weights is not None:  # as many as there are without reading one twice
+        all_weights = normalized(blend.weights)
+        weights = normalized([all_weights[i] for i in found])
+        size = int(min(len(d) / weight for d, weight in zip(found.values(), weights, strict=True)))
+    elif wanted is not None:
+        size = min(wanted, sum(len(d) for d in found.values()))
+    return blended(list(found.values()), weights, size, names=[blend.prefixes[i] for i in found])
 
 
 def _problems(

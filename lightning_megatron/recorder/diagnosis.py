@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,28 +37,34 @@ def diagnose(views: Sequence[RankView]) -> Diagnosis:
         views: views of all ranks.
     """
     by_rank = {view.rank: view for view in views}
-    aborted = [view.rank for view in views if _aborted(view)]
-    ended = [view for view in views if _ended_by_itself(view)]
-    ended.sort(key=lambda view: view.since if view.state == State.RAISED else view.active)
-    facts = [view.rank for view in ended]
-    facts += [view.rank for view in views if view.is_stopped]
-    if not any(_has_met(view) for view in views):
-        facts += [view.rank for view in views if view.state is None]
-    if facts:
-        return Diagnosis(tuple(facts), True, _about(by_rank[facts[0]]))
-    roots = _awaited_in_the_end(by_rank)
-    if roots:
-        first = by_rank[roots[0]]
+    if failed := _failed(views):
+        return Diagnosis(tuple(failed), True, _about(by_rank[failed[0]]))
+    if roots := _awaited_in_the_end(by_rank):
         waiting = next((view for view in views if view.rank not in roots and view.waits_in is not None), None)
         for_what = "" if waiting is None else f": others wait for it in {waiting.waits_in}"
-        return Diagnosis(tuple(roots), False, f"{_about(first)}{for_what}")
-    if aborted:
+        return Diagnosis(tuple(roots), False, f"{_about(by_rank[roots[0]])}{for_what}")
+    if aborted := [view.rank for view in views if _aborted(view)]:
         return Diagnosis(tuple(aborted), True, _about(by_rank[aborted[0]]))
-    at_odds = {view.rank: view.waits_in for view in views if view.waits_in is not None}
-    if len({_same(record) for record in at_odds.values()}) > 1:
-        told = ", ".join(f"rank {rank} in {record}" for rank, record in list(at_odds.items())[:_TOLD])
-        return Diagnosis(tuple(at_odds), False, f"ranks wait for each other in different actions: {told}")
-    return Diagnosis()
+    return _deadlock(views)
+
+
+def _failed(views: Sequence[RankView]) -> list[int]:
+    """Ranks that ended by themselves, the first one first, then those that are stopped, then those that never came."""
+    ended = sorted(
+        filter(_ended_by_itself, views), key=lambda view: view.since if view.state == State.RAISED else view.active
+    )
+    stopped = [view for view in views if view.is_stopped]
+    absent = [] if any(map(_has_met, views)) else [view for view in views if view.state is None]
+    return [view.rank for view in (*ended, *stopped, *absent)]
+
+
+def _deadlock(views: Sequence[RankView]) -> Diagnosis:
+    """Ranks that wait for each other in different actions, if they do."""
+    waits = {view.rank: view.waits_in for view in views if view.waits_in is not None}
+    if len({_same(record) for record in waits.values()}) < 2:
+        return Diagnosis()
+    told = ", ".join(f"rank {rank} in {record}" for rank, record in list(waits.items())[:_TOLD])
+    return Diagnosis(tuple(waits), False, f"ranks wait for each other in different actions: {told}")
 
 
 def _has_met(view: RankView) -> bool:
@@ -94,10 +101,7 @@ def _awaited(view: RankView, by_rank: Mapping[int, RankView]) -> list[int]:
 
 def _awaited_in_the_end(by_rank: Mapping[int, RankView]) -> list[int]:
     """Ranks at the ends of all chains of waits, which wait for no rank themselves; the most awaited first."""
-    counts: dict[int, int] = {}
-    for view in by_rank.values():
-        for rank in _leaves(view, by_rank):
-            counts[rank] = counts.get(rank, 0) + 1
+    counts = Counter(rank for view in by_rank.values() for rank in _leaves(view, by_rank))
     return sorted(counts, key=lambda rank: (-counts[rank], by_rank[rank].active, rank))
 
 
@@ -109,10 +113,9 @@ def _leaves(view: RankView, by_rank: Mapping[int, RankView]) -> set[int]:
         if rank in seen or rank not in by_rank:
             continue
         seen.add(rank)
-        further = _awaited(by_rank[rank], by_rank)
         if by_rank[rank].waits_in is None:
             leaves.add(rank)
-        todo += further
+        todo += _awaited(by_rank[rank], by_rank)
     return leaves
 
 

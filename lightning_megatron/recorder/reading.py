@@ -62,11 +62,8 @@ class Record:
     def __str__(self) -> str:
         if self.kind < Kind.ALL_REDUCE:
             word = WORDS.get(self.kind, self.kind.name.lower())
-            place = "".join(
-                f" {name} {value}"
-                for name, value in (("of stage", self.stage), ("micro-batch", self.microbatch))
-                if value >= 0
-            )
+            places = (("of stage", self.stage), ("micro-batch", self.microbatch))
+            place = "".join(f" {name} {value}" for name, value in places if value >= 0)
             return word + place + (f" {self.detail}" if self.detail else "")
         word = self.kind.name.lower()
         size = f", {_in_bytes(self.size)}" if self.size else ""
@@ -171,15 +168,28 @@ def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
     if len(raw) != file_format.FILE.itemsize or not raw.startswith(file_format.MAGIC):
         return None
     file = np.frombuffer(raw, file_format.FILE)[0]
-    _, pid, own, size, state, begun, since, start, beat, (seen, _, status) = file["header"].item()
-    try:
-        about: dict[str, Any] = json.loads(about_path(folder, rank).read_text())
-    except (OSError, ValueError):
-        about = {}
+    _, pid, own, size, number, begun, since, start, beat, (seen, _, status) = file["header"].item()
+    about = _read_about(about_path(folder, rank))
     groups = {name: _ranks_of(ranks) for name, ranks in about.get("groups", ())}
-    names = ["", *groups]
     detail, error = (file[name].decode(errors="replace") for name in ("detail", "error"))
-    state = State(state)
+    state, host, device = State(number), str(about.get("host", "")), str(about.get("device", ""))
+    under_way, last = _actions(file, ["", *groups], detail, has_failed=state in (State.RAISED, State.LOST))
+    process = Process(ProcessState(seen), status) if seen else Process(ProcessState.RUNNING)
+    if live and host in ("", socket.gethostname()):
+        process = _inspected(pid, start, process)
+    return RankView(own, pid, state, error, host, device, begun, since, beat, process, under_way, last, groups, size)
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _actions(file: Any, names: list[str], detail: str, *, has_failed: bool) -> tuple[tuple[Record, ...], ...]:
+    """Actions under way, of a rank that has failed those it failed in, and its last actions in order."""
     rings = [_records(thread["ring"], names, detail) for thread in file["threads"]]
     last = [record for ring in rings for record in ring]
     under_way = [
@@ -187,34 +197,19 @@ def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
         for thread, ring in zip(file["threads"], rings, strict=True)
         for record in _records(thread["stack"], names, detail, ring)
     ]
-    if state in (State.RAISED, State.LOST):
+    if has_failed:
         failed = _records(file["failed"], names, detail, last)
         under_way = [replace(record, ended=0) for record in failed] or under_way
-    noted = Process(ProcessState(seen), status) if seen else Process(ProcessState.RUNNING)
-    host = str(about.get("host", ""))
-    if live and host in ("", socket.gethostname()) and noted.state in (ProcessState.RUNNING, ProcessState.STOPPED):
-        inspected = inspect_process(pid, start)
-        noted = (
-            noted
-            if inspected.state == ProcessState.RUNNING and noted.state == ProcessState.STOPPED and not _is_there(pid)
-            else inspected
-        )
-    return RankView(
-        own,
-        pid,
-        state,
-        error,
-        host,
-        str(about.get("device", "")),
-        begun,
-        since,
-        beat,
-        noted,
-        tuple(under_way),
-        tuple(sorted(last, key=lambda record: record.begun)),
-        groups,
-        size,
-    )
+    return tuple(under_way), tuple(sorted(last, key=lambda record: record.begun))
+
+
+def _inspected(pid: int, start: int, noted: Process) -> Process:
+    """State of a process on this host; what another rank has noted, where that says more than the system does."""
+    if noted.state not in (ProcessState.RUNNING, ProcessState.STOPPED):
+        return noted
+    found = inspect_process(pid, start)
+    is_hidden = found.state == ProcessState.RUNNING and not _is_there(pid)
+    return noted if is_hidden and noted.state == ProcessState.STOPPED else found
 
 
 class FailureProbe:
@@ -246,11 +241,9 @@ class FailureProbe:
         if state != State.RUNNING:
             return state in (State.RAISED, State.LOST)
         if pid != self._pid:
-            try:
-                self._is_here = json.loads(self._about.read_text()).get("host") == socket.gethostname()
-            except (OSError, ValueError):
+            if not (about := _read_about(self._about)):
                 return False  # it has only just started
-            self._pid = pid
+            self._pid, self._is_here = pid, about.get("host") == socket.gethostname()
         return self._is_here and inspect_process(pid, start).state == ProcessState.DEAD
 
 
@@ -306,9 +299,8 @@ def runs_below(folder: Path) -> list[Path]:
     inside = folder / FOLDER if (folder / FOLDER).is_dir() else folder
     written: dict[Path, float] = {}
     with suppress(FileNotFoundError):  # the last run has ended, and the folder is gone
-        for path in inside.iterdir():
-            time = last_written(path) if path.name.startswith("run-") else None
-            if time is not None:
+        for path in inside.glob("run-*"):
+            if (time := last_written(path)) is not None:
                 written[path] = time
     return sorted(written, key=lambda path: written[path], reverse=True)
 

@@ -148,17 +148,16 @@ class PeerWatch:
             if self._has_reported:
                 return
             self._has_reported = True
-        for rank in diagnosis.culprits:
-            process = next(view.process for view in views if view.rank == rank)
-            if process.state != ProcessState.RUNNING:
-                note_process_state(self._folder, rank, int(process.state), process.status or 0)
-        own = next((view for view in views if view.rank == self._rank), None)
-        survivors = [v.rank for v in views if (v.is_alive or v is own) and v.rank not in diagnosis.culprits]
-        if self._rank != min(survivors, default=self._rank):
+        culprits = [view for rank in diagnosis.culprits for view in views if view.rank == rank]
+        for view in culprits:
+            if view.process.state != ProcessState.RUNNING:
+                note_process_state(self._folder, view.rank, int(view.process.state), view.process.status or 0)
+        survivors = {view.rank for view in views if view.is_alive or view.rank == self._rank}
+        if self._rank != min(survivors - set(diagnosis.culprits), default=self._rank):
             _log.error("Rank %d has lost its job: %s", self._rank, diagnosis.reason or "nobody stands out")
             return
-        text, first = render(views, diagnosis, time.time_ns()), diagnosis.culprits[:1]
-        has_raised = any(view.state == State.RAISED for view in views if view.rank in first)  # and prints its error
+        text = render(views, diagnosis, time.time_ns())
+        has_raised = any(view.state == State.RAISED for view in culprits[:1])  # and prints its error
         text = f" {text.splitlines()[0]}; actions" if has_raised else f"\n{text}\nActions"
         _log.error("Rank %d has lost its job.%s of all ranks: %s", self._rank, text, self._folder)
 

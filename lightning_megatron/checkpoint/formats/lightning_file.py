@@ -65,7 +65,7 @@ class SingleFile:
         if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
             raise CheckpointError("it is a file, but not one of Lightning's: it has no state_dict")
         tensors = content.pop("state_dict")
-        refuse_odd(path, {name: value for name, value in tensors.items() if torch.is_tensor(value)})
+        refuse_odd(path, tensors)
         optimizers = content.get("optimizer_states", ())
         if "optimizer_states" in content:
             content["optimizer_states"] = []
@@ -186,16 +186,7 @@ def _optimizer_values(
     values: dict[str, Any] = {}
     named = []
     for number, (group, today) in enumerate(zip(saved["param_groups"], groups, strict=True)):
-        names = [name for name in today["params"] if name in place]
-        if (told := group.get("param_names")) and place.keys() >= set(told):
-            names = told
-        elif order == "unknown":
-            raise CheckpointError(
-                f"{prefix} has numbers for names, and this run's groups list parameters in an order of their own, of"
-                " which a stage knows a part: load it with pp=1, and save a checkpoint of that run"
-            )
-        elif order == "definition":
-            names.sort(key=place.__getitem__)
+        names = _names_of(group, today, place, order, prefix)
         if len(names) != len(group["params"]):
             count = len(group["params"])
             raise CheckpointError(f"{prefix}: group {number} has {count} parameters in the file, {len(names)} today")
@@ -209,3 +200,18 @@ def _optimizer_values(
                 values[state_key(index, name, kind)] = value if torch.is_tensor(value) else torch.tensor(value)
         named.append({**group, "params": names})
     return values | {groups_key(index): named}
+
+
+def _names_of(
+    group: Mapping[str, Any], today: Mapping[str, Any], place: Mapping[str, int], order: Order, prefix: str
+) -> Sequence[str]:
+    """Names for the numbers of a group: those that the file tells, or today's in the order of the file's numbers."""
+    if (told := group.get("param_names")) and place.keys() >= set(told):
+        return told
+    if order == "unknown":
+        raise CheckpointError(
+            f"{prefix} has numbers for names, and this run's groups list parameters in an order of their own, of"
+            " which a stage knows a part: load it with pp=1, and save a checkpoint of that run"
+        )
+    names = [name for name in today["params"] if name in place]
+    return sorted(names, key=place.__getitem__) if order == "definition" else names

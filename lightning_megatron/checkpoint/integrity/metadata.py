@@ -129,32 +129,36 @@ def _optimizer_faults(path: Path, metadata: Metadata) -> list[Fault]:
 
 
 def _state_faults(family: str, names: set[str], shapes: Mapping[str, tuple[int, ...]]) -> list[Fault]:
-    states: dict[str, dict[str, tuple[int, ...]]] = {}
-    for key, shape in shapes.items():
-        parsed = Key.parse(key)
-        if parsed.family == family and parsed.state:
-            states.setdefault(parsed.name, {})[parsed.state] = shape
+    states = _shapes_of_state(family, shapes)
     kinds = {state for kept in states.values() for state in kept}
     # A name of a group that the model does not have is another name of a tied parameter.
     expected = {name for name in names if model_key(name) in shapes}
+    if not kinds:
+        return [Fault(METADATA, "optimizer state is missing", (f"{family}.state.{name}",)) for name in sorted(expected)]
     faults = []
     for name in sorted(expected | states.keys()):
-        kept = states.get(name, {})
-        key = model_key(name)
-        absent = tuple(str(Key(family, name, state)) for state in sorted(kinds - kept.keys())) or (
-            () if kept else (f"{family}.state.{name}",)
-        )
+        kept, key = states.get(name, {}), model_key(name)
         if key not in shapes:
             faults.append(Fault(METADATA, "optimizer state of a parameter that is not there", (key,)))
-        elif name not in names:
+            continue
+        if name not in names:
             faults.append(Fault(METADATA, f"is in no group of {family}", (key,)))
-        elif absent:
+        elif absent := tuple(str(Key(family, name, state)) for state in sorted(kinds - kept.keys())):
             faults.append(Fault(METADATA, "optimizer state is missing", absent))
-        whole = shapes.get(key)
-        other = tuple(str(Key(family, name, state)) for state, size in kept.items() if size not in ((), whole))
-        if whole is not None and other:
+        whole = shapes[key]
+        if other := tuple(str(Key(family, name, state)) for state, size in kept.items() if size not in ((), whole)):
             faults.append(Fault(METADATA, f"not of the parameter's shape {whole}", other))
     return faults
+
+
+def _shapes_of_state(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes of an optimizer's tensors, by parameter and kind of state."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, shape in shapes.items():
+        parsed = Key.parse(key)
+        if parsed.family == family and parsed.state:
+            found.setdefault(parsed.name, {})[parsed.state] = shape
+    return found
 
 
 def _value(path: Path, item: Item) -> Sequence[Mapping[str, Any]]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_megatron.checkpoint.integrity.metadata_file import METADATA, Place
@@ -68,14 +67,16 @@ def refuse_oversized(directory: Path, metadata: Metadata) -> None:
         )
 
 
-def refuse_odd(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def refuse_odd(file: Path, values: Mapping[str, Any]) -> None:
     """Raise for tensors of a file that are not plain (sparse, quantized), or are views larger than the file.
 
     Raises:
         CheckpointError: naming file and tensor.
     """
     length = file.stat().st_size
-    for name, tensor in tensors.items():
+    for name, tensor in values.items():
+        if not torch.is_tensor(tensor):
+            continue
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise CheckpointError(f"{file}: {name} is no plain tensor of numbers")
         if tensor.nbytes > length:

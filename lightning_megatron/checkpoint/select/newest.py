@@ -65,8 +65,13 @@ def newest_good(found: Sequence[Candidate]) -> tuple[Candidate | None, list[Cand
         return best, damaged
     own, reason = best.progress, "a single file with more steps, which does not say whether its run was later"
     passed = [candidate for candidate in damaged if candidate.progress is None or candidate.progress >= own]
-    files = [c for c in found if c.progress is not None and not c.progress.generation and c.progress.step > own.step]
-    return best, passed + [replace(c, reason=reason) for c in files if c.state == "good" and own.generation]
+    files = [candidate for candidate in found if candidate.state == "good" and _is_file_beyond(own, candidate.progress)]
+    return best, passed + [replace(candidate, reason=reason) for candidate in files]
+
+
+def _is_file_beyond(own: Progress, other: Progress | None) -> bool:
+    """True for the progress of a single file, which has no generation, with more steps than a checkpoint that has."""
+    return own.generation != 0 and other is not None and other.generation == 0 and other.step > own.step
 
 
 def _recovered(top: Path, suffix: str) -> Iterator[Path]:

@@ -165,10 +165,7 @@ def _can_be_slice(local_shape: tuple[int, ...], spec: ParamSpec) -> bool:
 
 
 def cover_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """Reason why boxes do not cover a tensor exactly once; ``None`` if they do.
-
-    It sweeps along the longest dimension: only boxes that overlap there are compared.
-    """
+    """Reason why boxes do not cover a tensor exactly once; ``None`` if they do."""
     boxes = list(boxes)
     for box in boxes:
         if not len(box.offsets) == len(box.sizes) == len(shape):
@@ -177,20 +174,26 @@ def cover_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     for box in boxes:
         if any(o < 0 or o + n > total for o, n, total in zip(box.offsets, box.sizes, shape, strict=True)):
             return f"the box at {box.offsets} of sizes {box.sizes} reaches beyond the shape {tuple(shape)}"
-    if len(shape) and len(boxes) > 1:
-        dim = max(range(len(shape)), key=shape.__getitem__)
-        active: list[Box] = []
-        for box in sorted(boxes, key=lambda b: b.offsets[dim]):
-            active = [a for a in active if a.offsets[dim] + a.sizes[dim] > box.offsets[dim]]
-            for other in active:
-                if _overlap(box, other):
-                    return f"two ranks write the same elements: boxes at {other.offsets} and {box.offsets}"
-            active.append(box)
-    elif len(boxes) > 1:
-        return "two ranks write the same scalar"
+    if fault := _overlap_fault(shape, boxes):
+        return fault
     written = sum(prod(box.sizes) for box in boxes)
     if written != prod(shape):
         return f"{prod(shape) - written} of {prod(shape)} elements are written by no rank"
+    return None
+
+
+def _overlap_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Sweeps along the longest dimension: only boxes that overlap there are compared."""
+    if not len(shape):
+        return "two ranks write the same scalar" if len(boxes) > 1 else None
+    dim = max(range(len(shape)), key=shape.__getitem__)
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
+        active = [a for a in active if a.offsets[dim] + a.sizes[dim] > box.offsets[dim]]
+        for other in active:
+            if _overlap(box, other):
+                return f"two ranks write the same elements: boxes at {other.offsets} and {box.offsets}"
+        active.append(box)
     return None
 
 

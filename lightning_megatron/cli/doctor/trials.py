@@ -46,21 +46,26 @@ def one_by_one(folder: Path, words: list[str], names: list[str], limit: float) -
     while waiting:
         child = Child(folder, f"trials-{len(waiting)}", [*words, "--names", *waiting])
         hung = watch([child], limit)
-        found += child.findings
-        done = {finding.subject for finding in child.findings}
-        failed = IMPORT if child.begun in ("", IMPORT) else child.begun
+        made = child.findings
+        done = {finding.subject for finding in made}
         left = [name for name in waiting if name not in done]
-        if child.is_inside or IMPORT in done:
-            if failed not in done:
-                found.append(Finding(failed, "failed", hung or ending(child)))
-            left = [name for name in left if name != failed]
-        elif left:  # it ended between two trials
-            found.append(Finding(left.pop(0), "failed", hung or ending(child)))
-        if left and any(finding.fault for finding in found if finding.subject in (IMPORT, PRODUCT)):
+        failed = _unfinished(child, done, left)
+        found += made
+        if failed is not None:
+            found.append(Finding(failed, "failed", hung or ending(child)))
+        waiting = [name for name in left if name != failed]
+        if waiting and any(finding.fault for finding in found if finding.subject in (IMPORT, PRODUCT)):
             found.append(Finding("other trials", "not made", "the ones before must succeed first", harmful=False))
             break
-        waiting = left
     return found
+
+
+def _unfinished(child: Child, done: set[str], left: list[str]) -> str | None:
+    """Trial that a process has ended in, or before; ``None`` if it has made all that it could."""
+    if child.is_inside or IMPORT in done:
+        last = child.begun or IMPORT
+        return None if last in done else last
+    return left[0] if left else None
 
 
 def together(folder: Path, words: list[str], limit: float) -> list[Finding]:

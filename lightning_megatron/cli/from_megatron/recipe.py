@@ -16,6 +16,8 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 
 _CP_TYPES = {"p2p": "p2p", "a2a": "a2a", "allgather": "all_gather", "all_gather": "all_gather"}
+_GRANULARITIES = {"recompute_activations": "selective", "checkpoint_activations": "full"}
+"""Granularity that a flag implies on a line without `--recompute-granularity`; the first one of these counts."""
 _OURS = "lightning_megatron."
 
 
@@ -205,8 +207,7 @@ def _strategy(line: CommandLine, batch: _Batch, problems: list[Problem]) -> dict
         "async_save": "async_save",
     }
     found |= {ours: given[name] for name, ours in same.items() if name in given}
-    sharded = get("use_distributed_optimizer", bool(get("zero_stage", 0)))
-    found["distributed_optimizer"] = sharded
+    found["distributed_optimizer"] = get("use_distributed_optimizer", bool(get("zero_stage", 0)))
     found["overlap_grad_reduce"] = get("overlap_grad_reduce", False)
     found["overlap_param_gather"] = get("overlap_param_gather", False)
     if get("zero_stage", 0) > 1:
@@ -235,11 +236,8 @@ def _virtual_stages(line: CommandLine, problems: list[Problem]) -> int:
 
 
 def _recompute(line: CommandLine) -> dict[str, Any]:
-    granularity = line.get("recompute_granularity")
-    if granularity is None and line.get("recompute_activations"):
-        granularity = "selective"
-    if granularity is None and line.get("checkpoint_activations"):
-        granularity = "full"
+    implied = next((kind for flag, kind in _GRANULARITIES.items() if line.get(flag)), None)
+    granularity = line.get("recompute_granularity", implied)
     if granularity == "full":
         found = {"recompute": "full", "recompute_num_layers": line.get("recompute_num_layers", 1)}
         found["recompute_method"] = line.get("recompute_method", "uniform")

@@ -104,9 +104,9 @@ def _of(found: list[Problem], function: Any, *args: object) -> Any:
         return None
 
 
-def _device(args: argparse.Namespace) -> DeviceSpec:
-    """The device, with the links of the command line."""
-    return with_link(load_device(args.device), args.link)
+def _device(args: argparse.Namespace) -> DeviceSpec | None:
+    """The device, with the links of the command line; ``None`` if none is named."""
+    return None if args.device is None else with_link(load_device(args.device), args.link)
 
 
 # A verdict
@@ -121,7 +121,7 @@ def _judge(args: argparse.Namespace) -> int:
     if args.device is None and args.max_memory is None:
         reason = "is needed to know the memory there is; or give --max-memory"
         found.append(Problem("--device", None, reason, tuple(device_names())))
-    device = _of(found, _device, args) if args.device else None
+    device = _of(found, _device, args)
     config = _of(found, model_of, args.model) if args.model else None
     given = Given(args.devices, args.seq_length, args.global_batch_size, args.precision, config)
     job = _of(found, read_recipe, args.config, given)

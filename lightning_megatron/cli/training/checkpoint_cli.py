@@ -117,18 +117,24 @@ def _arguments(path: str | os.PathLike[str], module_class: type, given: Mapping[
         ConfigError: for a Hugging Face directory with a model that ours cannot reproduce.
     """
     is_ours = issubclass(module_class, GPTModule)
+    needs_config = is_ours and "config" not in given
     if is_hf_directory(path):
-        return {"init_args": {"config": asdict(checked_hf_config(path))}} if is_ours and "config" not in given else {}
+        return {"init_args": {"config": asdict(checked_hf_config(path))}} if needs_config else {}
     try:
         saved = module_arguments(path)
     except CheckpointError:
-        if is_ours and "config" not in given:
+        if needs_config:
             raise
         return {}  # loading reports the fault, or supports the older format
     config = config_of(saved) if is_ours else None
     if config is not None:
         refuse_unfilled_checkpoint(path, {"hyper_parameters": saved})  # before the model is built
         saved = {name: value for name, value in saved.items() if not hasattr(config, name)} | {"config": asdict(config)}
+    return _taken_by(module_class, saved, given)
+
+
+def _taken_by(module_class: type, saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved arguments that the user has not given, and that the class takes, by name or as any others."""
     known = inspect.signature(module_class).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     named = {name: value for name, value in saved.items() if name in known and name not in given}

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from structure import (
     ROOT,
+    complex_by_radon,
     complex_functions,
     constructors,
     cycles,
@@ -54,6 +55,11 @@ def test_no_folder_has_more_than_15_files() -> None:
 
 def test_no_function_is_complex() -> None:
     assert complex_functions(ROOT, 15) == []
+
+
+def test_no_function_is_complex_by_radon_either() -> None:
+    found = complex_by_radon(ROOT, 15)
+    assert found == [], "\n".join(found)
 
 
 def test_only_public_constructors_have_more_than_8_arguments() -> None:

@@ -68,15 +68,11 @@ def write_hf(
         if len(shards) > 1:
             places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             total = {"total_size": sum(num_bytes(*entry) for entry in known.values())}
-            _write_json(directory / index_name(SAFETENSORS), {"metadata": total, "weight_map": places})
+            _write_file(directory / index_name(SAFETENSORS), {"metadata": total, "weight_map": places})
         first = next(iter(known.values()))[0]
-        _write_json(directory / CONFIG, {**config, "torch_dtype": str(first).removeprefix("torch.")})
+        _write_file(directory / CONFIG, {**config, "torch_dtype": str(first).removeprefix("torch.")})
         for name, content in (beside or {}).items():
-            if isinstance(content, Path):
-                shutil.copyfile(content, directory / name)
-                sync_file(directory / name)
-            else:
-                _write_json(directory / name, content)
+            _write_file(directory / name, content)
         publish(directory, path)
     except BaseException:
         discard(directory)
@@ -118,7 +114,11 @@ def _write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
     stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+def _write_file(file: Path, content: Path | Mapping[str, Any]) -> None:
+    """Copy a file, or write JSON."""
     with writing(file):
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if isinstance(content, Path):
+            shutil.copyfile(content, file)
+        else:
+            file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         sync_file(file)

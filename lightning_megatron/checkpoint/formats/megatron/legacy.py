@@ -18,12 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.formats.megatron.before_core import (
-    QKVOrder,
-    core_names,
-    is_before_core,
-    qkv_order,
-)
+from lightning_megatron.checkpoint.formats.megatron.before_core import QKVOrder, core_names, is_before_core, qkv_order
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS, is_of_model, plain_name
 from lightning_megatron.checkpoint.formats.megatron.unpickle import command_line, load_file
 from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_odd
@@ -89,7 +84,7 @@ def read_legacy(directory: Path, *, allow_pickle: bool) -> Legacy:
         models = {folder: [core_names(model) for model in chunks] for folder, chunks in models.items()}
     for folder, chunks in models.items():
         for model in chunks:
-            refuse_odd(folder / _FILE, {name: value for name, value in model.items() if torch.is_tensor(value)})
+            refuse_odd(folder / _FILE, model)
     ranks = {_place(folder, arguments or {}): chunks for folder, chunks in models.items()}
     _refuse_missing(directory, ranks)
     shards = _shards(ranks)
@@ -152,11 +147,8 @@ def _shards(chunks: Mapping[Place, Sequence[Mapping[str, Any]]]) -> dict[str, li
 
 
 def _chunks(directory: Path, content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    names = (
-        ["model"]
-        if "model" in content
-        else sorted((name for name in content if re.fullmatch(r"model\d+", name)), key=lambda name: int(name[5:]))
-    )
+    numbered = sorted((name for name in content if re.fullmatch(r"model\d+", name)), key=lambda name: int(name[5:]))
+    names = ["model"] if "model" in content else numbered
     models: list[Mapping[str, Any]] = [content[name] for name in names if isinstance(content[name], dict)]
     if not models:
         raise CheckpointError(f"{directory}: it holds no model, but {sorted(content)}")
@@ -222,9 +214,7 @@ def _is_gated(name: str, shards: Mapping[str, Sequence[_Shard]]) -> bool:
 def _merged(name: str, shards: Sequence[_Shard], gated: bool, order: QKVOrder) -> LazyTensor:
     kinds = 3 if order == "kind" and ".linear_qkv." in name else 2 if gated else 1
     joined = _join(name, kinds, [shard.on_meta() for shard in shards])
-    return LazyTensor(
-        tuple(joined.shape), joined.dtype, lambda: _join(name, kinds, [shard.value() for shard in shards])
-    )
+    return LazyTensor(tuple(joined.shape), joined.dtype, lambda: _join(name, kinds, [each.value() for each in shards]))
 
 
 def _join(name: str, kinds: int, shards: Sequence[Tensor]) -> Tensor:
