@@ -30,6 +30,7 @@ from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.modules.transformer import TransformerModule
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
+from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.mesh import ParallelMesh, dense_grid, rank_groups
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.planning.core.job import PlannedJob
@@ -261,12 +262,12 @@ class _Stage:
         worlds: list[FakeWorld] = []
 
         def on_mesh(mesh: ParallelMesh) -> None:
-            worlds[0].values.mesh = mesh
+            worlds[0].values.mesh, mesh.rehearsed = mesh, others
 
         strategy = RehearsedStrategy(on_mesh, **{**self._strategy.settings, **_REPLACED})
-        job = strategy.job
+        job = JobSettings.of(strategy.settings)
         layout = job.layout.resolve(self._nodes[0] * self._nodes[1])
-        strategy.others = stages_of_others(self._module, layout, job.split, job.recompute)
+        others = stages_of_others(self._module, layout, job.split, job.recompute)
         size = job.micro_batch_size or shape.batch_size
         number = whole = -(-shape.batch_size // size)
         if not all_micro_batches:

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_megatron.arguments import checked
 from lightning_megatron.checkpoint import SaveGuard
 from lightning_megatron.errors import ConfigError, Problem
-from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
+from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 
 
 class VerifyCheckpoint(Callback):
@@ -31,12 +31,12 @@ class VerifyCheckpoint(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the check to the strategy, which asks it before a checkpoint gets its name."""
-        if not isinstance(trainer.strategy, CheckpointStrategy):
+        if not isinstance(trainer.strategy, MegatronStrategy):
             reason = "verifies what MegatronStrategy writes: use that strategy, or leave it out"
             raise ConfigError([Problem("callbacks", type(self).__name__, reason)])
         trainer.strategy.save_guard = self.guard
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take it back."""
-        if isinstance(trainer.strategy, CheckpointStrategy):
+        if isinstance(trainer.strategy, MegatronStrategy):
             trainer.strategy.save_guard = None

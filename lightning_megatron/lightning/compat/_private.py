@@ -87,20 +87,17 @@ _PARALLEL = "lightning.pytorch.strategies.ParallelStrategy"
 _MODULE = "lightning.pytorch.LightningModule"
 _TRAINING_LOOP = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 _METRIC = "torchmetrics.Metric"
-_STRATEGIES = ("lightning/strategy/megatron.py", "lightning/strategy/run.py")
 _LAUNCHERS = "lightning.pytorch.strategies.launchers"
 _CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     # The strategy, which Lightning's connector fills and reads by these names
-    PrivateName("_accelerator", _STRATEGY, ("lightning/strategy/mesh.py",), "an accelerator given to a strategy"),
-    PrivateName(
-        "_precision_plugin", _STRATEGY, ("lightning/strategy/mesh.py",), "a precision that comes with a strategy"
-    ),
+    PrivateName("_accelerator", _STRATEGY, ("lightning/strategy/megatron.py",), "an accelerator given to a strategy"),
+    PrivateName("_precision_plugin", _STRATEGY, ("lightning/strategy/hooks.py",), "a precision that comes with one"),
     PrivateName("_launcher", _STRATEGY, ("lightning/strategy/megatron.py",), "attribute behind `strategy.launcher`"),
     PrivateName("_configure_launcher", _STRATEGY, ("lightning/strategy/megatron.py",), "hook that makes the launcher"),
     PrivateName(
-        "_layer_sync", _PARALLEL, ("lightning/strategy/megatron.py", "lightning/strategy/run.py"), "sync_batchnorm=True"
+        "_layer_sync", _PARALLEL, ("lightning/strategy/start.py", "lightning/strategy/hooks.py"), "sync_batchnorm=True"
     ),
     # The launcher
     PrivateName("_Launcher", f"{_LAUNCHERS}.launcher", (_HERE,), "base class of launchers"),

@@ -71,19 +71,19 @@ class KeepsWithinStep(Protocol):
 
 
 class Holder:
-    """Weak reference of a module to the strategy whose optimizers hold its parameters; copies have none.
+    """Weak reference of a module to the owner of the optimizers that hold its parameters; copies have none.
 
     Args:
-        strategy: the strategy.
+        owner: the owner.
     """
 
-    def __init__(self, strategy: object = None) -> None:
-        self._strategy = None if strategy is None else ref(strategy)
+    def __init__(self, owner: object = None) -> None:
+        self._owner = None if owner is None else ref(owner)
 
     @property
-    def strategy(self) -> object:
-        """The strategy, if it still exists."""
-        return None if self._strategy is None else self._strategy()
+    def owner(self) -> object:
+        """The owner, if it still exists."""
+        return None if self._owner is None else self._owner()
 
     def __reduce__(self) -> tuple[object, ...]:
         return Holder, ()

@@ -1,1 +1,1 @@
-"""The strategy, one concern a file; the story of a run begins in megatron.py."""
+"""The strategy: hooks.py is the story of a run, megatron.py what users give and call, the others hold a state each."""

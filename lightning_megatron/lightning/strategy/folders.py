@@ -13,7 +13,7 @@ from lightning_megatron import checkpoint
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.lightning.checkpointing.run_folders import RunFolders, asks_for_last, nothing_good, patience
 from lightning_megatron.lightning.run_state.last_checkpoint import warn_of_new_folder
-from lightning_megatron.lightning.strategy.mesh import MeshStrategy
+from lightning_megatron.lightning.strategy.ranks import JobRanks
 
 T = TypeVar("T")
 
@@ -22,14 +22,14 @@ class SaveFolders:
     """Folders of checkpoints: rank 0 looks into them, and all ranks do what it finds.
 
     Args:
-        strategy: strategy of this rank.
+        ranks: this rank and the others.
 
     Attributes:
         goes_on_from_last: True from the start of a fit with ``ckpt_path="last"`` until its checkpoint is chosen.
     """
 
-    def __init__(self, strategy: MeshStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, ranks: JobRanks) -> None:
+        self._ranks = ranks
         self._held: RunFolders | None = None
         self._found_none = False
         self._went_on_from: checkpoint.Progress | None = None
@@ -60,7 +60,7 @@ class SaveFolders:
             self._held = RunFolders(trainer)
             if not self._held.found() and not self._held.are_held():
                 return None  # no folder is made: loggers and callbacks look if it is there
-            self._held.hold(patience(self._strategy.collective_timeout, True))
+            self._held.hold(patience(self._ranks.timeout, True))
             found = self._held.last()
             return None if found is None else str(found)
 
@@ -80,7 +80,7 @@ class SaveFolders:
 
         def hold() -> None:
             self._held = self._held or RunFolders(trainer)
-            self._held.hold(patience(self._strategy.collective_timeout, False))
+            self._held.hold(patience(self._ranks.timeout, False))
             if self._found_none and (found := self._held.last()) is not None:
                 text = "has been saved since this run looked for the last checkpoint, by another one: start it again"
                 raise CheckpointError(f"{found} {text}")
@@ -122,14 +122,14 @@ class SaveFolders:
 
     def _damage(self, candidate: checkpoint.Candidate, check: checkpoint.Check) -> str:
         try:
-            faults = checkpoint.faults_of(candidate.path, self._strategy.mesh, check)
+            faults = checkpoint.faults_of(candidate.path, self._ranks.mesh, check)
         except CheckpointError as error:  # a file can no longer be read
             return str(error)
         return str(faults[0]) if faults else ""
 
     def went_on(self, path: str, step: int) -> None:
         """Note the checkpoint that this run goes on from; rank 0 alone needs it."""
-        if self._strategy.is_global_zero and self._held is not None:
+        if self._ranks.strategy.is_global_zero and self._held is not None:
             progress = checkpoint.read_manifest(Path(path)).progress if checkpoint.is_checkpoint(path) else None
             self._went_on_from, self._generation = progress or checkpoint.Progress(0, step), None
 
@@ -141,14 +141,14 @@ class SaveFolders:
 
     def _on_rank_0(self, step: Callable[[], T]) -> T:
         outcome: tuple[T | None, CheckpointError | None] = None, None
-        if self._strategy.is_global_zero:
+        if self._ranks.strategy.is_global_zero:
             try:
                 outcome = step(), None
             except CheckpointError as fault:
                 outcome = None, fault
             except Exception as fault:  # the others wait for an answer
                 outcome = None, CheckpointError(f"{type(fault).__name__}: {fault}")
-        result, error = self._strategy.broadcast(outcome)
+        result, error = self._ranks.broadcast(outcome)
         if error is not None:
             raise error
         return result

@@ -25,8 +25,7 @@ from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.lightning.stopping.agreement import Agreement
 from lightning_megatron.lightning.stopping.requeue import lead_requeued_job, requeue, requeue_signal
 from lightning_megatron.lightning.stopping.signals import StopSignals, signal_problems
-from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
-from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
+from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.lightning.validation.saving import saves_checkpoints
 from lightning_megatron.mesh import Axis
@@ -132,13 +131,11 @@ class KillSwitch(Callback):
         """Listen to signals."""
         self.listen(trainer)
         self._seen_step = trainer.global_step
-        strategy = trainer.strategy
-        if isinstance(strategy, CheckpointStrategy):
-            self._agreement = Agreement(
-                strategy.mesh.host if strategy.mesh.is_distributed else None, torch.device("cpu")
-            )
+        if (own := _checkpoints(trainer)) is not None:
+            mesh = own.ranks.mesh
+            self._agreement = Agreement(mesh.host if mesh.is_distributed else None, torch.device("cpu"))
         else:
-            self._agreement = Agreement(Axis("world") if dist.is_initialized() else None, strategy.root_device)
+            self._agreement = Agreement(Axis("world") if dist.is_initialized() else None, trainer.strategy.root_device)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -172,8 +169,8 @@ class KillSwitch(Callback):
         checkpoint = trainer.strategy.broadcast(checkpoint_path(trainer))
         rank_zero_info(f"{self.reason}: saving step {trainer.global_step} to {checkpoint}, then leaving")
         trainer.save_checkpoint(checkpoint, weights_only=False)  # Lightning's default, which it logs
-        if isinstance(trainer.strategy, CheckpointStrategy):
-            trainer.strategy.finish_save()  # its error is not to be lost behind the exit
+        if (own := _checkpoints(trainer)) is not None:
+            own.finish()  # its error is not to be lost behind the exit
         self._saved = checkpoint
 
     # Lightning logs a step after its last hook. So the run is left at the next hook, whichever of these that is.
@@ -209,8 +206,8 @@ class KillSwitch(Callback):
 
     def _leave_validation(self, trainer: Trainer) -> NoReturn:
         validate_anew(trainer)
-        if isinstance(trainer.strategy, CheckpointStrategy):
-            trainer.strategy.rewind_validation()
+        if (own := _checkpoints(trainer)) is not None:
+            own.randomness.rewind_validation()
         self._save(trainer)
         self._leave(trainer)
 
@@ -223,12 +220,12 @@ class KillSwitch(Callback):
                 self._save(trainer)
         if self._told:
             self._leave(trainer)
-        if not isinstance(trainer.strategy, CheckpointStrategy):
+        if _checkpoints(trainer) is None:
             self.give_back()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give signals back, where the strategy does not see to that."""
-        if not isinstance(trainer.strategy, CheckpointStrategy):
+        if _checkpoints(trainer) is None:
             self.give_back()
 
     def _leave(self, trainer: Trainer) -> NoReturn:
@@ -246,53 +243,6 @@ class KillSwitch(Callback):
         # Lightning kills the whole job when a process that it has launched ends with anything else.
         is_launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
         return 0 if self._told & _FILE or is_launched else 128 + self._told % _REQUEUE
-
-
-class RunSwitches:
-    """Switches through which all ranks obey a signal together: those among the Trainer's callbacks.
-
-    Args:
-        save_on_signal: True if a run whose user has no ``KillSwitch`` gets one.
-    """
-
-    def __init__(self, save_on_signal: bool) -> None:
-        self._save_on_signal = save_on_signal
-        self._trainer: Trainer | None = None
-
-    @property
-    def _all(self) -> list[KillSwitch]:
-        return [] if self._trainer is None else _kill_switches(self._trainer)
-
-    def open(self, trainer: Trainer | None) -> list[Callback]:
-        """Begin a run.
-
-        Returns:
-            A switch, if the user asks for one and has none among the callbacks.
-        """
-        self._trainer = trainer
-        return [KillSwitch(always_save=False)] if self._save_on_signal and not self._all else []
-
-    def listen(self) -> None:
-        """Set signal handlers, in the place of those that Lightning has just set."""
-        if self._trainer is not None:
-            for switch in self._all:
-                switch.listen(self._trainer)
-
-    def protect_workers(self, dataloader: object) -> None:
-        """Let workers outlive signals that go to all processes of a job."""
-        if self._all:
-            let_workers_outlive_signals(dataloader)
-
-    def close(self) -> None:
-        """Give signals back to Lightning, which gives them back as well."""
-        for switch in self._all:
-            switch.give_back()
-        self._trainer = None
-
-
-def _kill_switches(trainer: Trainer) -> list[KillSwitch]:
-    """Those of a Trainer."""
-    return [callback for callback in trainer.callbacks if isinstance(callback, KillSwitch)]  # type: ignore[attr-defined]
 
 
 def checkpoint_path(trainer: Trainer) -> str:
@@ -335,7 +285,13 @@ def validate_anew(trainer: Trainer) -> None:
 
 def _validates_alike(trainer: Trainer) -> bool:
     """True if all ranks go through the same number of validation batches, and so can agree between two of them."""
-    strategy, counts = trainer.strategy, list(trainer.num_val_batches)
-    if not isinstance(strategy, CheckpointStrategy) or may_stay_away(trainer, strategy.mesh.layout):
+    own, counts = _checkpoints(trainer), list(trainer.num_val_batches)
+    if own is None or may_stay_away(trainer, own.ranks.mesh.layout):
         return False
-    return float("inf") not in counts and all(other == counts for other in all_gather_object(strategy.mesh, counts))
+    return float("inf") not in counts and all(other == counts for other in all_gather_object(own.ranks.mesh, counts))
+
+
+def _checkpoints(trainer: Trainer) -> RunCheckpoints | None:
+    """The checkpoints of ``MegatronStrategy``; ``None`` with another strategy."""
+    found = getattr(trainer.strategy, "checkpoints", None)
+    return found if isinstance(found, RunCheckpoints) else None

@@ -1,50 +1,50 @@
-"""The last layer of the strategy: public arguments, the launcher, and the checks before any process is started."""
+"""The strategy as users meet it: its arguments, what the Trainer assigns, and what may be read and called in a run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
+from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
-from lightning_megatron import device as devices
 from lightning_megatron.arguments import checked
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputeMethod
-from lightning_megatron.errors import Problem, raise_if_any
-from lightning_megatron.lightning.compat.accelerator import register_with_lightning_habana
-from lightning_megatron.lightning.environments.agreement import rank_problems
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.lightning.compat.accelerator import preferred_accelerator, register_with_lightning_habana
+from lightning_megatron.lightning.environments.mpi import environment_of_ranks
 from lightning_megatron.lightning.launch.launcher import LaunchCalls, launcher_of
-from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
-from lightning_megatron.lightning.monitoring.terminal import Terminal
 from lightning_megatron.lightning.step.grad_reduction import GradReduceDtype
-from lightning_megatron.lightning.strategy.run import RunStrategy
-from lightning_megatron.lightning.validation.accelerators import accelerator_problems
-from lightning_megatron.lightning.validation.features import compile_problems, plugin_problems
-from lightning_megatron.lightning.validation.job import (
-    ELSEWHERE,
-    RULES,
-    Job,
-    backend_problems,
-    document_problems,
-    job_problems,
-)
-from lightning_megatron.lightning.validation.memory import MemoryLimit, limit_of
-from lightning_megatron.lightning.validation.nodes import node_problems
+from lightning_megatron.lightning.strategy.hooks import StrategyHooks
+from lightning_megatron.lightning.validation.job import ELSEWHERE, RULES
 from lightning_megatron.lightning.validation.settings import CPCommType, JobSettings
 from lightning_megatron.ops.fp8 import Fp8Recipe
+from lightning_megatron.ops.registry import Ops
+from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.pipeline.schedule import PipelineSchedule
+from lightning_megatron.recorder.file_format import Kind
+from lightning_megatron.recorder.recorder import Recorder
 from lightning_megatron.stage import StageLayers
+
+if TYPE_CHECKING:
+    from lightning_megatron.checkpoint import Check
+    from lightning_megatron.checkpoint.optimizer_export.export import HostMemory
 
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "precision_plugin")
 """Arguments that go to Lightning's base class."""
 
 
-class MegatronStrategy(RunStrategy):
+class MegatronStrategy(StrategyHooks):
     """Megatron's parallelism for ``Trainer(strategy=MegatronStrategy(tp=8))``.
 
     One batch of the DataLoader is what one data-parallel replica trains on in one step; it is cut into micro-batches of
@@ -118,7 +118,6 @@ class MegatronStrategy(RunStrategy):
     Attributes:
         micro_batch_size: samples of one forward; ``None`` for the whole batch.
         boundary: beginning and end of model calls on this rank's pipeline stages; ``None`` without a pipeline.
-        num_nodes: number of nodes, set by the Trainer.
         recompute: plan of the activations that models compute again.
         settings: arguments of the constructor, by name.
         op_modes: the argument ``ops``.
@@ -182,29 +181,82 @@ class MegatronStrategy(RunStrategy):
         parts = {name: arguments[name] for name in _OF_LIGHTNING}
         super().__init__(JobSettings.of(arguments), **parts)
         self.settings = arguments
-        self._memory, self._terminal = MemoryPrediction(), Terminal()
         self.recompute, self.op_modes = self._job.recompute, self._job.ops
 
-    # Starting
+    # What the Trainer assigns and asks
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        """Lightning's own attribute, which its Trainer reads for an accelerator that was given to the strategy."""
+        return self._given_accelerator or preferred_accelerator(self.parallel_devices)
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._given_accelerator = accelerator
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """Environment of the ranks: ``mpirun``'s, where Lightning has missed it."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, cluster_environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = environment_of_ranks(cluster_environment)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, set by the Trainer."""
+        return self._ranks.num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._ranks.num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return self._ranks.num_local
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero helpers the rank of this process."""
+        self._ranks.tell_rank()
+
+    @property
+    def is_distributed(self) -> bool:
+        """True if there are several replicas: Lightning then shards loaders, and shuffles all of training's."""
+        return self.data_parallel_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that differ only in tp, pp or cp read the same data."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Always: parameters and optimizer state are loaded in place, so they must exist first."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Never: optimizer state is loaded with the model."""
+        return False
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         register_with_lightning_habana(self.accelerator, type(self))
-        raise_if_any(self._environment_problems())
-        calls = LaunchCalls(self.check, self.note_error, self._begin_fit, self._compare_ranks, self._port)
+        raise_if_any(self._start.environment_problems())
+        start = self._start.find_last, self._start.compare
+        calls = LaunchCalls(self.check, self.note_error, *start, self._ranks.port)
         job = self.cluster_environment, self.num_processes, self.num_nodes
         self._launcher = launcher_of(*job, self.root_device, calls)
 
-    def _environment_problems(self) -> list[Problem]:
-        assert self.parallel_devices is not None
-        found = rank_problems(self.cluster_environment, self.num_nodes, self.num_processes)
-        found += self._job.layout.problems(world_size=self.num_nodes * self.num_processes)
-        device = self.parallel_devices[0]
-        found += plugin_problems(self.checkpoint_io, self._layer_sync, self._job.layout, device)
-        found += self.ops.problems() + backend_problems(self._job.process_group_backend, device)
-        found += accelerator_problems(device)
-        found += node_problems(self._job.layout, self.num_nodes, self.num_processes, device)
-        return found + self.precision_plugin.problems(devices.kind_of(device), self._job.layout)
+    # What a module, a callback or a script reads and calls
 
     def check(self, *objects: object, trainer: Trainer | None = None) -> None:
         """Check everything that is known before training against the layout.
@@ -216,62 +268,57 @@ class MegatronStrategy(RunStrategy):
         Raises:
             ConfigError: with every fault found.
         """
-        found = self._environment_problems()
-        layout = self._job.layout if found else self._job.layout.resolve(self.num_nodes * self.num_processes)
-        if self._job.compile:
-            found += compile_problems(objects, self.root_device, self.compile_backend)
-        found += document_problems(objects, self.root_device)
-        dtype = self.precision_plugin.mode.params
-        job = Job(self._job, layout, self.ops, dtype, objects, trainer, self._memory_limit())
-        raise_if_any(found + job_problems(job))
-        self._memory.set(job.planned, job.memory_limit)
+        self._start.check(*objects, trainer=trainer)
 
-    def _memory_limit(self) -> MemoryLimit:
-        """Memory that tensors of a rank may take, as far as this process can know it."""
-        device = self.root_device
-        size = devices.memory_of_device(device, is_taken=self._device_is_taken)
-        is_known = size is not None or device.type == devices.CPU.type
-        return limit_of(self._job, size, devices.device_name(device) if is_known else "")
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout for the Trainer's number of devices."""
+        return self._ranks.layout
 
-    # Predicted memory
+    @property
+    def data_parallel_rank(self) -> int:
+        """Number of the share of the data that this rank reads."""
+        return self.mesh.dp.rank
 
-    def setup(self, trainer: Trainer) -> None:
-        """Place the model and the optimizers, and tell the memory that is predicted; next comes the progress bar."""
-        super().setup(trainer)
-        self._memory.announce(type(self).__name__)
-        self._terminal.open()
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of shares of the data."""
+        return self.layout.data_parallel_size
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a batch; after the first steps, tell the memory that was measured."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self.lightning_module is not None:
-            steps = self.lightning_module.trainer.global_step
-            self._memory.measure(type(self).__name__, steps, self.root_device, self.mesh.pp.rank)
-            self._terminal.count(self.lightning_module.trainer, batch_idx)
+    @property
+    def collective_timeout(self) -> timedelta:
+        """Limit for a collective: the argument ``timeout``, or the default of the device."""
+        return self._ranks.timeout
 
-    def on_train_end(self) -> None:
-        """Leave whole parameters and durable checkpoints behind, and a progress bar that is at its end."""
-        super().on_train_end()
-        if self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            self._terminal.count(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+    @property
+    def recorder(self) -> Recorder:
+        """Record of this rank's actions."""
+        return self._ranks.recorder
 
-    def teardown(self) -> None:
-        """End the run, and release the environment."""
-        self._terminal.close()
-        super().teardown()
+    @recorder.setter
+    def recorder(self, recorder: Recorder) -> None:
+        self._ranks.recorder = recorder
 
-    def note_error(self, error: BaseException) -> bool:
-        """Write the error down; one for want of memory gets the prediction, and the cheapest ways out."""
-        if error is not self._record.error:
-            self._memory.explain(error)
-        return super().note_error(error)
+    @contextmanager
+    def during(self, kind: Kind, detail: str = "") -> Iterator[None]:
+        """Bracket a phase in the record of this rank.
+
+        Args:
+            kind: kind of the phase.
+            detail: subject of it, such as a path.
+        """
+        with self._record.during(kind, detail):
+            yield
+
+    @property
+    def ops(self) -> Ops:
+        """Implementations of ops that models choose from, on the devices of the Trainer."""
+        return self._ranks.ops
 
     @property
     def compile_backend(self) -> str | None:
         """Backend that blocks are compiled with; ``None`` for no compilation."""
-        own = devices.compile_backend(self.root_device) if self._job.compile else None
-        return self._job.compile if isinstance(self._job.compile, str) else own
+        return self._ranks.compile_backend
 
     def stages(self, num_layers: int, loss_cost: float = 1.0) -> list[StageLayers] | None:
         """Layers of this rank's stages; ``None`` without a pipeline.
@@ -285,6 +332,118 @@ class MegatronStrategy(RunStrategy):
             return None
         stages = self._job.split.stages(num_layers, self.layout.pp, self.layout.vpp, loss_cost)
         return [stage for stage in stages if stage.rank == self.mesh.pp.rank]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give all ranks the object of rank ``src``."""
+        return self._ranks.broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduce over ``group``; by default over data-parallel ranks, so that each sample counts once."""
+        return self._ranks.reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """True if all ranks (or any) say yes; over the whole job, unlike :meth:`reduce`."""
+        return self._ranks.vote(decision, all)
+
+    @property
+    def sharded_optimizers(self) -> tuple[ShardedOptimizer, ...]:
+        """The distributed optimizers, one for each of the user's; none outside ``fit``."""
+        return self._params.sharded
+
+    def finish_param_gather(self) -> None:
+        """Wait until all parameters have the values of the last step; their modules' forwards wait by themselves."""
+        self._params.finish_gather()
+
+    def refresh_main_params(self) -> None:
+        """Make all main values those of the parameters, at once.
+
+        Weights written between steps are noticed without it, at the next step or save.
+        """
+        self._params.refresh_main()
+
+    def main_state_dict(self) -> dict[str, Any]:
+        """The module's ``state_dict`` with main values in the place of parameters, on the host; all ranks call this.
+
+        After ``bf16-mixed`` and ``16-mixed`` the module's parameters are half precision; these are the fp32 values that
+        have been trained. They exist from the start of a ``fit`` to that of the next. As in ``state_dict``, a rank has
+        its shard of parameters that tensor and pipeline parallelism split.
+        """
+        assert self.lightning_module is not None
+        return self._params.main_state_dict(self.lightning_module)
+
+    def grad_norm(self) -> Tensor:
+        """L2 norm of the last step's gradient over the whole model, before clipping; equal on all ranks."""
+        return self.precision_plugin.grad_norm()
+
+    def grad_norms(self) -> dict[str, Tensor]:
+        """L2 norm of every parameter's gradient over the whole model, by global name, equal on all ranks.
+
+        For ``on_before_optimizer_step``, on all ranks; parameters without a gradient are left out.
+        """
+        return {} if self._params.optimizers is None else self._params.optimizers.grad_norms()
+
+    def export_optimizer_state(
+        self, path: str | Path, memory_level: str = "serial_per_dp_groups", ranks_per_node: int | None = None
+    ) -> HostMemory:
+        """Write the state of all optimizers to one safetensors file; called by all ranks while ``fit`` runs.
+
+        Tensors have global names and the shapes of whole parameters. Neither layout nor level changes a byte.
+
+        Args:
+            path: the file, on a file system that the nodes share; it has its name when it is complete.
+            memory_level: part of it that is in host memory at once: ``"parallel_node_0"``, ``"parallel_multi_node"``,
+                ``"serial_per_node"`` or ``"serial_per_dp_groups"``.
+            ranks_per_node: processes on a node; ``None`` for the Trainer's number.
+
+        Returns:
+            Host memory that it took on this rank.
+        """
+        return self._params.export(path, memory_level, ranks_per_node)
+
+    def load_optimizer_state(
+        self, path: str | Path, memory_level: str = "serial_per_dp_groups", ranks_per_node: int | None = None
+    ) -> HostMemory:
+        """Fill the optimizers, and the parameters from their main values, from such a file; arguments as there."""
+        return self._params.load(path, memory_level, ranks_per_node)
+
+    @property
+    def load_check(self) -> Check:
+        """Extent to which the files of a checkpoint are compared with its manifest before it is loaded."""
+        return self.checkpoints.load_check
+
+    @property
+    def saved_in_run(self) -> Mapping[str, int]:
+        """Paths of the checkpoints that this run has written or has gone on from, with their steps."""
+        return self.checkpoints.saved
+
+    def finish_save(self) -> None:
+        """Wait until the checkpoint that is being written in the background is durable; called by all ranks."""
+        self.checkpoints.finish()
+
+    def finish_copy(self) -> None:
+        """Wait until no save reads optimizer state any more. Code that writes into it between steps calls this first.
+
+        Steps of optimizers, loads and all else in this package do so themselves.
+        """
+        self.checkpoints.writer.finish_copy()
+
+    def rewind(self, path: str) -> None:
+        """Load parameters, buffers and optimizer state from a checkpoint; called by all ranks between two steps.
+
+        Steps, samples, learning rates and their schedules, the loss scale and random numbers go on as they are: the
+        samples since the checkpoint are not read again. Reading them again would lead to the same state again.
+
+        Args:
+            path: path of a checkpoint with optimizer state.
+
+        Raises:
+            CheckpointError: if it cannot be loaded.
+        """
+        self.checkpoints.rewind(path)
+
+    def rewind_validation(self) -> None:
+        """Set every generator to its state at the start of the current validation, which a resumed run repeats."""
+        self.checkpoints.randomness.rewind_validation()
 
 
 MegatronHPUStrategy = MegatronStrategy

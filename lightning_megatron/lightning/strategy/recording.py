@@ -21,7 +21,7 @@ from lightning_megatron.errors import described
 from lightning_megatron.lightning.compat._private import trainer_of
 from lightning_megatron.lightning.launch.children import GRACE, Children
 from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
-from lightning_megatron.lightning.strategy.mesh import MeshStrategy
+from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.machine.transport import is_lost_connection
 from lightning_megatron.recorder.call import Call, PeerLostError, peer_lost_error
 from lightning_megatron.recorder.file_format import Kind, State
@@ -59,15 +59,14 @@ class ActionRecord:
     """The record of this rank, in a file that outlives it, and the watch over the other ranks' records.
 
     Args:
-        strategy: strategy of this rank.
-        to_file: True if the record is written to a file.
+        ranks: this rank and the others.
 
     Attributes:
         error: error that the run of this rank ends in.
     """
 
-    def __init__(self, strategy: MeshStrategy, to_file: bool) -> None:
-        self._strategy, self._to_file = strategy, to_file
+    def __init__(self, ranks: JobRanks) -> None:
+        self._ranks, self._strategy = ranks, ranks.strategy
         self._watch: PeerWatch | None = None
         self._marks: HookMarks | None = None
         self._makes_group = False
@@ -86,7 +85,7 @@ class ActionRecord:
 
     @property
     def _recorder(self) -> Recorder:
-        return self._strategy.recorder
+        return self._ranks.recorder
 
     @contextmanager
     def during(self, kind: Kind, detail: str = "") -> Iterator[None]:
@@ -139,16 +138,16 @@ class ActionRecord:
         Returns:
             The callback, if any, that records what happens between phases.
         """
-        strategy = self._strategy
-        strategy.recorder = strategy.mesh.recorder
+        strategy, mesh = self._strategy, self._ranks.mesh
+        self._ranks.recorder = mesh.recorder
         if self._recorder.folder is None:
             self._open(run_folder(self._root, f"{os.getpid()}-{time.time_ns()}"), only=strategy.is_global_zero)
         own = self._recorder.folder
-        theirs = strategy.broadcast(None if own is None else str(own))
+        theirs = self._ranks.broadcast(None if own is None else str(own))
         if theirs is not None and (own is None or str(own) != theirs) and os.path.isdir(theirs):
             self._recorder.close(remove=True)
             self._open(Path(theirs))
-        self._recorder.describe({"mesh": repr(strategy.mesh)})
+        self._recorder.describe({"mesh": repr(mesh)})
         self._watch_peers()
         if trainer is None or self._recorder.folder is None:
             return []
@@ -156,7 +155,7 @@ class ActionRecord:
         return [self._marks]
 
     def _open(self, folder: Path, only: bool = True) -> None:
-        if not (self._to_file and only):
+        if not (self._ranks.job.record_actions and only):
             return
         rank, world_size = self._strategy.global_rank, self._strategy.world_size
         try:
@@ -171,8 +170,8 @@ class ActionRecord:
         self._stop_watch()
         strategy = self._strategy
         if self._recorder.folder is not None and strategy.world_size > 1:
-            rank, first = strategy.global_rank, strategy.node_rank * strategy.num_processes
-            local, seconds = range(first, first + strategy.num_processes), strategy.collective_timeout.total_seconds()
+            rank, first = strategy.global_rank, strategy.node_rank * self._ranks.num_local
+            local, seconds = range(first, first + self._ranks.num_local), self._ranks.timeout.total_seconds()
             children = self._end_children, self._dead_children
             self._watch = PeerWatch(self._recorder, rank, local, strategy.world_size, seconds, *children)
             if self._makes_group:  # else this process is not ended by force
@@ -217,7 +216,7 @@ class ActionRecord:
             self._write(error)
             reported = () if self._watch is None else (State.LOST,)  # by the watch
             if self._recorder.state not in (State.FINISHED, *reported):
-                self._strategy._log_error(error)
+                self._ranks.log_error(error)
             if isinstance(error, Exception):
                 vars(error)["is_printed_here"] = self._is_first
         return self.all_have_raised

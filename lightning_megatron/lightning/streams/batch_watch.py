@@ -14,7 +14,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -140,11 +140,15 @@ class BatchWatch:
         self._fault = self._fault or fault
         return module.without_faults(batch)
 
-    def begin(self, module: object) -> None:
-        """Compare batches that are due, and start to collect the results of all ranks. Every rank must call this.
+    @contextmanager
+    def step(self, module: object) -> Iterator[None]:
+        """Bracket a training step, or the end of an evaluation; every rank must call this.
+
+        Batches that are due are compared before, and the results of all ranks are under way during the step.
 
         Raises:
-            DataError: on all ranks, if ranks of one replica have read different batches.
+            DataError: on all ranks, if any of them has found a fault, or ranks of one replica have read different
+                batches.
         """
         trainer = trainer_of(module) if isinstance(module, LightningModule) else None
         if self._has_peers and trainer is not None and (self._is_due or not trainer.training):
@@ -153,17 +157,11 @@ class BatchWatch:
         if self._mesh.dp.size > 1 and isinstance(module, ChecksBatches):
             vote = torch.tensor(int(self._fault is not None))
             self._vote = start_all_reduce_in_place(vote, self._mesh.host, MAX)
-
-    def settle(self) -> None:
-        """Wait for the results of all ranks.
-
-        Raises:
-            DataError: on all ranks, if any of them has found a fault.
-        """
+        yield
         if self._vote is None:
             return
-        vote, self._vote = self._vote, None
-        if vote.wait().item():
+        pending, self._vote = self._vote, None
+        if pending.wait().item():
             own = None if self._fault is None else f"data-parallel rank {self._mesh.dp.rank}: {self._fault}"
             self._fault = None
             raise DataError("; ".join(dict.fromkeys(filter(None, all_gather_object(self._mesh, own)))))

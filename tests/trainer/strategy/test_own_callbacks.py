@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import KillSwitch, MegatronStrategy
-from lightning_megatron.lightning.strategy.own_callbacks import ORDER
+from lightning_megatron.lightning.strategy.start import ORDER
 from lightning_megatron.testing.trainer import quiet_trainer
 
 

@@ -38,7 +38,7 @@ def test_the_rule_is_asked_with_micro_batches_and_its_answer_is_used_and_said(
     samples: int, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The CPU passes for a Gaudi while optimizers are set up; nothing is trained."""
-    from lightning_megatron.lightning.strategy import run as module
+    from lightning_megatron.lightning.strategy import trained_parameters as module
 
     given: list[Any] = []
 

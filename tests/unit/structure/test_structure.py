@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections import Counter
 
 import pytest
@@ -77,3 +79,15 @@ def test_the_package_has_no_more_lines_than_were_agreed() -> None:
 
 def test_no_module_imports_itself_through_others_not_even_for_types() -> None:
     assert cycles(ROOT, of_types=True) == []
+
+
+def test_the_strategy_is_one_class_of_hooks_and_one_of_arguments() -> None:
+    """Both extend only what they say, and no method of the one is defined again in the other."""
+    folder = PACKAGE / "lightning" / "strategy"
+    trees = [ast.parse((folder / name).read_text()) for name in ("hooks.py", "megatron.py")]
+    hooks, arguments = (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [ast.unparse(base) for base in hooks.bases + arguments.bases] == ["ParallelStrategy", hooks.name]
+    names = [{node.name for node in each.body if isinstance(node, ast.FunctionDef)} for each in (hooks, arguments)]
+    assert names[0] & names[1] == {"__init__"}
+    inside = re.findall(r"^from lightning_megatron\.lightning\.strategy\.", (folder / "hooks.py").read_text(), re.M)
+    assert len(inside) <= 5

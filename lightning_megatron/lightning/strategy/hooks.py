@@ -1,39 +1,44 @@
-"""The third layer of the strategy: Lightning's hooks, in the order of a run."""
+"""The hooks of the strategy: what Lightning calls, in the order of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megatron import checkpoint
 from lightning_megatron import device as devices
-from lightning_megatron.comm.rendezvous import Store
-from lightning_megatron.lightning.build.placement import Placement, placement_of, store_placement
-from lightning_megatron.lightning.comparison.facts import start_statement
+from lightning_megatron.lightning.build.placement import Placement, store_placement
+from lightning_megatron.lightning.compat._private import agree_to_validate, injects_samplers
 from lightning_megatron.lightning.compat.accelerator import enable_gpu_migration_on
 from lightning_megatron.lightning.monitoring.known_warnings import KnownWarnings
+from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
 from lightning_megatron.lightning.monitoring.model_summary import introduce
+from lightning_megatron.lightning.monitoring.terminal import Terminal
 from lightning_megatron.lightning.run_state.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.step.engine import StepEngine
-from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.step.graphs import BlockGraphs
 from lightning_megatron.lightning.step.op_report import write_op_report
-from lightning_megatron.lightning.step.optimizers import OptimizerSet, decide_on_rank_0
-from lightning_megatron.lightning.step.watchers import watches_parameters
-from lightning_megatron.lightning.strategy.checkpoints import CheckpointStrategy
-from lightning_megatron.lightning.strategy.comparison import StartComparison
-from lightning_megatron.lightning.strategy.kill_switch import RunSwitches
-from lightning_megatron.lightning.strategy.own_callbacks import OwnCallbacks
+from lightning_megatron.lightning.step.optimizers import decide_on_rank_0
+from lightning_megatron.lightning.step.precision import MegatronPrecision
+from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
+from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.strategy.recording import ActionRecord, recorded
-from lightning_megatron.lightning.strategy.streams import StreamChecks
+from lightning_megatron.lightning.strategy.start import OwnCallbacks, RankStart
+from lightning_megatron.lightning.strategy.trained_parameters import TrainedParameters
+from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
+from lightning_megatron.lightning.streams.batch_watch import BatchWatch
+from lightning_megatron.lightning.streams.dataloaders import share_randomness, shuffle_by_epoch, start_workers_safely
 from lightning_megatron.lightning.validation.idle import warn_of_idle
 from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.lightning.validation.slow import warn_of_slow
@@ -42,7 +47,7 @@ from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import StageBoundary
 
 
-class RunStrategy(CheckpointStrategy):
+class StrategyHooks(ParallelStrategy):
     """Start, steps, evaluation and end of a run.
 
     Args:
@@ -50,23 +55,46 @@ class RunStrategy(CheckpointStrategy):
         **parts: objects that any strategy of Lightning may be given.
 
     Attributes:
-        micro_batch_size: samples of one forward; ``None`` for the whole batch.
-        boundary: beginning and end of model calls on this rank's pipeline stages; ``None`` without a pipeline.
+        checkpoints: checkpoints of the run.
+        save_guard: check of a checkpoint before it gets its name; ``None`` for no check.
     """
 
+    _kind_of_ranks: type[JobRanks] = JobRanks
+
     def __init__(self, job: JobSettings, **parts: Any) -> None:
-        super().__init__(job, **parts)
+        self._own_precision = MegatronPrecision()
+        super().__init__(**parts)
         self.micro_batch_size = job.micro_batch_size
         self.boundary = StageBoundary(job.layout.pp * job.layout.vpp) if job.layout.pp > 1 else None
-        self._record = ActionRecord(self, job.record_actions)
-        self._comparison = StartComparison(self, job.may_differ or ())
-        self._switches = RunSwitches(job.save_on_signal)
-        self._streams, self._own_callbacks = StreamChecks(), OwnCallbacks()
+        self.save_guard: checkpoint.SaveGuard | None = None
+        self._job, self._ranks = job, self._kind_of_ranks(self, job)
+        self._record = ActionRecord(self._ranks)
+        self._params = TrainedParameters(self._ranks)
+        self.checkpoints = RunCheckpoints(self._ranks, self._params)
+        self._memory, self._terminal, self._known_warnings = MemoryPrediction(), Terminal(), KnownWarnings()
+        self._start = RankStart(self._ranks, self._record, self.checkpoints.folders, self._memory)
+        self._own_callbacks = OwnCallbacks(job.save_on_signal)
         self._engine: StepEngine | None = None
-        self._before: Placement | None = None
-        self._accumulating = self._backward_is_done = self._op_report_is_due = False
+        self._batches: BatchWatch | None = None
+        self._validated = 0.0
         self._graphs = BlockGraphs()
-        self._known_warnings = KnownWarnings()
+        self._accumulating = self._backward_is_done = self._op_report_is_due = False
+
+    @property
+    def precision_plugin(self) -> MegatronPrecision:
+        """Always a :class:`MegatronPrecision`, and one object: it takes on the precision that Lightning assigns."""
+        # Lightning's own attribute: its connector reads there a plugin that was given to the strategy.
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, MegatronPrecision) else self._own_precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else self._own_precision.adopt(precision_plugin)
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """Process groups of this rank, from ``setup_environment`` on; a ``RuntimeError`` before."""
+        return self._ranks.mesh
 
     @property
     def engine(self) -> StepEngine:
@@ -74,119 +102,50 @@ class RunStrategy(CheckpointStrategy):
         assert self._engine is not None
         return self._engine
 
-    @contextmanager
-    def during(self, kind: Kind, detail: str = "") -> Iterator[None]:
-        """Bracket a phase in the record of this rank.
-
-        Args:
-            kind: kind of the phase.
-            detail: subject of it, such as a path.
-        """
-        with self._record.during(kind, detail):
-            yield
-
-    # Start: ranks meet, compare what they were given, and make their process groups
-
-    def _compare_ranks(self, trainer: Trainer | None, *objects: object) -> None:
-        """Compare everything that is given before ranks talk; the layout, too, so over the store where they meet alone.
-
-        Args:
-            trainer: the Trainer.
-            *objects: objects that it was handed.
-
-        Raises:
-            ConfigError: on all ranks, with every difference.
-        """
-        if self.num_nodes * self.num_processes == 1:
-            return
-        if self.lightning_module is not None and trainer is not None:
-            self.lightning_module.trainer = trainer  # Lightning's next step
-        self._take_device()
-        store, ranks = self._meet(), (self.global_rank, self.world_size)
-        if store is not None:
-            self._record.begin_run(store)
-            given = self._job.arguments, self._job.layout, *ranks, self.lightning_module, objects
-            self._comparison.begin(store, start_statement(*given), trainer, objects)
-
-    def _begin_fit(self, trainer: Trainer, ckpt_path: Any) -> Any:
-        """Look for the last checkpoint where one is asked for, before Lightning does; called by all ranks.
-
-        Returns:
-            The path to go on from, or what was given.
-
-        Raises:
-            CheckpointError: where there are checkpoints and none is good, or another run saves there.
-        """
-        if not self._folders.begin_fit(trainer, ckpt_path):
-            return ckpt_path
-        assert self.lightning_module is not None
-        self.lightning_module.trainer = trainer  # Lightning's next step
-        self._start_ranks()
-        return self._folders.find_last(trainer, ckpt_path)
-
-    def _meet(self) -> Store | None:
-        return self._record.meet(super()._meet)
-
-    def _create_mesh(self) -> ParallelMesh:
-        return self._record.connect(super()._create_mesh)
-
-    def _start_ranks(self) -> None:
-        """Start the process groups, if they are not there."""
-        if self._mesh is None:
-            self._take_device()
-            self._before = placement_of(self.lightning_module)
-            self._take_place(self._before)
-            self._connect_groups()
-            self._agree_on_seed()
-        self._draw_alike()
-
-    def _take_place(self, before: Placement | None) -> None:
-        """Make new groups; or keep those of the Trainer before, if its model was built for this layout."""
-        if before is not None and before.can_reuse_mesh(self._job.layout.resolve(self.world_size), self.root_device):
-            self._mesh, self.boundary = before.mesh, before.boundary
-            self._register_end()
-        else:
-            self._mesh = self._create_mesh()
+    # Start; the launcher has called `check`, `compare` and `find_last` of `RankStart` before
 
     def setup_environment(self) -> None:
         """Start the process groups; from here on :attr:`mesh` exists."""
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
-        self._saved, self._end.has_failed = {}, False
-        self._streams.restart()
-        self._own_callbacks.remove()  # left by a run that an error ended before its teardown
-        super().setup_environment()
-        if not self._comparison.has_begun:  # no launcher has done so
-            self._compare_ranks(None)
-        self._own_callbacks.add(trainer, *self._switches.open(trainer))
+        self.checkpoints.saved, self._ranks.end.has_failed = {}, False
+        self._own_callbacks.end()  # left by a run that an error ended before its teardown
+        self._ranks.take_device()
+        self._start.compare_once()
+        self._own_callbacks.begin(trainer)
         if self._job.gpu_migration:
             enable_gpu_migration_on(self.root_device)
-        self.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
-        self._start_ranks()
-        self._known_warnings.open(one_replica=self.data_parallel_size == 1)
-        own = self._record.begin(trainer) + self._streams.callbacks(self.mesh, self.collective_timeout)
-        self._own_callbacks.add(trainer, *own)
+        self._start.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
+        self._start.connect()
+        if (before := self._start.before) is not None and before.mesh is self.mesh:
+            self.boundary = before.boundary  # of the model in place
+        self._known_warnings.open(one_replica=self.mesh.layout.data_parallel_size == 1)
+        self._batches = watch = BatchWatch(self.mesh)
+        self._own_callbacks.add(*self._record.begin(trainer))
+        self._own_callbacks.add(TrainingWatch(self.mesh, watch), EvaluationWatch(self.mesh, self._ranks.timeout, watch))
         how = self.boundary, self._job.pipeline_schedule, self.micro_batch_size, self.root_device
         self._engine = StepEngine(self.mesh, *how, self.precision_plugin.mode.params)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Compare loaders, give ranks that read the same samples one order of them, and protect workers."""
-        if self._comparison.has_begun and self.lightning_module is not None:
-            self._comparison.loader(dataloader, self.lightning_module.trainer)
-        dataloader = super().process_dataloader(dataloader)
-        self._switches.protect_workers(dataloader)
+        self._start.compare_loader(dataloader)
+        start_workers_safely(dataloader, self.root_device)
+        if self.mesh.layout.data_parallel_size == 1 and injects_samplers(self.lightning_module):
+            shuffle_by_epoch(dataloader)
+        dataloader = share_randomness(dataloader, self.mesh)
+        self._own_callbacks.protect_workers(dataloader)
         return dataloader
 
     # Setup: the model and its optimizers
 
     @recorded(Kind.SETUP)
     def setup(self, trainer: Trainer) -> None:
-        """Place the model, and for training put it and the optimizers on flat buffers."""
+        """Place the model, and for training put it and the optimizers on flat buffers; next comes the progress bar."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
-        store_placement(self.lightning_module, Placement(self.mesh, self.boundary), self._before)
+        store_placement(self.lightning_module, Placement(self.mesh, self.boundary), self._start.before)
         self.accelerator.setup(trainer)
-        self._release_optimizers()
-        self._open_saving(trainer)
+        self._params.release()
+        self.checkpoints.open(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         self._graphs = BlockGraphs(bool(self._job.compile), self.root_device)
@@ -200,52 +159,84 @@ class RunStrategy(CheckpointStrategy):
         self.setup_precision_plugin()
         self.engine.watch(self.lightning_module)
         introduce(trainer, self.lightning_module, self.mesh)
+        self._memory.announce(type(self).__name__)
+        self._terminal.open()
+
+    def model_to_device(self) -> None:
+        """Move the model to this process's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers, then put flat main parameters into their groups."""
         super().setup_optimizers(trainer)
-        self._comparison.optimizers(self.lightning_module)
-        assert self.lightning_module is not None
+        self._start.compare_optimizers()
         if self.mesh.is_distributed:
             decide_on_rank_0(self.lr_scheduler_configs, self.broadcast)
-        mode, kind = self.precision_plugin.mode, devices.kind_of(self.root_device)
-        summands = micro_batches_of_step(trainer, self.micro_batch_size), self.data_parallel_size
-        watched = watches_parameters(trainer)
-        config = replace(
-            self._job.optimizer,
-            main_dtype=mode.main,
-            grad_dtype=mode.grads,
-            reduce_dtype=reduce_dtype(self._job.grad_reduce_dtype, kind, mode.params, *summands),
-            overlap_param_gather=self._job.optimizer.overlap_param_gather and not watched,
-        )
-        checks_nan = self._job.check_for_nan_in_loss_and_grad
-        found = OptimizerSet(self.lightning_module, self.optimizers, self.mesh, config, checks_nan)
-        self._optimizer_set = found
-        self.precision_plugin.manage(self.sharded_optimizers, found.check_replicas, watched, found.finite_checks)
+        self._params.put_on_buffers(trainer, self.precision_plugin, self.micro_batch_size)
 
     # Barriers and checkpoints
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; Lightning's barriers also tell that it has restored, or has set its signal handlers."""
-        self._comparison.barrier(name)
-        self._writer.at_barrier(is_rank_zero=self.is_global_zero)
-        super().barrier(name)
+        self._start.compare_restoring(False, name)
+        self.checkpoints.writer.at_barrier(is_rank_zero=self.is_global_zero)
+        self._ranks.barrier()
         if name == "run-stage":
-            self._switches.listen()
+            self._own_callbacks.listen()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint, as :class:`CheckpointStrategy` does, with a mark in the record of this rank."""
-        with self.during(Kind.LOAD, str(checkpoint_path)):
-            self._comparison.restoring()
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory; called by all ranks.
+
+        ``fit(ckpt_path="last")`` goes on from the newest good checkpoint of the folder.
+        """
+        with self._record.during(Kind.LOAD, str(checkpoint_path)):
+            self._start.compare_restoring(True)
+            checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
         self._record.mark(Kind.LOAD)  # hooks that look at it come next
         return checkpoint
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the entries of ``state_dict`` that a hook has changed; :meth:`load_checkpoint` has loaded the others."""
+        self.checkpoints.load_edits(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """No action: :meth:`load_checkpoint` has filled the optimizers."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's shard of the model."""
+        assert self.lightning_module is not None
+        self._params.finish_gather()
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Empty: :meth:`save_checkpoint` writes optimizer state straight to the files."""
+        return {}
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a sharded checkpoint, as :class:`CheckpointStrategy` does, with a mark in the record of this rank."""
+        """Write a sharded checkpoint; called by all ranks.
+
+        With ``async_save``, while a fit is running, this returns as soon as the model is copied to the host. Optimizer
+        state is copied behind the next forward and backward: the optimizer's step waits for it.
+
+        Raises:
+            CheckpointError: if this save has failed, or the one before, which was written in the background.
+            RuntimeError: before the model is built, or the processes of the job have started.
+            TypeError: for ``storage_options``, which no sharded strategy of Lightning takes.
+        """
         self._record.require_peers(filepath)
-        with self.during(Kind.SAVE, str(filepath)):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        with self._record.during(Kind.SAVE, str(filepath)):
+            if storage_options is not None:
+                raise TypeError(f"{type(self).__name__} writes local directories and takes no storage_options")
+            self.checkpoints.save(checkpoint, filepath, self.save_guard)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, on one rank, once the newer one is durable and no link leads to it.
+
+        ``ModelCheckpoint`` changes its link to the newer one only after this call.
+        """
+        if self.is_global_zero:
+            self.checkpoints.writer.remove(Path(filepath))
 
     # Training
 
@@ -255,16 +246,20 @@ class RunStrategy(CheckpointStrategy):
         Raises:
             NonFiniteError: on all ranks.
         """
-        if self._job.check_for_nan_in_loss_and_grad and self._optimizer_set is not None:
-            self._optimizer_set.check_params()
+        if self._job.check_for_nan_in_loss_and_grad and self._params.optimizers is not None:
+            self._params.optimizers.check_params()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Resume random numbers in mid-epoch, finish background saves, and agree if a validation comes next."""
-        self._randomness.begin_batch(batch_idx, self.mesh)
-        self._writer.catch_up()
+        self.checkpoints.randomness.begin_batch(batch_idx)
+        self.checkpoints.writer.catch_up()
         if self.lightning_module is not None:
-            warn_of_missed_saves(self.lightning_module.trainer)
-            self._streams.agree_to_validate(self.lightning_module.trainer, self.mesh)
+            trainer = self.lightning_module.trainer
+            warn_of_missed_saves(trainer)
+            if self.mesh.is_distributed:
+                self._validated = agree_to_validate(trainer, self._validated)
+            self._memory.measure(type(self).__name__, trainer.global_step, self.root_device, self.mesh.pp.rank)
+            self._terminal.count(trainer, batch_idx)
 
     @contextmanager
     def watching_batches(self) -> Generator[None, None, None]:
@@ -273,7 +268,8 @@ class RunStrategy(CheckpointStrategy):
         Raises:
             DataError: on all ranks.
         """
-        with self._streams.step(self.lightning_module, self.mesh):
+        assert self._batches is not None
+        with self._batches.step(self.lightning_module):
             yield
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -282,7 +278,8 @@ class RunStrategy(CheckpointStrategy):
         Raises:
             DataError: for a fault that all ranks have seen.
         """
-        batch = self._streams.look(self.lightning_module, batch, self.mesh, dataloader_idx)
+        if self._batches is not None:
+            batch = self._batches.look(self.lightning_module, batch, dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @recorded(Kind.TRAINING_STEP)
@@ -291,7 +288,7 @@ class RunStrategy(CheckpointStrategy):
 
         With one micro-batch this is stock Lightning: the loss keeps its graph and :meth:`backward` differentiates it.
         """
-        module, optimizers = self.lightning_module, self._optimizer_set
+        module, optimizers = self.lightning_module, self._params.optimizers
         assert module is not None
         assert optimizers is not None
         batch, *rest = [*args, *kwargs.values()]
@@ -309,23 +306,24 @@ class RunStrategy(CheckpointStrategy):
         self._backward_is_done = micro_batches is not None
         if self._op_report_is_due:
             self._op_report_is_due = False
-            write_op_report(module, self.ops, self.mesh)
+            write_op_report(module, self._ranks.ops, self.mesh)
         return optimizers.end_batch(output, batches, self._backward_is_done)
 
     @recorded(Kind.BACKWARD)
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Differentiate, unless the schedule has done so; hooks run in both cases."""
-        assert self.lightning_module is not None
-        assert self._optimizer_set is not None
+        module, optimizers = self.lightning_module, self._params.optimizers
+        assert module is not None
+        assert optimizers is not None
         if self._backward_is_done:
             self._backward_is_done = False
-            self._optimizer_set.show_grads()
-            self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-            return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        self._optimizer_set.begin_backward()
+            optimizers.show_grads()
+            self.precision_plugin.pre_backward(closure_loss, module)
+            return self.precision_plugin.post_backward(closure_loss, module)
+        optimizers.begin_backward()
         # Under manual optimization the last backward of a step is not known: all gradients are sent at the step.
-        last = self.lightning_module.automatic_optimization and not self._accumulating
-        with self._optimizer_set.last_backward(last), self._optimizer_set.lightnings_backward():
+        last = module.automatic_optimization and not self._accumulating
+        with optimizers.last_backward(last), optimizers.lightnings_backward():
             closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         devices.mark_step(self.root_device)
         return closure_loss
@@ -344,28 +342,20 @@ class RunStrategy(CheckpointStrategy):
         """One step of the user's optimizer."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         devices.mark_step(self.root_device)
-        assert self._optimizer_set is not None
+        assert self._params.optimizers is not None
         assert self.lightning_module is not None
         is_last, is_refused = self.lightning_module.trainer.is_last_batch, self.precision_plugin.step_is_refused
-        self._optimizer_set.step_is_over(optimizer, is_last, is_refused)
+        self._params.optimizers.step_is_over(optimizer, is_last, is_refused)
         return result
 
-    def grad_norm(self) -> Tensor:
-        """L2 norm of the last step's gradient over the whole model, before clipping; equal on all ranks."""
-        return self.precision_plugin.grad_norm()
-
-    def grad_norms(self) -> dict[str, Tensor]:
-        """L2 norm of every parameter's gradient over the whole model, by global name, equal on all ranks.
-
-        For ``on_before_optimizer_step``, on all ranks; parameters without a gradient are left out.
-        """
-        return {} if self._optimizer_set is None else self._optimizer_set.grad_norms()
-
     def on_train_end(self) -> None:
-        """Leave whole parameters behind, and durable checkpoints."""
-        self._finish_finite_checks()
-        self.finish_param_gather()
-        self.finish_save()
+        """Leave whole parameters and durable checkpoints behind, and a progress bar that is at its end."""
+        self._params.finish_finite_checks()
+        self._params.finish_gather()
+        self.checkpoints.finish()
+        if self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            self._terminal.count(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     # Evaluation
 
@@ -373,7 +363,7 @@ class RunStrategy(CheckpointStrategy):
         """Draw in a validation that starts again the random numbers that it drew before."""
         assert self.lightning_module is not None
         if not self.lightning_module.trainer.sanity_checking:
-            self._randomness.begin_validation(self.mesh)
+            self.checkpoints.randomness.begin_validation()
 
     @recorded(Kind.VALIDATION_STEP)
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -393,7 +383,7 @@ class RunStrategy(CheckpointStrategy):
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        self.finish_param_gather()
+        self._params.finish_gather()
         batch, *rest = [*args, *kwargs.values()]
         micro_batches = self.engine.split(batch)
         with self.precision_plugin.forward_context(), self._graphs.batch(name, batch, *rest):
@@ -406,42 +396,45 @@ class RunStrategy(CheckpointStrategy):
 
     def on_validation_end(self) -> None:
         """Raise the faults of batches on all ranks; in the middle of an epoch, training then waits for a batch."""
-        self._streams.end_evaluation(self.lightning_module, self.mesh)
+        self.on_test_end()
         assert self.lightning_module is not None
-        self._randomness.end_validation(self.mesh, sanity_checking=self.lightning_module.trainer.sanity_checking)
+        self.checkpoints.randomness.end_validation(sanity_checking=self.lightning_module.trainer.sanity_checking)
         self._record.mark(Kind.DATA)
 
     def on_test_end(self) -> None:
         """Raise the faults of batches, on all ranks."""
-        self._streams.end_evaluation(self.lightning_module, self.mesh)
+        with self.watching_batches():
+            pass  # replicas may have different numbers of batches, and meet here
 
     on_predict_end = on_test_end
 
     # The end
 
     def note_error(self, error: BaseException) -> bool:
-        """Write down, before any hook, the error that this rank's run ends in; True if all ranks can still save."""
+        """Write down, before any hook, the error that this rank's run ends in; True if all ranks can still save.
+
+        One for want of memory gets the prediction, and the cheapest ways out.
+        """
+        if error is not self._record.error:
+            self._memory.explain(error)
         together = self._record.note_error(error)
-        self._end.note_error(error, together)
+        self._ranks.end.note_error(error, together)
         return together
 
     def on_exception(self, exception: BaseException) -> None:
         """Write the error down, if the launcher has not done so."""
         self.note_error(exception)
 
-    def _end_run(self) -> None:
-        with self._record.ending():
-            self._known_warnings.close()
-            self._switches.close()
-            self._own_callbacks.remove()
-            self._comparison.restart()
-            self._end_saving()
-
     def teardown(self) -> None:
         """End the run, and release the environment. Parameters stay in place, as views of flat buffers."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self._end_run()
+        self._terminal.close()
+        with self._record.ending():
+            self._known_warnings.close()
+            self._own_callbacks.end()
+            self._start.end_run()
+            self.checkpoints.close()
         if self._layer_sync is not None and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         self.cluster_environment.teardown()

@@ -1,0 +1,251 @@
+"""Start of a run: checks, comparisons, process groups, callbacks of the strategy's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_megatron import device as devices
+from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.lightning.build.placement import Placement, placement_of
+from lightning_megatron.lightning.comparison.compare import RankComparison
+from lightning_megatron.lightning.comparison.facts import (
+    Statement,
+    loader_statement,
+    optimizer_statement,
+    start_statement,
+)
+from lightning_megatron.lightning.comparison.places import PlaceProbe, places_of
+from lightning_megatron.lightning.environments.agreement import rank_problems
+from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
+from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
+from lightning_megatron.lightning.step.precision import MegatronPrecision
+from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
+from lightning_megatron.lightning.strategy.folders import SaveFolders
+from lightning_megatron.lightning.strategy.kill_switch import KillSwitch
+from lightning_megatron.lightning.strategy.ranks import JobRanks
+from lightning_megatron.lightning.strategy.recording import ActionRecord
+from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
+from lightning_megatron.lightning.streams.evaluation import may_stay_away
+from lightning_megatron.lightning.validation.accelerators import accelerator_problems
+from lightning_megatron.lightning.validation.features import compile_problems, plugin_problems
+from lightning_megatron.lightning.validation.job import Job, backend_problems, document_problems, job_problems
+from lightning_megatron.lightning.validation.memory import MemoryLimit, limit_of
+from lightning_megatron.lightning.validation.nodes import node_problems
+from lightning_megatron.recorder.call import Call
+from lightning_megatron.recorder.file_format import Kind
+
+_AFTER_RESTORING = ("_CheckpointConnector.resume_end", "run-stage")
+"""Lightning's names of barriers."""
+
+ORDER: tuple[type[Callback], ...] = (TrainingWatch, EvaluationWatch, Callback, KillSwitch, Checkpoint, HookMarks)
+"""Order of callbacks during a run: ``Callback`` stands for the user's, ``Checkpoint`` for those that save."""
+
+
+class RankStart:
+    """The steps of a start, each of which all ranks take together.
+
+    Ranks that were given different settings, models, data or code are named before the first step: every ``compare``
+    raises a ``ConfigError`` on all ranks, with every difference.
+
+    Args:
+        ranks: this rank and the others.
+        record: record of this rank.
+        folders: folders of the run.
+        memory: prediction of memory, which checks make.
+
+    Attributes:
+        before: placement of the model by the Trainer before; ``None`` without one.
+    """
+
+    def __init__(self, ranks: JobRanks, record: ActionRecord, folders: SaveFolders, memory: MemoryPrediction) -> None:
+        self._ranks, self._job, self._record = ranks, ranks.job, record
+        self._folders, self._memory = folders, memory
+        self._comparison: RankComparison | None = None
+        self._knows_restoring = False
+        self.before: Placement | None = None
+
+    # Checks, before any process is started
+
+    def environment_problems(self) -> list[Problem]:
+        """Faults of what the Trainer gives: ranks, devices, plugins."""
+        ranks, own, layout = self._ranks, self._ranks.strategy, self._job.layout
+        assert own.parallel_devices is not None
+        device = own.parallel_devices[0]
+        found = rank_problems(own.cluster_environment, ranks.num_nodes, ranks.num_local)
+        found += layout.problems(world_size=ranks.num_nodes * ranks.num_local)
+        found += plugin_problems(own.checkpoint_io, own._layer_sync, layout, device)
+        found += ranks.ops.problems() + backend_problems(self._job.process_group_backend, device)
+        found += accelerator_problems(device)
+        found += node_problems(layout, ranks.num_nodes, ranks.num_local, device)
+        return found + MegatronPrecision.of(own.precision_plugin).problems(devices.kind_of(device), layout)
+
+    def check(self, *objects: object, trainer: Trainer | None = None) -> None:
+        """Raise every fault that is known before training, as ``MegatronStrategy.check`` says, and predict memory."""
+        ranks, own, layout = self._ranks, self._ranks.strategy, self._job.layout
+        found = self.environment_problems()
+        layout = layout if found else layout.resolve(ranks.num_nodes * ranks.num_local)
+        if self._job.compile:
+            found += compile_problems(objects, own.root_device, ranks.compile_backend)
+        found += document_problems(objects, own.root_device)
+        dtype = MegatronPrecision.of(own.precision_plugin).mode.params
+        job = Job(self._job, layout, ranks.ops, dtype, objects, trainer, self._memory_limit())
+        raise_if_any(found + job_problems(job))
+        self._memory.set(job.planned, job.memory_limit)
+
+    def _memory_limit(self) -> MemoryLimit:
+        """Memory that tensors of a rank may take, as far as this process can know it."""
+        device = self._ranks.strategy.root_device
+        size = devices.memory_of_device(device, is_taken=self._ranks.device_is_taken)
+        is_known = size is not None or device.type == devices.CPU.type
+        return limit_of(self._job, size, devices.device_name(device) if is_known else "")
+
+    # Comparisons
+
+    def compare(self, trainer: Trainer | None, *objects: object) -> None:
+        """Compare what is given before ranks talk: the layout, too, and so over the store alone; then the folders."""
+        ranks, own = self._ranks, self._ranks.strategy
+        if ranks.num_nodes * ranks.num_local == 1:
+            return
+        if own.lightning_module is not None and trainer is not None:
+            own.lightning_module.trainer = trainer  # Lightning's next step
+        ranks.take_device()
+        store, place = self._record.meet(ranks.meet), (own.global_rank, own.world_size)
+        if store is not None:
+            self._record.begin_run(store)
+            self._knows_restoring, may_differ = False, self._job.may_differ or ()
+            self._comparison = RankComparison(store, *place, may_differ)
+            given = self._job.arguments, self._job.layout, *place, own.lightning_module, objects
+            self._compare(start_statement(*given))
+            PlaceProbe(store, *place, may_differ).compare(places_of(trainer, objects))
+
+    def compare_once(self) -> None:
+        """Compare, where no launcher has done so."""
+        if self._comparison is None:
+            self.compare(None)
+
+    def compare_optimizers(self) -> None:
+        """Compare optimizers that the user has configured, and the model, which has been built by now."""
+        given = self._ranks.strategy
+        if self._comparison is not None and given.lightning_module is not None:
+            own = given.lightning_module, given.optimizers, given.lr_scheduler_configs, self._ranks.mesh.pp.rank
+            self._compare(optimizer_statement(*own))
+
+    def compare_loader(self, dataloader: object) -> None:
+        """Compare what a loader says of itself, before Lightning asks all ranks for its length."""
+        module, mesh = self._ranks.strategy.lightning_module, self._ranks.mesh
+        if self._comparison is not None and module is not None:
+            stage = module.trainer.state.stage
+            given = "val" if stage is None else stage.dataloader_prefix or "val"
+            may_be_empty = may_stay_away(module.trainer, mesh.layout)
+            self._compare(loader_statement(dataloader, given, mesh.dp.rank, may_be_empty=may_be_empty))
+
+    def compare_restoring(self, restores: bool, barrier: str | None = _AFTER_RESTORING[0]) -> None:
+        """Compare once if this rank loads a checkpoint.
+
+        Args:
+            restores: True if it does; False at a barrier.
+            barrier: name of the barrier, of which the first after restoring tells that this rank has loaded nothing.
+        """
+        if self._comparison is not None and not self._knows_restoring and barrier in _AFTER_RESTORING:
+            self._knows_restoring = True
+            self._compare(Statement({"trainer.ckpt_path": "a checkpoint" if restores else None}))
+
+    def _compare(self, statement: Statement) -> None:
+        assert self._comparison is not None
+        Call(self._ranks.recorder.main, Kind.RENDEZVOUS, "world", 0).run(self._comparison.compare, statement)
+
+    # Process groups
+
+    def find_last(self, trainer: Trainer, ckpt_path: Any) -> Any:
+        """The path that a fit goes on from, as :meth:`SaveFolders.find_last` says, or what was given."""
+        if not self._folders.begin_fit(trainer, ckpt_path):
+            return ckpt_path
+        module = self._ranks.strategy.lightning_module
+        assert module is not None
+        module.trainer = trainer  # Lightning's next step
+        self.connect()
+        return self._folders.find_last(trainer, ckpt_path)
+
+    def connect(self) -> None:
+        """Start the process groups, if they are not there; those of the Trainer before are kept if its model fits."""
+        ranks = self._ranks
+        if not ranks.is_connected:
+            ranks.take_device()
+            self.before = before = placement_of(ranks.strategy.lightning_module)
+            if before is not None and before.can_reuse_mesh(ranks.layout, ranks.strategy.root_device):
+                ranks.mesh = before.mesh
+                ranks.register_end()
+            else:
+                ranks.mesh = self._record.connect(ranks.create_mesh)
+            ranks.connect_groups()
+            ranks.agree_on_seed()
+        ranks.draw_alike()
+
+    def end_run(self) -> None:
+        """Let the next run compare again."""
+        self._comparison = None
+
+
+class OwnCallbacks:
+    """Callbacks that the strategy has added to a Trainer's, and the switches that obey signals, those of the user too.
+
+    Args:
+        save_on_signal: True if a run whose user has no ``KillSwitch`` gets one.
+    """
+
+    def __init__(self, save_on_signal: bool) -> None:
+        self._save_on_signal = save_on_signal
+        self._trainer: Trainer | None = None
+        self._added: list[Callback] = []
+
+    @property
+    def _present(self) -> list[Callback]:
+        present: list[Callback] = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
+        return present
+
+    @property
+    def _switches(self) -> list[KillSwitch]:
+        return [callback for callback in self._present if isinstance(callback, KillSwitch)]
+
+    def begin(self, trainer: Trainer | None) -> None:
+        """Begin a run, with a switch where there is none."""
+        self._trainer = trainer
+        if self._save_on_signal and not self._switches:
+            self.add(KillSwitch(always_save=False))
+
+    def add(self, *callbacks: Callback) -> None:
+        """Put callbacks at their places among those of the Trainer; no action without one."""
+        if self._trainer is None:
+            return
+        present = self._present
+        for callback in callbacks:
+            self._added.append(callback)
+            place = self._place(callback)
+            later = (number for number, other in enumerate(present) if self._place(other) > place)
+            present.insert(next(later, len(present)), callback)
+
+    def listen(self) -> None:
+        """Set signal handlers, in the place of those that Lightning has just set."""
+        for switch in self._switches:
+            assert self._trainer is not None
+            switch.listen(self._trainer)
+
+    def protect_workers(self, dataloader: object) -> None:
+        """Let workers outlive signals that go to all processes of a job."""
+        if self._switches:
+            let_workers_outlive_signals(dataloader)
+
+    def end(self) -> None:
+        """Give signals back to Lightning, which gives them back as well, and take the callbacks out again."""
+        for switch in self._switches:
+            switch.give_back()
+        self._present[:] = [callback for callback in self._present if callback not in self._added]
+        self._trainer, self._added = None, []
+
+    def _place(self, callback: Callback) -> int:
+        if callback in self._added:
+            return ORDER.index(type(callback))
+        return ORDER.index(Checkpoint if isinstance(callback, Checkpoint) else Callback)

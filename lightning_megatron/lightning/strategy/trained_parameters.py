@@ -1,0 +1,147 @@
+"""Parameters that optimizers train: on flat buffers during a fit, whole between steps, their state in files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
+
+from lightning_megatron import device as devices
+from lightning_megatron.lightning import checkpointing
+from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
+from lightning_megatron.lightning.step.optimizers import Holder, OptimizerSet
+from lightning_megatron.lightning.step.precision import MegatronPrecision
+from lightning_megatron.lightning.step.watchers import watches_parameters
+from lightning_megatron.lightning.strategy.ranks import JobRanks
+from lightning_megatron.optim.zero import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory
+
+
+class TrainedParameters:
+    """Parameters and optimizers of a fit; without a fit there are none, and every wait is over.
+
+    Args:
+        ranks: this rank and the others.
+
+    Attributes:
+        optimizers: optimizers on flat buffers; ``None`` before a fit.
+    """
+
+    def __init__(self, ranks: JobRanks) -> None:
+        self._ranks, self._job = ranks, ranks.job
+        self.optimizers: OptimizerSet | None = None
+
+    @property
+    def sharded(self) -> tuple[ShardedOptimizer, ...]:
+        """The distributed optimizers, one for each of the user's."""
+        return () if self.optimizers is None else tuple(self.optimizers.sharded)
+
+    # Setup and release
+
+    def release(self) -> None:
+        """Release flat buffers; before those of a new fit, those of the strategy that has trained the module before."""
+        module = self._ranks.strategy.lightning_module
+        if module is not None and is_fitting(module):
+            earlier = vars(module).get("_megatron_holder")
+            if isinstance(earlier, Holder) and isinstance(params := earlier.owner, TrainedParameters):
+                params._take_apart()
+            module._megatron_holder = Holder(self)  # type: ignore[assignment] # on a module of any class
+        self._take_apart()
+
+    def _take_apart(self) -> None:
+        if self.optimizers is not None:
+            self.optimizers.close()
+        self.optimizers = None
+        self._ranks.strategy.optimizers = []
+        self._ranks.strategy.lr_scheduler_configs = []
+
+    def put_on_buffers(self, trainer: Trainer, precision: MegatronPrecision, micro_batch_size: int | None) -> None:
+        """Put main parameters into the groups of the user's optimizers, which the precision plugin will step."""
+        strategy, mesh, job = self._ranks.strategy, self._ranks.mesh, self._job
+        assert strategy.lightning_module is not None
+        mode, kind = precision.mode, devices.kind_of(strategy.root_device)
+        summands = micro_batches_of_step(trainer, micro_batch_size), mesh.layout.data_parallel_size
+        watched = watches_parameters(trainer)
+        config = replace(
+            job.optimizer,
+            main_dtype=mode.main,
+            grad_dtype=mode.grads,
+            reduce_dtype=reduce_dtype(job.grad_reduce_dtype, kind, mode.params, *summands),
+            overlap_param_gather=job.optimizer.overlap_param_gather and not watched,
+        )
+        checks_nan = job.check_for_nan_in_loss_and_grad
+        found = OptimizerSet(strategy.lightning_module, strategy.optimizers, mesh, config, checks_nan)
+        self.optimizers = found
+        precision.manage(self.sharded, found.check_replicas, watched, found.finite_checks)
+
+    # Values between steps
+
+    def finish_gather(self) -> None:
+        """Wait until all parameters have the values of the last step."""
+        if self.optimizers is not None:
+            self.optimizers.finish_param_gather()
+
+    def finish_finite_checks(self) -> None:
+        """Raise what the checks of the last steps have found."""
+        if self.optimizers is not None:
+            self.optimizers.finish_finite_checks()
+
+    def settle(self) -> None:
+        """Let parameters and main values agree, weights that were written between steps included."""
+        self.finish_gather()
+        for optimizer in self.sharded:
+            optimizer.copy_written_values()
+
+    def refresh_main(self) -> None:
+        """Make all main values those of the parameters."""
+        for optimizer in self.sharded:
+            optimizer.refresh_main()
+
+    def main_state_dict(self, module: LightningModule) -> dict[str, Any]:
+        """The ``state_dict`` of a module with main values in the place of parameters, on the host."""
+        self.settle()
+        mains: dict[Any, Any] = {}
+        for optimizer in self.sharded:
+            mains |= optimizer.main_values()
+        state = module.state_dict(keep_vars=True)
+        return {name: mains[value] if value in mains else _on_host(value) for name, value in state.items()}
+
+    # Files of optimizer state
+
+    def export(self, path: str | Path, level: str, ranks_per_node: int | None) -> HostMemory:
+        """Write the state of all optimizers to one file."""
+        through = self._collectors(level, ranks_per_node)
+        self.settle()
+        return checkpointing.export_optimizers(path, self.sharded, through, sharded=self._job.optimizer.shard)
+
+    def load(self, path: str | Path, level: str, ranks_per_node: int | None) -> HostMemory:
+        """Fill the optimizers from such a file."""
+        through = self._collectors(level, ranks_per_node)
+        return checkpointing.import_optimizers(path, self.sharded, through, sharded=self._job.optimizer.shard)
+
+    def _collectors(self, level: str, ranks_per_node: int | None) -> Collectors:
+        if not self.sharded:
+            raise RuntimeError("there are optimizers only while fit runs: call this in a hook such as on_train_start")
+        from lightning_megatron.checkpoint.optimizer_export.export import Collectors
+
+        world_size, num_nodes = self._ranks.strategy.world_size, self._ranks.num_nodes
+        return Collectors(self._ranks.mesh, level, ranks_per_node or max(1, world_size // num_nodes))
+
+
+def is_fitting(module: LightningModule) -> bool:
+    """True if steps go on after a save; if not, the caller may copy the files next, or exit."""
+    try:
+        state = module.trainer.state
+    except RuntimeError:  # a module without a Trainer
+        return False
+    return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
