@@ -195,28 +195,29 @@ def _fits(value: object, hint: Any) -> bool:
     return any(_fits_one(value, part) for part in _parts(hint))
 
 
+_PLAIN_FITS: dict[Any, Callable[[Any], bool]] = {
+    None: lambda value: value is None,
+    NoneType: lambda value: value is None,
+    int: lambda value: isinstance(value, int) and not isinstance(value, bool),
+    float: lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
+}
+
+
 def _fits_one(value: object, hint: Any) -> bool:
     """True if a value has a type that is not a union; an unknown kind of type fits all values."""
-    if hint is None or hint is NoneType:
-        return value is None
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if hint in _PLAIN_FITS:
+        return _PLAIN_FITS[hint](value)
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return any(type(value) is type(word) and value == word for word in inner)
-    if origin is not None and isinstance(origin, type):
-        if issubclass(origin, Mapping):
-            return isinstance(value, Mapping)  # its entries have checks of their own
-        if issubclass(origin, Sequence):  # lists stand for tuples, which YAML does not have
-            return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
     kind = origin or hint
-    return isinstance(value, kind) if isinstance(kind, type) and not _is_protocol(kind) else True
-
-
-def _is_protocol(kind: type) -> bool:
-    return bool(getattr(kind, "_is_protocol", False))
+    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return True
+    if origin is not None and issubclass(kind, Mapping):
+        return isinstance(value, Mapping)  # its entries have checks of their own
+    if origin is not None and issubclass(kind, Sequence):  # lists stand for tuples, which YAML does not have
+        return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
+    return isinstance(value, kind)
 
 
 def _keeps(value: object, rule: AnyRule | None) -> bool:

@@ -184,10 +184,9 @@ def _of_linear(
         kind = _Kind(1, None, reduce_scatter_sequence if sp else reduce_from_region)
     else:
         kind = _Kind(None, None, _whole)
-    cuts_rows = kind.b is not None
+    row_cuts = tp if kind.b is not None else 1
     # A rank has some of the groups, or where there is one, some of its rows.
-    groups = matrix.groups // tp if cuts_rows and matrix.groups > 1 else matrix.groups
-    shrinks = tp if cuts_rows and matrix.groups == 1 else 1
+    groups, shrinks = (matrix.groups // row_cuts, 1) if matrix.groups > 1 else (1, row_cuts)
     rows = Rows(groups, {part.name: part.width // shrinks for part in matrix.parts})
     parts = {}
     for part in matrix.parts:

@@ -137,6 +137,11 @@ class MoEConfig:
             found.append(Problem("moe_router_normalize", False, reason, (True,)))
         return found + self._group_problems() + self._capacity_problems()
 
+    def _unknown_moe_layers(self, num_layers: int) -> list[Problem]:
+        """Numbers of layers with experts that the model does not have."""
+        beyond = [number for number in self.moe_layers if not 0 <= number < num_layers]
+        return [Problem("moe_layers", beyond, f"layers are numbered 0 to {num_layers - 1}")] if beyond else []
+
     def _group_problems(self) -> list[Problem]:
         """Faults of groups of experts."""
         found: list[Problem] = []

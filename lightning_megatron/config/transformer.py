@@ -191,12 +191,8 @@ class TransformerConfig(AttentionConfig, MoEConfig):
 
     def _shape_problems(self) -> list[Problem]:
         """Faults of fields that must fit together."""
-        found = []
-        heads, groups = self.num_attention_heads, self.num_query_groups
-        found += self.moe_problems() + self.attention_problems(self.num_layers)
-        beyond = [number for number in self.moe_layers if not 0 <= number < self.num_layers]
-        if beyond:
-            found.append(Problem("moe_layers", beyond, f"layers are numbered 0 to {self.num_layers - 1}"))
+        heads, groups, layers = self.num_attention_heads, self.num_query_groups, self.num_layers
+        found = self.moe_problems() + self.attention_problems(layers) + self._unknown_moe_layers(layers)
         if self.num_experts and self.add_bias_linear:
             reason = "with experts, biases are chosen by add_qkv_bias, add_attention_out_bias and moe_linear_bias"
             found.append(Problem("add_bias_linear", True, reason, (False,)))

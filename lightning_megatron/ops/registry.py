@@ -38,9 +38,10 @@ DEFAULT_FP8 = Fp8Recipe()
 
 def parse_op_modes(modes: OpModes) -> tuple[dict[str, str], list[Problem]]:
     """Modes by name of the op, and every fault in them."""
+    known: dict[str, str] = {}
     found: list[Problem] = []
     if modes is None:
-        return {}, found
+        return known, found
     if isinstance(modes, str):
         entries = [part.strip().partition("=") for part in modes.split(",") if part.strip()]
         pairs = [(name.strip(), value.strip()) for name, _, value in entries]
@@ -54,9 +55,10 @@ def parse_op_modes(modes: OpModes) -> tuple[dict[str, str], list[Problem]]:
         if name not in SELECTABLE:
             found.append(Problem("ops", name, "there is no such op", nearest_names(str(name), list(SELECTABLE))))
         elif mode not in SELECTABLE[name].modes:
-            near = tuple(f"{name}={known}" for known in nearest_names(str(mode), SELECTABLE[name].modes))
+            near = tuple(f"{name}={other}" for other in nearest_names(str(mode), SELECTABLE[name].modes))
             found.append(Problem("ops", f"{name}={mode}", "there is no such mode", near))
-    known = {name: mode for name, mode in modes.items() if name in SELECTABLE and mode in SELECTABLE[name].modes}
+        else:
+            known[name] = mode
     return known, found
 
 

@@ -77,33 +77,31 @@ def allocate_state(optimizer: Optimizer, mains: Sequence[Sequence[nn.Parameter]]
         optimizer: the user's optimizer.
         mains: main parameters of each of its groups.
     """
-    probes = [[nn.Parameter(torch.zeros_like(main[:1])) for main in group] for group in mains]
-    for probe in (probe for group in probes for probe in group):
-        probe.grad = torch.zeros_like(probe)
+    probes = {main: nn.Parameter(torch.zeros_like(main[:1])) for group in mains for main in group}
     scratch = copy.copy(optimizer)  # torch's own copy protocol: groups and state, no hooks
     for name, value in vars(optimizer).items():
         if name != "step":  # a scheduler has wrapped it; the others are attributes of the subclass
             vars(scratch).setdefault(name, value)
     scratch.param_groups = [
-        {**group, "params": probe} for group, probe in zip(optimizer.param_groups, probes, strict=True)
+        {**group, "params": [probes[main] for main in own]}
+        for group, own in zip(optimizer.param_groups, mains, strict=True)
     ]
     scratch.state = defaultdict(dict)
-    for group, probe_group in zip(mains, probes, strict=True):
-        for main, probe in zip(group, probe_group, strict=True):
-            if optimizer.state.get(main):  # allocated by the constructor (Adagrad)
-                scratch.state[probe] = state_like(probe, optimizer.state[main], main)
+    for main, probe in probes.items():
+        probe.grad = torch.zeros_like(probe)
+        if optimizer.state.get(main):  # allocated by the constructor (Adagrad)
+            scratch.state[probe] = state_like(probe, optimizer.state[main], main)
     type(scratch).step(scratch)
     for settings, tried in zip(optimizer.param_groups, scratch.param_groups, strict=True):
         if STEP in tried:
             settings.setdefault(STEP, 0)
-    for group, probe_group in zip(mains, probes, strict=True):
-        for main, probe in zip(group, probe_group, strict=True):
-            if optimizer.state.get(main):
-                continue
-            state = state_like(main, scratch.state[probe], probe)
-            if STEP in state:
-                state[STEP] = torch.zeros_like(state[STEP]) if isinstance(state[STEP], Tensor) else 0
-            optimizer.state[main] = state
+    for main, probe in probes.items():
+        if optimizer.state.get(main):
+            continue
+        state = state_like(main, scratch.state[probe], probe)
+        if STEP in state:
+            state[STEP] = torch.zeros_like(state[STEP]) if isinstance(state[STEP], Tensor) else 0
+        optimizer.state[main] = state
 
 
 def load_shard(

@@ -55,16 +55,15 @@ def scope_problems(
 
 def _remedies(mesh: ParallelMesh, shard: bool, specs: Sequence[ParamSpec], scope: UpdateScope) -> list[str]:
     """Settings with which a rank holds all values that an optimizer reads."""
-    whole_model = scope is UpdateScope.MODEL
-    by_tp = whole_model or any(spec.tp_dim is not None and not spec.is_expert for spec in specs)
-    experts = [spec for spec in specs if spec.is_expert]
-    by_etp = whole_model or any(spec.tp_dim is not None for spec in experts)
-    layout = mesh.layout
+    whole_model, layout = scope is UpdateScope.MODEL, mesh.layout
+    has_experts = any(spec.is_expert for spec in specs)
+    # Parameters whose slices on other ranks it reads, too: True stands for experts, False for all else.
+    sliced = {False, has_experts} if whole_model else {spec.is_expert for spec in specs if spec.tp_dim is not None}
     remedies = {
         "distributed_optimizer=False": shard and mesh.dp_cp.size > 1,
-        "tp=1": by_tp and layout.tp > 1,
-        "etp=1": by_etp and mesh.etp.size > 1 and bool(experts),
-        "ep=1": layout.ep > 1 and bool(experts or whole_model),
+        "tp=1": False in sliced and layout.tp > 1,
+        "etp=1": True in sliced and mesh.etp.size > 1,
+        "ep=1": layout.ep > 1 and (has_experts or whole_model),
         "pp=1": whole_model and layout.pp > 1,
     }
     return [remedy for remedy, needed in remedies.items() if needed]
@@ -82,10 +81,7 @@ def optimizer_problems(
     """
     kind = type(optimizer).__name__
     found: list[Problem] = []
-    has_stepped = any(group.get("step", 0) for group in optimizer.param_groups) or any(
-        state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()
-    )
-    if has_stepped and not keeps_state:
+    if not keeps_state and _has_stepped(optimizer):
         reason = (
             "it has already taken steps, and its state belongs to whole parameters: pass a new one, load state later"
         )
@@ -93,24 +89,29 @@ def optimizer_problems(
     names = {id(param): name for name, param, _ in named_params}
     seen: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
+        reasons = []
         foreign = sum(param.device.type == "meta" and id(param) not in names for param in group["params"])
         if foreign:
             reason = f"holds {foreign} parameters that other pipeline stages have: make it in configure_optimizers"
-            found.append(Problem(f"param_groups[{index}]", kind, reason))
+            reasons.append(reason)
         for param in group["params"]:
             name = names.get(id(param))
-            if name is None and foreign:
-                continue
             if name is None:
-                reason = f"holds a parameter of shape {tuple(param.shape)} that is not in the model"
-                found.append(Problem(f"param_groups[{index}]", kind, reason))
+                if not foreign:
+                    reasons.append(f"holds a parameter of shape {tuple(param.shape)} that is not in the model")
             elif id(param) in seen:
-                reason = f"holds {name!r}, which param_groups[{seen[id(param)]}] holds too"
-                found.append(Problem(f"param_groups[{index}]", kind, reason))
+                reasons.append(f"holds {name!r}, which param_groups[{seen[id(param)]}] holds too")
             elif param.device.type == "meta":
-                found.append(Problem(f"param_groups[{index}]", kind, f"holds {name!r}, which is on the meta device"))
+                reasons.append(f"holds {name!r}, which is on the meta device")
             seen[id(param)] = index
+        found += [Problem(f"param_groups[{index}]", kind, reason) for reason in reasons]
     return found
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    return any(group.get("step", 0) for group in optimizer.param_groups) or any(
+        state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()
+    )
 
 
 def assign(

@@ -62,15 +62,16 @@ class ShardedState:
         state = self.optimizer.state
         self._position = {id(p): n for group in self.optimizer.param_groups for n, p in enumerate(group["params"])}
         for bucket, main in mains.items():
-            initialized = [p for p in self.optimizer.param_groups[bucket.key.group]["params"] if state.get(p)]
+            any_owner = next((p for p in self.optimizer.param_groups[bucket.key.group]["params"] if state.get(p)), None)
             for part in main.parts:
-                if part.owned is not None and state.get(part.owned.param):
-                    state[part.param] = _cast_state(part.param, state[part.owned.param], part.owned.param)
-                elif part.owned is None and initialized:
-                    state[part.param] = state_like(part.param, state[initialized[0]], initialized[0])
+                owner, make = (any_owner, state_like) if part.owned is None else (part.owned.param, _cast_state)
+                if owner is not None and state.get(owner):
+                    state[part.param] = make(part.param, state[owner], owner)
         kept = {id(part.param) for main in mains.values() for part in main.parts}
-        for slot in (slot for bucket in mains for slot in bucket.slots if id(slot.owned.param) not in kept):
-            state.pop(slot.owned.param, None)
+        for bucket in mains:
+            for slot in bucket.slots:
+                if id(slot.owned.param) not in kept:
+                    state.pop(slot.owned.param, None)
 
     def _parts_by_group(self) -> list[list[MainParam]]:
         """The main parameters of each group; whole parameters in the user's order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 from lightning_megatron.pipeline.action import Action, Kind, chunk_of
@@ -22,7 +23,7 @@ def draw_text(simulation: Simulation, width: int = 120) -> str:
         simulation: the schedule in time.
         width: columns of the longest line; a schedule of many actions takes at least two columns an action.
     """
-    slots = [slot for row in simulation.timeline for slot in row]
+    slots = list(chain(*simulation.timeline))
     if not slots:
         return ""
     margin = len(f"rank {len(simulation.timeline) - 1} ")
@@ -76,7 +77,7 @@ def draw_png(simulation: Simulation, path: str | Path, title: str = "") -> None:
         raise ImportError("drawing needs matplotlib: pip install 'lightning-megatron[plot]'") from error
 
     pp = len(simulation.timeline)
-    slots = [slot for row in simulation.timeline for slot in row]
+    slots = list(chain(*simulation.timeline))
     chunks = 1 + max((chunk_of(slot.action.stage, pp) for slot in slots), default=0)
     most = max((len(row) for row in simulation.timeline), default=1)
     figure = Figure(figsize=(min(max(8.0, 0.28 * most * 1.5), 60.0), 0.5 * pp + 1.6), layout="constrained")

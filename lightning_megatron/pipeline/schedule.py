@@ -91,23 +91,13 @@ def schedule_problems(
     name: str | None, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
 ) -> list[Problem]:
     """Every rule that the arguments break; empty if :func:`build_schedule` can build the schedule."""
-    found: list[Problem] = []
-    known = {kind.name: kind for kind in SCHEDULES}
-    if name is not None and name not in known:
-        found.append(_unknown(name))
+    kind = next((kind for kind in SCHEDULES if kind.name == name), None)
+    found = [] if name is None or kind is not None else [_unknown(name)]
     sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches}
     too_small = [Problem(n, size, "a size must be at least 1", (1,)) for n, size in sizes.items() if size < 1]
     if too_small:
         return found + too_small
-    if vpp > 1 and pp == 1:
-        reason = "interleaved chunks need a pipeline, and pp=1 has none: raise pp, or leave vpp out"
-        found.append(Problem("vpp", vpp, reason, (1,)))
-    elif vpp > 1 and name in known and not known[name].takes(vpp):
-        reason = f"this schedule runs one chunk a rank and vpp={vpp} asks for {vpp}: choose one that interleaves"
-        found.append(Problem("pipeline_schedule", name, reason, tuple(k.name for k in SCHEDULES if k.takes(vpp))))
-    elif vpp == 1 and pp > 1 and name in known and not known[name].takes(1):
-        reason = "there is nothing to interleave with one chunk a rank: raise vpp, or choose '1f1b'"
-        found.append(Problem("vpp", vpp, reason, (2,)))
+    found += _chunk_problems(kind, pp, vpp)
     if microbatch_group_size is not None and vpp == 1:
         reason = "micro-batches are grouped to alternate between chunks, and vpp=1 has one chunk: leave it out"
         found.append(Problem("microbatch_group_size", microbatch_group_size, reason, (None,)))
@@ -115,6 +105,20 @@ def schedule_problems(
         reason = f"a group of fewer than pp={pp} micro-batches ends before its first one is back at rank 0"
         found.append(Problem("microbatch_group_size", microbatch_group_size, reason, (pp,)))
     return found
+
+
+def _chunk_problems(kind: ScheduleKind | None, pp: int, vpp: int) -> list[Problem]:
+    """Reasons why a rank cannot hold ``vpp`` chunks; ``kind`` is ``None`` for the default, which takes any number."""
+    if vpp > 1 and pp == 1:
+        reason = "interleaved chunks need a pipeline, and pp=1 has none: raise pp, or leave vpp out"
+        return [Problem("vpp", vpp, reason, (1,))]
+    if kind is None or pp == 1 or kind.takes(vpp):
+        return []
+    if vpp == 1:
+        reason = "there is nothing to interleave with one chunk a rank: raise vpp, or choose '1f1b'"
+        return [Problem("vpp", vpp, reason, (2,))]
+    reason = f"this schedule runs one chunk a rank and vpp={vpp} asks for {vpp}: choose one that interleaves"
+    return [Problem("pipeline_schedule", kind.name, reason, tuple(k.name for k in SCHEDULES if k.takes(vpp)))]
 
 
 def gpipe(pp: int, num_microbatches: int) -> Schedule:

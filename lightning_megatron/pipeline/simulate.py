@@ -108,7 +108,7 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | None = None) -
     times = {(kind, stage): costs.of(kind, stage) for kind in kinds for stage in range(num_stages)}
     timeline: list[list[TimedAction]] = [[] for _ in range(pp)]
     clock = [0.0] * pp
-    sent: dict[Message, float] = {}
+    arrivals: dict[Message | None, float] = {None: 0.0}  # an action that needs no message starts at once
     moved = True
     while moved:
         moved = False
@@ -117,15 +117,14 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | None = None) -
             while len(slots) < len(actions):
                 action = actions[len(slots)]
                 needed = message_in(action, num_stages)
-                if needed is not None and needed not in sent:
+                if needed not in arrivals:
                     break
-                arrival = 0.0 if needed is None else sent[needed] + costs.communication
-                start = max(clock[rank], arrival)
+                start = max(clock[rank], arrivals[needed])
                 clock[rank] = start + times[action.kind, action.stage]
                 slots.append(TimedAction(action, start, clock[rank]))
                 made = message_out(action, num_stages)
                 if made is not None:
-                    sent[made] = clock[rank]
+                    arrivals[made] = clock[rank] + costs.communication
                 moved = True
     waits = [
         _wait(rank, actions[len(timeline[rank])], schedule, num_stages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 
 from lightning_megatron.pipeline.action import Action, Message, count_stages, message_in, message_out, rank_of
 from lightning_megatron.pipeline.send_recv import Step, Transfer, add_transfers
@@ -73,24 +74,31 @@ def check_transfers(plan: Sequence[Sequence[Step]]) -> list[str]:
                 received.add(step.message)
             elif step.message not in made:
                 faults.append(f"rank {rank}: {step} before the {step.message} is made")
-    for source in range(len(plan)):
-        for destination in range(len(plan)):
-            sends = _channel(plan[source], destination, sends=True)
-            receives = _channel(plan[destination], source, sends=False)
-            if sends != receives:
-                at = next((i for i, (s, r) in enumerate(zip(sends, receives, strict=False)) if s != r), None)
-                where = f"{len(sends)} sent, {len(receives)} received" if at is None else f"{sends[at]}, {receives[at]}"
-                faults.append(f"rank {source} to rank {destination}: sends and receives differ: {where}")
+    faults += _agreed(plan)
     if not faults:
         batches = [[[step.message] if isinstance(step, Transfer) else [] for step in steps] for steps in plan]
         faults = [f"rank {rank}: blocked at {plan[rank][at]}" for rank, at in _stuck(batches).items()]
     return faults
 
 
+def _agreed(plan: Sequence[Sequence[Step]]) -> list[str]:
+    """Check that both ends of every pair of ranks list the same messages in the same order."""
+    faults = []
+    for source, destination in product(range(len(plan)), repeat=2):
+        sends = _channel(plan[source], destination, sends=True)
+        receives = _channel(plan[destination], source, sends=False)
+        if sends != receives:
+            at = next((i for i, (s, r) in enumerate(zip(sends, receives, strict=False)) if s != r), None)
+            where = f"{len(sends)} sent, {len(receives)} received" if at is None else f"{sends[at]}, {receives[at]}"
+            faults.append(f"rank {source} to rank {destination}: sends and receives differ: {where}")
+    return faults
+
+
 def _complete(schedule: Sequence[Sequence[Action]], forward_only: bool) -> list[str]:
     """Check that every stage is on its rank, and that every forward and backward occurs once."""
     pp, num_stages = len(schedule), count_stages(schedule)
-    num_microbatches = 1 + max((a.microbatch for actions in schedule for a in actions), default=-1)
+    num_microbatches = 1 + max((a.microbatch for a in chain(*schedule)), default=-1)
+    missing = {"": "B", "I": "W", "W": "I"}  # what is missing beside the backwards that there are
     faults = []
     for rank, actions in enumerate(schedule):
         count = Counter(actions)
@@ -98,18 +106,17 @@ def _complete(schedule: Sequence[Sequence[Action]], forward_only: bool) -> list[
             f"rank {rank}: {a} belongs to rank {rank_of(a.stage, pp)}" for a in count if rank_of(a.stage, pp) != rank
         ]
         faults += [f"rank {rank}: {a} {n} times" for a, n in count.items() if n > 1]
-        for stage in range(rank, num_stages, pp):
-            for i in range(num_microbatches):
-                kinds = {kind for kind in ("F", "B", "I", "W") if Action(stage, kind, i) in count}
-                if "F" not in kinds:
-                    faults.append(f"rank {rank}: {stage}F{i} is missing")
-                kinds.discard("F")
-                if forward_only and kinds:
-                    faults.append(f"rank {rank}: {stage}{min(kinds)}{i} in a forward-only schedule")
-                elif not forward_only and kinds not in ({"B"}, {"I", "W"}):
-                    missing = {"I": "W", "W": "I"}.get("".join(sorted(kinds)))
-                    what = "is missing" if not kinds else "besides another backward of it"
-                    faults.append(f"rank {rank}: {stage}{missing or 'B'}{i} {'is missing' if missing else what}")
+        for stage, i in product(range(rank, num_stages, pp), range(num_microbatches)):
+            if Action(stage, "F", i) not in count:
+                faults.append(f"rank {rank}: {stage}F{i} is missing")
+            backwards = "".join(kind for kind in ("B", "I", "W") if Action(stage, kind, i) in count)
+            if forward_only:
+                if backwards:
+                    faults.append(f"rank {rank}: {stage}{backwards[0]}{i} in a forward-only schedule")
+            elif backwards in missing:
+                faults.append(f"rank {rank}: {stage}{missing[backwards]}{i} is missing")
+            elif backwards not in ("B", "IW"):
+                faults.append(f"rank {rank}: {stage}B{i} besides another backward of it")
     return faults
 
 

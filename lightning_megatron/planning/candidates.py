@@ -209,15 +209,13 @@ def _pipelines_of(
 ) -> list[tuple[int, bool, str | None]]:
     if pp == 1:
         return [(1, False, None)] if only_vpp in (None, 1) else []
-    layers = config.num_layers
+    layers, split_backwards = config.num_layers, [kind.name for kind in SCHEDULES if kind.splits_backward]
     found: list[tuple[int, bool, str | None]] = []
     for vpp in (only_vpp,) if only_vpp else range(1, MOST_CHUNKS + 1):
         even = layers % (pp * vpp) == 0
         uneven = layers >= pp * vpp - 1 and (not even or config.loss_cost > 0.5)
-        schedules = [None, *(kind.name for kind in SCHEDULES if kind.splits_backward and vpp == 1)]
-        if only_schedule != "any":
-            schedules = [only_schedule]
-        splits = [balanced for balanced, possible in ((False, even), (True, uneven)) if possible]
+        schedules = [None, *split_backwards * (vpp == 1)] if only_schedule == "any" else [only_schedule]
+        splits = [False] * even + [True] * uneven
         if not even and vpp > 2 and found:
             continue  # an uneven split gains little from many small chunks
         found += [(vpp, balanced, schedule) for balanced in splits for schedule in schedules]

@@ -178,26 +178,29 @@ class KnownValues:
         written = [args[i] for i in signature.written if i < len(args)]
         written += [kwargs[name] for name in signature.written_names if name in kwargs]
         written = list(_tensors(written))
+        fresh = [] if written else list(_tensors(out))
+        if all(tensor.numel() <= _LIMIT for tensor in fresh):
+            with without_fake_tensors():
+                self._follow_local(func, args, kwargs, fresh, written)
+
+    def _follow_local(self, func: Any, args: Any, kwargs: Any, fresh: list[Tensor], written: list[Tensor]) -> None:
+        """Values after an operator that no other rank takes part in: of the tensors that it makes, or writes to."""
         inputs = list(_tensors((args, kwargs)))
-        fresh = [tensor for tensor in _tensors(out) if not written]
-        if not written and any(t.numel() > _LIMIT for t in fresh):
-            return
-        with without_fake_tensors():
-            assumed = _assumed_finite(func, args)
-            if assumed is not None:
-                for tensor in fresh:
-                    self._write(tensor, torch.full(tensor.shape, assumed))
-            elif not inputs:
-                self._make(func, args, kwargs, fresh)
-            elif func is _aten.stack.default and inputs:
-                self._stack(inputs, fresh[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
-            elif func in _OVERWRITES:
-                self._overwrite(func, args)
-            elif func in _UNDEFINED or func in _RANDOM_IN_PLACE or not self._known(inputs):
-                for tensor in written:
-                    self._write(tensor, None)
-            else:
-                self._repeat(func, args, kwargs, fresh, written)
+        assumed = _assumed_finite(func, args)
+        if assumed is not None:
+            for tensor in fresh:
+                self._write(tensor, torch.full(tensor.shape, assumed))
+        elif not inputs:
+            self._make(func, args, kwargs, fresh)
+        elif func is _aten.stack.default:
+            self._stack(inputs, fresh[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
+        elif func in _OVERWRITES:
+            self._overwrite(func, args)
+        elif func in _UNDEFINED or func in _RANDOM_IN_PLACE or not self._known(inputs):
+            for tensor in written:
+                self._write(tensor, None)
+        else:
+            self._repeat(func, args, kwargs, fresh, written)
 
     def _known(self, inputs: list[Tensor]) -> bool:
         """True if the values of all inputs are known; asks first if they are kept at all."""

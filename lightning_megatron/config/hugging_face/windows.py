@@ -38,17 +38,19 @@ def layer_windows_from_hf(
     kinds = reader.get("layer_types", None)
     if kinds is None:
         kinds = [_WINDOW if usual(number) else _FULL for number in range(layers)]
-    if isinstance(kinds, list) and len(kinds) != layers:
-        reader.refuse("num_hidden_layers", layers, f"layer_types lists {len(kinds)} of them", (len(kinds),))
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_WINDOW, _FULL) for kind in kinds):
+    listed = len(kinds) if isinstance(kinds, list) else None
+    if listed not in (None, layers):
+        reader.refuse("num_hidden_layers", layers, f"layer_types lists {listed} of them", (listed,))
+    if listed != layers or any(kind not in (_WINDOW, _FULL) for kind in kinds):
         reader.refuse("layer_types", kinds, f"must be a list of {layers} words: {_WINDOW}, {_FULL}", (None,))
         return {}
     chosen = tuple(number for number, kind in enumerate(kinds) if kind == _WINDOW)
     if not chosen:
         return {}
     if not window:
-        for name, value in (("sliding_window", None), ("layer_types", kinds)):
-            reader.refuse(name, value, f"layers of the kind {_WINDOW} need a window")
+        needed = f"layers of the kind {_WINDOW} need a window"
+        reader.refuse("sliding_window", None, needed)
+        reader.refuse("layer_types", kinds, needed)
         return {}
     return {"sliding_window": window, "sliding_window_layers": () if len(chosen) == layers else chosen}
 

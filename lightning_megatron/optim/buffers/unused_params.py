@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_reduce_in_place
 from lightning_megatron.optim.buffers.bucket import Bucket
@@ -28,29 +27,30 @@ class UnusedParams:
 
     def find_remote_grads(self, mains: Iterable[MainValues]) -> None:
         """Set ``has_grad`` of parameters that have a gradient on other ranks."""
-        candidates: list[tuple[Bucket, Slot, Tensor]] = []
-        for main in mains:
-            bucket = main.bucket
-            if bucket.axis.size == 1:
-                continue
-            unused = None if bucket.sharded else self._agree(bucket)
-            for slot in bucket.slots:
-                here = main.local_range(slot)
-                if unused is not None and slot in unused:
-                    candidates.append((bucket, slot, bucket.own_grads[here.start : here.stop]))
-                elif slot.has_grad or slot.arrived or not slot.owned.param.requires_grad:
-                    continue
-                elif unused is not None:
-                    slot.has_grad = slot.grad_is_remote = True
-                elif here:
-                    candidates.append((bucket, slot, bucket.own_grads[here.start : here.stop]))
-        if candidates:
-            has_any = torch.stack([grad.any() for *_, grad in candidates]).tolist()
-            for (bucket, slot, _), has in zip(candidates, has_any, strict=True):
-                slot.grad_is_remote = has and not slot.has_grad
-                slot.has_grad = has
-                if has:
-                    self._unused_everywhere.get(bucket, set()).discard(slot)
+        doubtful = [(main, slot) for main in mains if main.bucket.axis.size > 1 for slot in self._doubtful(main)]
+        if not doubtful:
+            return
+        has_any = []
+        for main, slot in doubtful:
+            here = main.local_range(slot)
+            has_any.append(main.bucket.own_grads[here.start : here.stop].any())
+        for (main, slot), has in zip(doubtful, torch.stack(has_any).tolist(), strict=True):
+            slot.grad_is_remote = has and not slot.has_grad
+            slot.has_grad = has
+            if has:
+                self._unused_everywhere.get(main.bucket, set()).discard(slot)
+
+    def _doubtful(self, main: MainValues) -> list[Slot]:
+        """Parameters that have a gradient if its sum is not zero; where one is sure, ``has_grad`` is set here."""
+        bucket = main.bucket
+        missing = [s for s in bucket.slots if s.owned.param.requires_grad and not (s.has_grad or s.arrived)]
+        if bucket.sharded:
+            return [slot for slot in missing if main.local_range(slot)]
+        unused = self._agree(bucket)
+        for slot in missing:
+            if slot not in unused:
+                slot.has_grad = slot.grad_is_remote = True
+        return [slot for slot in bucket.slots if slot in unused]
 
     def _agree(self, bucket: Bucket) -> set[Slot]:
         if bucket not in self._unused_everywhere:

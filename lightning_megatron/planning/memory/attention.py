@@ -42,18 +42,20 @@ def _half(x: Shapes, recomputes_core: bool) -> Half:
     c, core = x.config, _core(x)
     heads = x.queries + 2 * x.keys
     # Without rotary positions queries, keys and values are views of the product, which is then kept as a whole.
-    turned = heads if c.position_embedding == "rope" else x.queries if c.num_query_groups < c.num_attention_heads else 0
-    given = turned if c.position_embedding == "rope" else heads + turned
-    inside = core.kept if recomputes_core else (core.kept - core.output)
-    inputs = 0 if core.replaces and not recomputes_core else given
-    if core.replaces and not recomputes_core and x.layout.cp_comm_type == "all_gather":
-        inputs = x.queries if c.position_embedding == "rope" else heads
-    if recomputes_core:
-        kept_core, again = core.output, core.kept - core.output
+    if c.position_embedding == "rope":
+        turned = inputs = heads
+        beside_gathered = x.queries  # kept where core attention keeps gathered keys and values itself
     else:
-        kept_core, again = core.kept, 0
+        turned = x.queries if c.num_query_groups < c.num_attention_heads else 0
+        inputs, beside_gathered = heads + turned, heads
+    if recomputes_core:
+        kept_core, again, inside = core.output, core.kept - core.output, core.kept
+    else:
+        kept_core, again, inside = core.kept, 0, core.kept - core.output
+        if core.replaces:
+            inputs = beside_gathered if x.layout.cp_comm_type == "all_gather" else 0
     own = x.residual + x.norm_statistics + x.head_norms + inputs + kept_core + x.mask + x.post_norm
-    local = x.head_norms + (heads + turned if turned else heads)  # what the function holds until it returns
+    local = x.head_norms + heads + turned  # what the function holds until it returns
     out = x.whole + x.summed
     forward = max(
         x.norm_copies + x.residual,
@@ -67,13 +69,12 @@ def _half(x: Shapes, recomputes_core: bool) -> Half:
     column = h * (query_features + 2 * c.num_query_groups * c.head_dim // x.tp)
     before = x.gathered + x.queries + x.product(row)
     freed = inputs + kept_core
-    split = heads + turned - freed if turned else heads - freed
     backward = max(
         x.norm_gradients if x.post_norm else 0,
         before,
         x.queries - core.output + x.gradient(row),
         again + x.queries + core.backward - (core.output if inside >= core.output else 0),
-        split + heads,
+        2 * heads + turned - freed,
         heads - freed + x.column_gradients(column),
         x.residual - freed + x.gradient(column),
         x.residual - freed + x.norm_gradients,

@@ -64,14 +64,14 @@ def _experts(x: Shapes, recomputes: bool) -> Half:
         local += choices * h * 4
     inside = row_in + kept_product + inner + results
     again = inside if recomputes else 0
-    shared, shared_kept = 0, 0
+    shared_kept, deferred = 0, 0
     if c.moe_shared_expert_ffn_hidden_size:
-        shared = x.inner(c.moe_shared_expert_ffn_hidden_size)
-        shared_kept = (x.gates + 1) * shared + x.residual
-    y = x.residual if recomputes and x.item < 4 and not shared else 0
-    experts = (0 if recomputes else inside) + y + shared_kept + x.mask + x.post_norm
-    kept = {RESIDUAL: x.residual, ROUTER: router, EXPERTS: experts}
+        shared = (x.gates + 1) * x.inner(c.moe_shared_expert_ffn_hidden_size)
+        shared_kept, deferred = shared + x.residual, shared + 2 * x.whole
     copy = x.residual if x.item < 4 else 0
+    y = copy if recomputes and not shared_kept else 0
+    experts = inside - again + y + shared_kept + x.mask + x.post_norm
+    kept = {RESIDUAL: x.residual, ROUTER: router, EXPERTS: experts}
     forward = max(x.norm_copies + x.residual, copy + router + inside + local, copy + router + inside + shared_kept)
     here = c.num_experts // x.layout.ep * features * h
     column = here * x.gates
@@ -81,9 +81,8 @@ def _experts(x: Shapes, recomputes: bool) -> Half:
         combined,
         row_in + inner + x.item * here - results,
         row_in - results + x.returned(here),
-        row_in + 4 * inner - results if x.gates == 2 else row_in + product - results,
+        row_in + (4 * inner if x.gates == 2 else product) - results,
         product - freed + row_in + x.item * column,
         row_in - freed + x.returned(column),
     )
-    deferred = 2 * x.whole + (x.gates + 1) * shared if shared else 0
     return Half(kept, forward, max(forward, backward) if recomputes else backward, deferred, again=again)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,42 @@ def _split_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[
         assert mask.dim() == 4, "the mask must have 4 dimensions where heads share keys"
         mask = mask.unsqueeze(1) if mask.shape[1] == 1 else mask.unflatten(1, (groups, heads // groups))
     return q.unflatten(1, (groups, heads // groups)), k.unsqueeze(2), v.unsqueeze(2), mask
+
+
+class _Call(NamedTuple):
+    """Options of a call, of which not all go together."""
+
+    training: bool
+    recompute: bool
+    is_causal: bool
+    has_mask: bool
+    has_lengths: bool
+    softmax_mode: str
+    dtype: torch.dtype
+    returns_dropout_mask: bool
+    returns_probs: bool
+
+
+_REFUSED: tuple[tuple[Callable[[_Call], bool], str], ...] = (
+    (lambda c: c.is_causal and c.has_mask, "use_attn_mask and is_causal can not be True at the same time"),
+    (lambda c: c.training and c.returns_probs, "return_attn_probs is supported only for inference mode"),
+    (
+        lambda c: c.recompute and c.returns_dropout_mask,
+        "Return_dropout_mask is not supported in recompute mode",
+    ),
+    (
+        lambda c: c.recompute and c.softmax_mode == "fast" and c.training and not c.is_causal,
+        "Optimized softmax mode is supported in recompute training mode only in causal(triangular) mask case",
+    ),
+    (
+        lambda c: c.has_lengths and (c.training or not c.is_causal),
+        "Valid sequence length is supported only in inference with is_causal(triangular) mask case",
+    ),
+    (
+        lambda c: c.softmax_mode == "fp32" and (c.training or c.dtype != torch.bfloat16),
+        "softmax_mode = fp32 is supported only for inference mode and when q/k/v inputs are BF16",
+    ),
+)
 
 
 class FusedSDPA(torch.autograd.Function):
@@ -47,19 +84,19 @@ class FusedSDPA(torch.autograd.Function):
         """Attention; which op is used depends on whether a gradient is wanted and probabilities are kept."""
         training = q.requires_grad or k.requires_grad or v.requires_grad
         recompute = hpu.recompute_sdp_enabled() if recompute_mode is None else recompute_mode
-        assert not (is_causal and attn_mask is not None), "use_attn_mask and is_causal can not be True at the same time"
-        assert not (training and return_attn_probs), "return_attn_probs is supported only for inference mode"
-        if recompute:
-            assert not return_dropout_mask, "Return_dropout_mask is not supported in recompute mode"
-            assert softmax_mode != "fast" or not training or is_causal, (
-                "Optimized softmax mode is supported in recompute training mode only in causal(triangular) mask case"
-            )
-        assert valid_seq_len is None or (not training and is_causal), (
-            "Valid sequence length is supported only in inference with is_causal(triangular) mask case"
+        call = _Call(
+            training=training,
+            recompute=recompute,
+            is_causal=is_causal,
+            has_mask=attn_mask is not None,
+            has_lengths=valid_seq_len is not None,
+            softmax_mode=softmax_mode,
+            dtype=q.dtype,
+            returns_dropout_mask=return_dropout_mask,
+            returns_probs=return_attn_probs,
         )
-        assert softmax_mode != "fp32" or (not training and q.dtype == torch.bfloat16), (
-            "softmax_mode = fp32 is supported only for inference mode and when q/k/v inputs are BF16"
-        )
+        for is_refused, text in _REFUSED:
+            assert not is_refused(call), text
         if return_attn_probs or return_dropout_mask:
             raise NotImplementedError("probabilities and dropout masks are not returned by the simulation")
 
