@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megatron.checkpoint import OpenCheckpoint, open_checkpoint
 from lightning_megatron.errors import CheckpointError, raise_if_any
 from lightning_megatron.lightning import checkpointing, pretrained
 from lightning_megatron.lightning.run_state.progress import follow_batch_size
@@ -52,6 +54,7 @@ class CheckpointStrategy(MeshStrategy):
         self._randomness = ResumedRandomness()
         self._optimizer_set: OptimizerSet | None = None
         self._loaded_model: dict[str, Any] | None = None
+        self._opened: OpenCheckpoint | None = None
         self._saved: dict[str, int] = {}
 
     @property
@@ -191,6 +194,16 @@ class CheckpointStrategy(MeshStrategy):
             )
         return ParallelMesh.single(self.root_device)
 
+    def open_once(self, item: Any) -> Any:
+        """The checkpoint at a path, open for all that look at it before it is loaded; any other object as it is."""
+        if not isinstance(item, str | os.PathLike) or not os.path.exists(item):
+            return item
+        before, self._opened = self._opened, None
+        given = before if before is not None and before.path == Path(item) else item
+        with suppress(CheckpointError):  # loading says so, or takes an older one in its place
+            self._opened = open_checkpoint(given, check="sizes")
+        return self._opened or item
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory; called by all ranks.
 
@@ -203,8 +216,10 @@ class CheckpointStrategy(MeshStrategy):
         if self._folders.goes_on_from_last:
             path, check = self._folders.newest_good(check), "sizes"  # its content has been checked
         settings = [optimizer.group_settings() for optimizer in self.sharded_optimizers]
+        path = self.broadcast(path)
+        opened, self._opened = self._opened, None
         checkpoint, randomness = checkpointing.load_trainer_checkpoint(
-            self.broadcast(path),
+            opened if opened is not None and opened.path == Path(path) else path,
             self.lightning_module,
             self.sharded_optimizers,
             self.mesh,

@@ -222,7 +222,8 @@ class MegatronStrategy(RunStrategy):
             found += compile_problems(objects, self.root_device, self.compile_backend)
         found += document_problems(objects, self.root_device)
         dtype = self.precision_plugin.mode.params
-        job = Job(self._job, layout, self.ops, dtype, objects, trainer, self._memory_limit())
+        opened = [self.open_once(item) for item in objects]
+        job = Job(self._job, layout, self.ops, dtype, opened, trainer, self._memory_limit())
         raise_if_any(found + job_problems(job))
         self._memory.set(job.planned, job.memory_limit)
 
