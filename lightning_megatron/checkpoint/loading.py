@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from lightning_megatron.checkpoint.directory.leftovers import recover
 from lightning_megatron.checkpoint.formats.lightning_file import FilePart, Order, SingleFile
 from lightning_megatron.checkpoint.formats.meta import read_meta, type_faults
 from lightning_megatron.checkpoint.integrity.fault import listed
+from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
 from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_oversized
 from lightning_megatron.checkpoint.saving import own_key
-from lightning_megatron.checkpoint.select.hashes import Check, faults_of
-from lightning_megatron.checkpoint.select.newest import locate
+from lightning_megatron.checkpoint.select.hashes import Check, compared
 from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
 from lightning_megatron.checkpoint.tensors.keys import Key
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
@@ -56,11 +57,12 @@ class Directory:
     layout: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: Path, weights_only: bool) -> Directory:
+    def open(cls, path: Path, layout: Mapping[str, Any], weights_only: bool) -> Directory:
         """Read everything but tensors of a checkpoint without faults.
 
         Args:
             path: the checkpoint.
+            layout: fields of the layout at the save.
             weights_only: True to refuse a ``meta.pt`` that holds objects.
 
         Raises:
@@ -68,7 +70,7 @@ class Directory:
         """
         metadata = read_metadata(path)
         refuse_oversized(path, metadata)
-        return cls(path, metadata, read_meta(path, weights_only), locate(path).layout)
+        return cls(path, metadata, read_meta(path, weights_only), layout)
 
     def part_for(self, state: State, order: Order) -> Directory:
         """Source of a state's values: all of it, since parameters have names, in any order."""
@@ -99,19 +101,30 @@ class Loaded:
     unexpected: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class OpenCheckpoint:
+@dataclass(frozen=True, eq=False)
+class OpenCheckpoint(os.PathLike[str]):
     """A checkpoint of any layout, or a single file of Lightning's, whose files have been checked.
+
+    Functions that take the path of a checkpoint take this in its place, and do not open it again.
 
     Attributes:
         path: its path.
         mesh: ranks that read it together.
         source: its content but for tensors.
+        manifest: its manifest; ``None`` for a single file.
+        stamp: facts about its files that are others once another checkpoint has taken its place.
     """
 
     path: Path
-    mesh: ParallelMesh
-    source: Directory | SingleFile
+    mesh: ParallelMesh = field(repr=False)
+    source: Directory | SingleFile = field(repr=False)
+    manifest: Manifest | None = field(repr=False)
+    stamp: tuple[int, ...] | None = field(repr=False)
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    __str__ = __fspath__
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -177,7 +190,7 @@ def open_checkpoint(
     """Open a checkpoint of any layout, or a single file of Lightning's. Every rank must call this.
 
     Args:
-        path: directory or file.
+        path: directory or file; of one that is open already, no more is read than ``check`` asks for.
         mesh: ranks that read it together; ``None`` for this process alone.
         weights_only: True to refuse a ``meta.pt`` that holds objects.
         check: ``"hashes"`` to compare the content of all files with the manifest, divided over the ranks; ``"sizes"``
@@ -186,19 +199,36 @@ def open_checkpoint(
     Raises:
         CheckpointError: on every rank, if the checkpoint is not one, or is damaged.
     """
+    known = path if isinstance(path, OpenCheckpoint) and path.stamp == _stamp(path.path) else None
     path, mesh = Path(path), mesh or ParallelMesh.single()
     action = f"loading {path}"
 
-    def open_it() -> Directory | SingleFile:
-        opened = SingleFile.open(path, weights_only) if path.is_file() else Directory.open(path, weights_only)
+    on_all_ranks(mesh, action, lambda: recover(path) if mesh.rank == 0 and known is None else None)
+    manifest, faults = compared(path, mesh, check, None if known is None else known.manifest)
+    if faults:
+        raise CheckpointError(f"{action}: the checkpoint is damaged:\n{listed(faults)}")
+
+    def open_it() -> OpenCheckpoint:
+        if known is not None:
+            return replace(known, mesh=mesh)
+        stamp = _stamp(path)
+        if manifest is None:
+            opened: Directory | SingleFile = SingleFile.open(path, weights_only)
+        else:
+            opened = Directory.open(path, manifest.layout, weights_only)
         if wrong := type_faults(opened.meta):
             raise CheckpointError(f"what it says of the run is damaged: {'; '.join(wrong)}")
-        return opened
+        return OpenCheckpoint(path, mesh, opened, manifest, stamp)
 
-    on_all_ranks(mesh, action, lambda: recover(path) if mesh.rank == 0 else None)
-    if faults := faults_of(path, mesh, check):
-        raise CheckpointError(f"{action}: the checkpoint is damaged:\n{listed(faults)}")
-    return OpenCheckpoint(path, mesh, on_all_ranks(mesh, action, open_it))
+    return on_all_ranks(mesh, action, open_it)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Facts about the file that is written last: the manifest, or a single file; ``None`` if there is none."""
+    with suppress(OSError):
+        found = (path if path.is_file() else path / MANIFEST).stat()
+        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    return None
 
 
 def load(

@@ -51,15 +51,28 @@ def faults_of(path: Path, mesh: ParallelMesh, check: Check = "hashes") -> list[F
     Raises:
         CheckpointError: on every rank, if there is no checkpoint, or a rank cannot read it.
     """
+    return compared(path, mesh, check)[1]
+
+
+def compared(
+    path: Path, mesh: ParallelMesh, check: Check, known: Manifest | None = None
+) -> tuple[Manifest | None, list[Fault]]:
+    """The manifest of a checkpoint, ``None`` for a single file, and the faults of :func:`faults_of`.
+
+    Args:
+        path: the checkpoint.
+        mesh: the ranks that share the reading.
+        check: the extent of the check.
+        known: its manifest, if this process has compared it by ``"sizes"`` already, which then is not done again.
+    """
 
     def look() -> tuple[Manifest | None, _Found]:
         if path.is_file():
             return None, _Found(record_faults(path, mesh.rank, mesh.world.size) if check == "hashes" else [], {})
-        manifest = locate(path)
-        if faults := size_faults(path, manifest) or hash_faults(path, manifest, _read_by_all(manifest)):
+        manifest = known or locate(path)
+        faults = [] if known else size_faults(path, manifest) or hash_faults(path, manifest, _read_by_all(manifest))
+        if faults or check == "sizes":
             return manifest, _Found(faults, {})
-        if check == "sizes":
-            return manifest, _Found([], {})
         own = ranges_by_rank({name: entry.bytes for name, entry in manifest.files.items()}, mesh.world.size)[mesh.rank]
         sums = {(name, start): check_sums([FileRange(path / name, start, end)]) for name, start, end in own}
         return manifest, _Found([], sums)
@@ -68,8 +81,8 @@ def faults_of(path: Path, mesh: ParallelMesh, check: Check = "hashes") -> list[F
     found = all_gather_object(mesh, own)
     faults = list(dict.fromkeys(fault for rank in found for fault in rank.faults))
     if faults or manifest is None or check == "sizes":
-        return faults
-    return _altered(manifest, [rank.sums for rank in found])
+        return manifest, faults
+    return manifest, _altered(manifest, [rank.sums for rank in found])
 
 
 def ranges_by_rank(lengths: Mapping[str, int], num_ranks: int) -> list[list[tuple[str, int, int]]]:

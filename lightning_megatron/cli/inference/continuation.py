@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import lightning_megatron
+from lightning_megatron.checkpoint import open_checkpoint
 from lightning_megatron.cli.data.tokenizer_options import tokenizer_for
 from lightning_megatron.device import best_available
 from lightning_megatron.errors import ConfigError, Problem
@@ -16,7 +17,7 @@ from lightning_megatron.evaluation.ranks import Ranks, Spread, Step, on_ranks
 from lightning_megatron.families import module_of
 from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.modules.load_module import load_module
-from lightning_megatron.lightning.run_state.hyper_parameters import config_of, read_checkpoint_dictionary
+from lightning_megatron.lightning.run_state.hyper_parameters import config_of
 
 
 def continuation(args: argparse.Namespace) -> str | None:
@@ -54,7 +55,7 @@ def _module_class(checkpoint: str) -> Any:
     Raises:
         ConfigError: if it does not.
     """
-    config = config_of(read_checkpoint_dictionary(checkpoint).get("hyper_parameters") or {})
+    config = config_of(open_checkpoint(checkpoint, check="sizes").meta.get("hyper_parameters") or {})
     kind = getattr(lightning_megatron, "GPTModule" if config is None else module_of(config))
     if not hasattr(kind, "generate"):
         reason = "its model writes no text"

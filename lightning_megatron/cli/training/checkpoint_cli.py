@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint import CheckpointError, OpenCheckpoint, open_checkpoint
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.cli.recipes.words import config_words
 from lightning_megatron.errors import ConfigError, Problem
@@ -23,6 +24,7 @@ from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled
 from lightning_megatron.lightning.pretrained.hugging_face import checked_hf_config, hf_module_name
 from lightning_megatron.lightning.run_state.hyper_parameters import config_of, module_arguments
 from lightning_megatron.lightning.run_state.last_checkpoint import NAMED
+from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.models.presets import PRESETS
 
 _FROM_HF = "--model.from_hf"
@@ -34,6 +36,8 @@ class CheckpointCLI(LightningCLI):
     Arguments on the command line and in files of ``--config`` take precedence. A model of ours without a configuration
     from either is an error: a command should not guess a default.
     """
+
+    _opened: OpenCheckpoint | None = None
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Take what is read elsewhere: a recipe's section for ``launch``, and words that become files before."""
@@ -58,10 +62,18 @@ class CheckpointCLI(LightningCLI):
         if model is None or not path or not Path(path).is_dir() or str(path) in NAMED:
             return
         own = parser.parse_args(words, defaults=False)[command].get("model")
-        saved = _arguments(path, _class_of(model), own.get("init_args") or {})
+        with suppress(CheckpointError):
+            self._opened = open_checkpoint(path, check="sizes")
+        saved = _arguments(self._opened or path, _class_of(model), own.get("init_args") or {})
         if saved:
             filled = {command: {"model": {"class_path": model.class_path, **saved}}}
             self.config = parser.parse_object(filled, self.config)
+
+    def instantiate_classes(self) -> None:
+        """Build the Trainer and the module, and give the strategy the checkpoint that is open."""
+        super().instantiate_classes()
+        if self._opened is not None and isinstance(self.trainer.strategy, MegatronStrategy):
+            self.trainer.strategy.checkpoints.open_once(self._opened)
 
     def before_instantiate_classes(self) -> None:
         """Refuse a model of ours without a configuration."""
@@ -128,7 +140,7 @@ def _arguments(path: str | os.PathLike[str], module_class: type, given: Mapping[
         return {}  # loading reports the fault, or supports the older format
     config = config_of(saved) if is_ours else None
     if config is not None:
-        refuse_unfilled_checkpoint(path, {"hyper_parameters": saved})  # before the model is built
+        refuse_unfilled_checkpoint(open_checkpoint(path, check="sizes"))  # before the model is built
         saved = {name: value for name, value in saved.items() if not hasattr(config, name)} | {"config": asdict(config)}
     return _taken_by(module_class, saved, given)
 

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
         load_trainer_checkpoint,
         save_trainer_checkpoint,
     )
-    from lightning_megatron.lightning.run_state.hyper_parameters import (
-        build_module,
-        read_checkpoint_dictionary,
-        target_device,
-    )
+    from lightning_megatron.lightning.run_state.hyper_parameters import build_module, target_device
     from lightning_megatron.lightning.run_state.other_settings import tell_other_settings
 
 __all__ = [
@@ -25,7 +21,6 @@ __all__ = [
     "export_optimizers",
     "import_optimizers",
     "load_trainer_checkpoint",
-    "read_checkpoint_dictionary",
     "save_trainer_checkpoint",
     "target_device",
     "tell_other_settings",

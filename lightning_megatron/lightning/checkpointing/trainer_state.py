@@ -29,6 +29,7 @@ from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_set
 from lightning_megatron.checkpoint.formats.meta import refuse_other_writers
 from lightning_megatron.checkpoint.tensors.keys import groups_key, whole_state_key
 from lightning_megatron.comm.all_ranks import on_all_ranks
+from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.pretrained.adapter_base import base_entry, kept_names, refuse_other_base, wanted
 from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
 from lightning_megatron.lightning.pretrained.foreign_weights import is_foreign
@@ -122,7 +123,7 @@ def _apart(state: State, module: LightningModule) -> set[str]:
 
 
 def load_trainer_checkpoint(
-    path: str,
+    path: PathLike,
     module: LightningModule,
     optimizers: Sequence[ShardedOptimizer],
     mesh: ParallelMesh,
@@ -138,7 +139,7 @@ def load_trainer_checkpoint(
     converted from them, hold weights alone: the run begins with these.
 
     Args:
-        path: the directory, or the file.
+        path: the directory, or the file; opened or not.
         module: the user's module.
         optimizers: the distributed optimizers; none outside ``fit``.
         mesh: mesh of this rank.
@@ -160,9 +161,9 @@ def load_trainer_checkpoint(
     refuse_other_base(path, meta, module)
     check_checkpoint(path, meta, getattr(module, "model_shape", None))
     if IMPORTED_FROM in meta:
-        return _begin_with_weights(path, module, optimizers, mesh), None
+        return _begin_with_weights(opened, module, optimizers, mesh), None
     if optimizers and "optimizer_states" not in meta:
-        raise CheckpointError(_weights_alone(path, module))
+        raise CheckpointError(_weights_alone(str(path), module))
     rejoin_groups(meta, module, optimizers)
     is_in_order = all(optimizer.is_in_order for optimizer in optimizers)
     groups: State = {}
@@ -187,7 +188,7 @@ def load_trainer_checkpoint(
 
 
 def _begin_with_weights(
-    path: str, module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh
+    path: PathLike, module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh
 ) -> dict[str, Any]:
     """Load the weights of another program's checkpoint, or of one converted from it; a new run begins with them."""
     loaded = load_weights(module, path, mesh, strict=module.strict_loading, check="sizes")

@@ -12,6 +12,7 @@ from typing import IO, Any, TypeVar
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_megatron.checkpoint import open_checkpoint
 from lightning_megatron.config.layout import ModelShape
 from lightning_megatron.lightning import checkpointing, pretrained
 from lightning_megatron.lightning.build.placement import Placement
@@ -106,10 +107,11 @@ class MegatronModule(LightningModule):
                 checkpoint_path, map_location, hparams_file, strict, **options, **kwargs
             )
         device = checkpointing.target_device(map_location)
-        meta = checkpointing.read_checkpoint_dictionary(checkpoint_path)
+        opened = open_checkpoint(checkpoint_path, check="sizes")
+        meta = opened.meta
         base = pretrained.path_of_base(checkpoint_path, meta, kwargs.pop("base", None))
         module = checkpointing.build_module(cls, meta, checkpoint_path, kwargs, hparams_file)
-        pretrained.refuse_unfilled_checkpoint(checkpoint_path, meta)
+        pretrained.refuse_unfilled_checkpoint(opened)
         strict = module.strict_loading if strict is None else strict
         module._load(pretrained.PendingWeights.of(checkpoint_path, strict, meta, base))
         return module.to(device)

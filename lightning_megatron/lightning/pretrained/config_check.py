@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,17 +12,25 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.meta import META
-from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
+from lightning_megatron.checkpoint.loading import Directory, OpenCheckpoint
 from lightning_megatron.checkpoint.tensors.keys import Key
 from lightning_megatron.config.training_fields import is_of_training
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
-from lightning_megatron.lightning.run_state.hyper_parameters import config_of, read_checkpoint_dictionary
+from lightning_megatron.lightning.run_state.hyper_parameters import config_of
 
 _OF_A_WHOLE_MODEL = "embedding.word.weight"
 _TOO_MANY = 4  # times as many parameters as there are numbers to fill them
+
+
+def saved_config(meta: Mapping[str, Any]) -> TransformerConfig | None:
+    """The configuration in a checkpoint's dictionary, if it has one that is known here."""
+    try:
+        return config_of(meta.get("hyper_parameters") or {})
+    except (ConfigError, TypeError):  # of another version, which may have had other fields
+        return None
 
 
 def differing_fields(model: TransformerConfig, saved: TransformerConfig) -> dict[str, tuple[Any, Any]]:
@@ -42,13 +48,10 @@ def difference_problems(path: PathLike, model: TransformerConfig, saved: Transfo
     ]
 
 
-def checkpoint_problems(path: PathLike, model: TransformerConfig) -> list[Problem]:
+def checkpoint_problems(opened: OpenCheckpoint, model: TransformerConfig) -> list[Problem]:
     """Fields for which the weights of a checkpoint do not fit a model, before anything of the size of one is built."""
-    try:
-        saved = _saved(read_checkpoint_dictionary(path))
-    except CheckpointError:  # loading says so, or takes an older one in its place
-        return []
-    return [] if saved is None else _misfits(path, saved, model)
+    saved = saved_config(opened.meta)
+    return [] if saved is None else _misfits(opened, saved, model)
 
 
 def check_checkpoint(path: PathLike, meta: Mapping[str, Any], model: object) -> None:
@@ -62,7 +65,7 @@ def check_checkpoint(path: PathLike, meta: Mapping[str, Any], model: object) -> 
     Raises:
         ConfigError: naming every field that differs, if the weights do not fit.
     """
-    saved = _saved(meta)
+    saved = saved_config(meta)
     if saved is None or not isinstance(model, TransformerConfig):
         return
     raise_if_any(_misfits(path, saved, model))
@@ -71,20 +74,20 @@ def check_checkpoint(path: PathLike, meta: Mapping[str, Any], model: object) -> 
         rank_zero_warn(f"{path} was saved from a model that computes something else with these weights: {told}")
 
 
-def refuse_unfilled_checkpoint(path: PathLike, meta: Mapping[str, Any]) -> None:
+def refuse_unfilled_checkpoint(opened: OpenCheckpoint) -> None:
     """Raise where a checkpoint of a whole model describes a far larger one, which is about to be built.
 
     Raises:
         CheckpointError: with both sizes.
     """
-    saved = _saved(meta)
-    if saved is None or not os.path.isdir(path):
+    saved = saved_config(opened.meta)
+    if saved is None or not isinstance(opened.source, Directory):
         return
-    entries = read_metadata(Path(path)).state_dict_metadata
+    entries = opened.source.metadata.state_dict_metadata
     shapes = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     if any(key.endswith(_OF_A_WHOLE_MODEL) for key in shapes):
         weights = [shape for key, shape in shapes.items() if Key.parse(key).is_model]
-        refuse_unfilled(f"{os.fspath(path)}/{META}", saved, weights)
+        refuse_unfilled(f"{opened}/{META}", saved, weights)
 
 
 def refuse_unfilled(source: str, config: TransformerConfig, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -120,13 +123,6 @@ def _deciding_fields(config: TransformerConfig) -> dict[str, Any]:
         del found["ffn_hidden_size"]
     sizes = {"moe_ffn_hidden_size": config.expert_ffn_hidden_size}
     return found | sizes | {"moe_layers": with_experts, "moe_expert_bias": config.has_expert_bias}
-
-
-def _saved(meta: Mapping[str, Any]) -> TransformerConfig | None:
-    try:
-        return config_of(meta.get("hyper_parameters") or {})
-    except (ConfigError, TypeError):  # of another version, which may have had other fields
-        return None
 
 
 def _misfits(path: PathLike, saved: TransformerConfig, model: TransformerConfig) -> list[Problem]:

@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint.formats.hf.settings import (
 from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.formats.hf.write import write_hf
 from lightning_megatron.checkpoint.formats.megatron import open_megatron
-from lightning_megatron.checkpoint.loading import open_checkpoint
+from lightning_megatron.checkpoint.loading import OpenCheckpoint, open_checkpoint
 from lightning_megatron.checkpoint.tensors.keys import model_key
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor, in_dtype
 from lightning_megatron.config.transformer import TransformerConfig
@@ -163,9 +163,9 @@ def checkpoint_to_hf(
     """
     opened = open_checkpoint(source)
     tensors = opened.tensors()
-    config = _config_of(opened.meta, source)
+    config = _config_of(opened)
     if tokenizer is not None and not allow_other_tokenizer:
-        _refuse_other_tokenizer(tokenizer, source)
+        _refuse_other_tokenizer(tokenizer, opened)
     settings: Settings = opened.meta.get(SETTINGS) or ({} if tokenizer is None else read_settings(tokenizer))
     family, written = family_for(config, settings.get("config", {}).get("model_type"))
     contents = with_settings(written, settings)
@@ -181,7 +181,7 @@ def checkpoint_to_hf(
     return Exported(ids, bool(generation), tuple(copied))
 
 
-def _refuse_other_tokenizer(tokenizer: PathLike, source: PathLike) -> None:
+def _refuse_other_tokenizer(tokenizer: PathLike, source: OpenCheckpoint) -> None:
     """Raise if a directory has another tokenizer than a checkpoint; one that is not read here is copied as it is."""
     if (spec := directory_spec(tokenizer)) is not None:
         do = "or add --allow-other-tokenizer"
@@ -189,14 +189,15 @@ def _refuse_other_tokenizer(tokenizer: PathLike, source: PathLike) -> None:
             raise_if_any(TrainedTokenizer.of_weights(source).problems("tokenizer", spec, do))
 
 
-def _config_of(meta: Mapping[str, Any], source: PathLike) -> TransformerConfig:
-    config = config_of(meta.get("hyper_parameters") or {})
+def _config_of(opened: OpenCheckpoint) -> TransformerConfig:
+    arguments = opened.meta.get("hyper_parameters") or {}
+    config = config_of(arguments)
     if config is None:
-        raise CheckpointError(f"{source} is no checkpoint of a GPTModule: it holds no configuration of a transformer")
-    if (meta.get("hyper_parameters") or {}).get("lora"):
+        raise CheckpointError(f"{opened} is no checkpoint of a GPTModule: it holds no configuration of a transformer")
+    if arguments.get("lora"):
         raise CheckpointError(
-            f"{source} holds adapters: `lightning-megatron convert merge` puts one into its weights, ckpt-to-peft"
+            f"{opened} holds adapters: `lightning-megatron convert merge` puts one into its weights, ckpt-to-peft"
             " writes it for PEFT"
         )
-    refuse_unfilled_checkpoint(source, meta)
+    refuse_unfilled_checkpoint(opened)
     return config

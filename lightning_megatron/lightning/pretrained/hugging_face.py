@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
-from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.formats.hf import family_of_weights
 from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, is_hf_directory, read_config, read_tensors
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
@@ -111,9 +111,9 @@ def hf_problems(path: PathLike, config: TransformerConfig) -> list[Problem]:
 
 
 def weight_problems(path: PathLike, config: TransformerConfig) -> list[Problem]:
-    """Reasons why the weights of a Hugging Face directory or of a checkpoint do not fit; none for any other path."""
+    """Reasons why the weights of a Hugging Face directory or an open checkpoint do not fit; none for any other path."""
     found = hf_problems(path, config) if is_hf_directory(path) else []
-    return found + (checkpoint_problems(path, config) if is_checkpoint(path) else [])
+    return found + (checkpoint_problems(path, config) if isinstance(path, OpenCheckpoint) and path.manifest else [])
 
 
 def hf_settings(path: PathLike) -> dict[str, dict[str, Any]]:

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.checkpoint import open_checkpoint
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
 from lightning_megatron.data.fingerprint import Fingerprint, fingerprint_problems, tokenizer_fingerprint
 from lightning_megatron.data.preprocessing.encode import TokenizerSpec
-from lightning_megatron.errors import ConfigError, DataError, Problem
+from lightning_megatron.errors import DataError, Problem
 from lightning_megatron.files import PathLike
+from lightning_megatron.lightning.pretrained.config_check import saved_config
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
-from lightning_megatron.lightning.run_state.hyper_parameters import config_of, read_checkpoint_dictionary
 
 _PADDING = 2048
 """Ids without a token that a model's vocabulary has less than: Megatron-LM rounds up to multiples of 128 x tp."""
@@ -41,9 +42,8 @@ class TrainedTokenizer:
         """Ask a Hugging Face directory, or a checkpoint: its data module, or else the directory that it began with."""
         if is_hf_directory(path):
             return cls.of_settings(read_settings(path), hf_config(path).vocab_size)
-        meta, config = read_checkpoint_dictionary(path), None
-        with suppress(ConfigError, TypeError):  # of another version, which may have had other fields
-            config = config_of(meta.get("hyper_parameters") or {})
+        meta = open_checkpoint(path, check="sizes").meta
+        config = saved_config(meta)
         size = None if config is None else config.vocab_size
         states = (state for state in meta.values() if isinstance(state, Mapping))
         data: Mapping[str, Any] = next((state for state in states if "fingerprint" in state), {})

@@ -24,22 +24,13 @@ _OF_CLI = ("_class_path", "_instantiator")
 """LightningCLI notes for itself which class it built; the class is the caller's choice here, not the file's."""
 
 
-def read_checkpoint_dictionary(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Lightning's dictionary of a checkpoint, but for tensors; a single file of Lightning's does as well.
-
-    Raises:
-        CheckpointError: if there is no such checkpoint, or it is damaged.
-    """
-    return open_checkpoint(path, check="sizes").meta
-
-
 def module_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Arguments that the module of a checkpoint was built with.
 
     Raises:
         CheckpointError: if there is no such checkpoint, it is damaged, or it does not say.
     """
-    return _arguments(read_checkpoint_dictionary(path), path)
+    return _arguments(open_checkpoint(path, check="sizes").meta, path)
 
 
 def _arguments(meta: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_megatron.checkpoint import OpenCheckpoint, open_checkpoint
 from lightning_megatron.errors import CheckpointError, raise_if_any
+from lightning_megatron.files import PathLike
 from lightning_megatron.lightning import checkpointing, pretrained
 from lightning_megatron.lightning.run_state.progress import follow_batch_size
 from lightning_megatron.lightning.run_state.random_state import random_state, restore_random_state
@@ -96,6 +100,7 @@ class RunCheckpoints:
         self.load_check: Check = "hashes" if self._job.verify_on_load else "sizes"
         self.saved: dict[str, int] = {}
         self._loaded_model: dict[str, Any] = {}
+        self._opened: OpenCheckpoint | None = None
 
     @property
     def _module(self) -> LightningModule:
@@ -177,6 +182,16 @@ class RunCheckpoints:
 
     # Loading
 
+    def open_once(self, item: Any) -> Any:
+        """The checkpoint at a path, open for all that look at it before it is loaded; any other object as it is."""
+        if not isinstance(item, str | os.PathLike) or not os.path.exists(item):
+            return item
+        before, self._opened = self._opened, None
+        given = before if before is not None and before.path == Path(item) else item
+        with suppress(CheckpointError):  # loading says so, or takes an older one in its place
+            self._opened = open_checkpoint(given, check="sizes")
+        return self._opened or item
+
     def load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory."""
         raise_if_any(address_problems("ckpt_path", checkpoint_path))
@@ -185,7 +200,9 @@ class RunCheckpoints:
         if self.folders.goes_on_from_last:
             path, check = self.folders.newest_good(check), "sizes"  # its content has been checked
         settings = [optimizer.group_settings() for optimizer in self._params.sharded]
-        checkpoint, randomness = self._fill(self.ranks.broadcast(path), check, weights_only)
+        path, opened, self._opened = self.ranks.broadcast(path), self._opened, None
+        given = opened if opened is not None and opened.path == Path(path) else path
+        checkpoint, randomness = self._fill(given, check, weights_only)
         if is_fitting(module) and checkpoint.get("global_step"):
             schedulers = self.ranks.strategy.lr_scheduler_configs, checkpoint.get("lr_schedulers", ())
             checkpointing.tell_other_settings(path, settings, self._params.sharded, *schedulers)
@@ -196,7 +213,7 @@ class RunCheckpoints:
         self._note_path(checkpoint_path, checkpoint)
         return checkpoint
 
-    def _fill(self, path: str, check: Check, weights_only: bool | None) -> tuple[dict[str, Any], Any]:
+    def _fill(self, path: PathLike, check: Check, weights_only: bool | None) -> tuple[dict[str, Any], Any]:
         checkpoint, randomness = checkpointing.load_trainer_checkpoint(
             path,
             self._module,

@@ -72,7 +72,7 @@ class StrategyHooks(ParallelStrategy):
         self._params = TrainedParameters(self._ranks)
         self.checkpoints = RunCheckpoints(self._ranks, self._params)
         self._memory, self._terminal, self._known_warnings = MemoryPrediction(), Terminal(), KnownWarnings()
-        self._start = RankStart(self._ranks, self._record, self.checkpoints.folders, self._memory)
+        self._start = RankStart(self._ranks, self._record, self.checkpoints, self._memory)
         self._own_callbacks = OwnCallbacks(job.save_on_signal)
         self._engine: StepEngine | None = None
         self._batches: BatchWatch | None = None

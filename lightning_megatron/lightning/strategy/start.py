@@ -23,7 +23,7 @@ from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
 from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
-from lightning_megatron.lightning.strategy.folders import SaveFolders
+from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.lightning.strategy.kill_switch import KillSwitch
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.strategy.recording import ActionRecord
@@ -53,16 +53,18 @@ class RankStart:
     Args:
         ranks: this rank and the others.
         record: record of this rank.
-        folders: folders of the run.
+        checkpoints: checkpoints of the run.
         memory: prediction of memory, which checks make.
 
     Attributes:
         before: placement of the model by the Trainer before; ``None`` without one.
     """
 
-    def __init__(self, ranks: JobRanks, record: ActionRecord, folders: SaveFolders, memory: MemoryPrediction) -> None:
+    def __init__(
+        self, ranks: JobRanks, record: ActionRecord, checkpoints: RunCheckpoints, memory: MemoryPrediction
+    ) -> None:
         self._ranks, self._job, self._record = ranks, ranks.job, record
-        self._folders, self._memory = folders, memory
+        self._checkpoints, self._folders, self._memory = checkpoints, checkpoints.folders, memory
         self._comparison: RankComparison | None = None
         self._knows_restoring = False
         self.before: Placement | None = None
@@ -91,7 +93,8 @@ class RankStart:
             found += compile_problems(objects, own.root_device, ranks.compile_backend)
         found += document_problems(objects, own.root_device)
         dtype = MegatronPrecision.of(own.precision_plugin).mode.params
-        job = Job(self._job, layout, ranks.ops, dtype, objects, trainer, self._memory_limit())
+        opened = [self._checkpoints.open_once(item) for item in objects]
+        job = Job(self._job, layout, ranks.ops, dtype, opened, trainer, self._memory_limit())
         raise_if_any(found + job_problems(job))
         self._memory.set(job.planned, job.memory_limit)
 

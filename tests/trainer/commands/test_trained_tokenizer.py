@@ -5,6 +5,8 @@ Two tokenizers of one size, learnt from other texts: nothing but their files tel
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +29,7 @@ pytest.importorskip("transformers")
 from tests import evaluated
 from tests.evaluated import VOCABULARY, make_tokenizer
 from tests.families import TINY, hf_model
+from tests.reads import reads_of
 
 LENGTH = 16
 OTHER = "tokenizer.files: |another tokenizer"
@@ -201,6 +204,37 @@ def test_a_trainer_takes_no_other(stage: str, home: Home, trained: Path) -> None
     run(module(), datamodule=home.data(home.other, allow_other_data=True), ckpt_path=trained)
     run(module(), datamodule=home.data(None), ckpt_path=trained)
     run(module(), datamodule=home.data(home.own), ckpt_path=trained)
+
+
+def fit_by_words(home: Home, checkpoint: Path) -> None:
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 1,
+        "default_root_dir": home.folder,
+        "strategy": "megatron",
+    }
+    options |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), "false")
+    data = {"data_path": home.folder / "tokens", "seq_length": LENGTH, "split": "2,1,1"}
+    data |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": home.own}
+    words = [f"--trainer.{name}={value}" for name, value in options.items()]
+    words += ["--data=MegatronDataModule", *(f"--data.{name}={value}" for name, value in data.items())]
+    with patch.dict(os.environ):
+        assert command_line.main(["fit", *words, "--model=LlamaModule", f"--ckpt_path={checkpoint}"]) == 0
+
+
+def fit_by_script(home: Home, checkpoint: Path) -> None:
+    trainer = quiet_trainer(MegatronStrategy(), max_steps=1, default_root_dir=home.folder)
+    trainer.fit(module(), datamodule=home.data(home.own), ckpt_path=checkpoint)
+
+
+@pytest.mark.parametrize("fit", [fit_by_words, fit_by_script])
+def test_a_fit_opens_its_checkpoint_once(fit: Callable[[Home, Path], None], home: Home, trained: Path) -> None:
+    """For the arguments of the module, the tokenizer, the shape of the model, and the load itself."""
+    with reads_of(trained) as reads:
+        fit(home, trained)
+    assert reads.pop("manifest.json") <= 2, "once more for the order of the saves to come"
+    assert reads == {"meta.pt": 1, ".metadata": 1}
 
 
 def test_the_last_checkpoint_of_a_named_folder_is_asked_before_the_launch(home: Home, tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""The section "A Hugging Face import" of docs/design.md, held against the calls of a conversion."""
+"""The section "A Hugging Face import" of docs/walks.md, held against the calls of a conversion."""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,10 @@ from types import FrameType
 import torch
 from safetensors.torch import save_file
 
-import lightning_megatron
-import lightning_megatron.lightning.pretrained.convert  # or its imports would be among the calls
+import lightning_megatron.lightning.pretrained.convert  # noqa: F401 - or its imports would be among the calls
 from lightning_megatron.cli.convert import convert_command
+from tests.walks import PACKAGE, steps_of
 
-PACKAGE = Path(lightning_megatron.__file__).parent
-DESIGN = PACKAGE.parent / "docs" / "design.md"
 CONFIG = {"model_type": "llama", "vocab_size": 7, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
 CONFIG |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 SHAPES = {"model.embed_tokens.weight": (7, 8), "model.norm.weight": (8,), "lm_head.weight": (7, 8)}
@@ -38,12 +35,6 @@ BESIDE_THE_TENSOR = {
     "checkpoint/formats/hf/settings.py": "special tokens and generation",
     "lightning/pretrained/imported_run.py": "Lightning's dictionary",
 }
-
-
-def steps() -> list[str]:
-    """The modules of the numbered list."""
-    section = DESIGN.read_text().split("## A Hugging Face import")[1].split("\n## ")[0]
-    return re.findall(r"^\d+\. `(.*?)`", section, re.MULTILINE)
 
 
 def calls_between_modules(run: Callable[[], object]) -> list[tuple[str, str]]:
@@ -78,7 +69,7 @@ def test_a_tensor_passes_the_modules_of_the_list_and_no_model_is_built_in_memory
     save_file({name: torch.ones(shape) for name, shape in SHAPES.items()}, tmp_path / "hf" / "model.safetensors")
     words = ["hf-to-ckpt", str(tmp_path / "hf"), str(tmp_path / "out.ckpt"), "--dtype", "bf16"]
     calls = calls_between_modules(lambda: convert_command(words))
-    walk = steps()
+    walk = [step.module for step in steps_of("A Hugging Face import")]
     assert len(walk) <= 12
     assert {callee for _, callee in calls} >= set(walk)
     assert not [callee for _, callee in calls if callee.startswith(("models/", "layers/", "moe/", "lightning/module"))]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import zipfile
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_megatron.checkpoint import CheckpointError, load, local_tensors, model_state, save
+from lightning_megatron.checkpoint import CheckpointError, load, local_tensors, model_state, open_checkpoint, save
 from lightning_megatron.checkpoint.integrity.block_sums import BLOCK
 from lightning_megatron.checkpoint.select.hashes import faults_of, ranges_by_rank
+from lightning_megatron.errors import MissingCheckpointError
 from lightning_megatron.mesh import ParallelMesh
+from tests.reads import reads_of
 
 MESH = ParallelMesh.single()
 
@@ -85,3 +89,46 @@ def test_what_every_rank_reads_whole_is_always_hashed(tmp_path):
     flip(path / "meta.pt", b"abcdefgh")
     with pytest.raises(CheckpointError, match=r"meta\.pt: altered"):
         load(path, {}, MESH, check="sizes")
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_what_is_open_already_is_read_no_further_than_its_check_asks_for(kind, tmp_path):
+    path, weight = saved(tmp_path)
+    if kind == "directory":
+        path = tmp_path / "many.ckpt"
+        save(path, model_state({"weight": weight, "bias": torch.zeros(5)}, {}, MESH), {"global_step": 3}, MESH)
+    opened = open_checkpoint(path, check="sizes")
+    with reads_of(path) as reads:
+        again = open_checkpoint(opened)
+    assert not reads
+    assert again.meta is opened.meta
+    assert loaded(opened).equal(weight)
+    file = path if kind == "file" else path / "__0_0.distcp"
+    now = file.stat()
+    flip(file, weight.numpy().tobytes())
+    os.utime(file, ns=(now.st_atime_ns, now.st_mtime_ns))
+    assert open_checkpoint(opened, check="sizes").meta is opened.meta
+    with pytest.raises(CheckpointError, match=r"damaged"):
+        open_checkpoint(opened)
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_another_checkpoint_in_the_place_of_an_open_one_is_opened(kind, tmp_path):
+    def write(step):
+        if kind == "file":
+            torch.save({"state_dict": {"weight": torch.full((2,), step)}, "global_step": step}, tmp_path / "new")
+            (tmp_path / "new").replace(path)
+        else:
+            save(path, model_state({"weight": torch.full((2,), step)}, {}, MESH), {"global_step": step}, MESH)
+
+    path = tmp_path / "a.ckpt"
+    write(3)
+    opened = open_checkpoint(path, check="sizes")
+    write(4)
+    assert opened.meta["global_step"] == 3
+    again = open_checkpoint(opened)
+    assert again.meta["global_step"] == 4
+    assert again.tensors()["model.weight"].materialize().tolist() == [4, 4]
+    shutil.rmtree(path) if kind == "directory" else path.unlink()
+    with pytest.raises(MissingCheckpointError):
+        open_checkpoint(opened)
