@@ -183,7 +183,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         store: WeightGradStore | None,
     ) -> Tensor:
         rows = weight[: part.size]
-        multiply, dtype = _multiplication(hidden, weight)
+        # Where products are made in fp32, logits and gradients stay as they are made until they leave.
+        wide = upcasts(hidden, weight.t())
+        multiply, dtype = ((product, weight.dtype), (matmul_fp32, torch.float32))[wide]
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         wants_any = any((wants_dx, wants_dw, wants_db))
         d_hidden = torch.empty_like(hidden) if wants_dx else None
@@ -348,14 +350,10 @@ def _chunks(tokens: int, step: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, tokens, step)]
 
 
-def _multiplication(hidden: Tensor, weight: Tensor) -> tuple[_Multiply, torch.dtype]:
-    """Product of matrices, and the dtype in which logits and gradients stay, as they are made, until they leave."""
-    return (matmul_fp32, torch.float32) if upcasts(hidden, weight.t()) else (product, weight.dtype)
-
-
 def _chunk_logits(hidden: Tensor, weight: Tensor, part: VocabSlice) -> tuple[Tensor, Tensor, _Multiply]:
     """Fp32 logits ``[T, V]`` of a chunk, the chunk in the dtype they are made in, and what multiplies in it."""
-    multiply, dtype = _multiplication(hidden, weight)
+    wide = upcasts(hidden, weight.t())
+    multiply, dtype = (matmul_fp32, torch.float32) if wide else (product, weight.dtype)
     x = hidden.to(dtype)
     return multiply(x, weight[: part.size].t()).float(), x, multiply
 

@@ -29,7 +29,7 @@ MIXTRAL = LLAMA | {"config": "mixtral-tiny", "num_experts": 4}
 
 OF_THE_HOST = {
     "_local_scalar_dense in lightning/modules/text_batch.py:<genexpr>",  # ids, before they go to the device
-    "_local_scalar_dense in lightning/streams/batch_watch.py:settle",  # votes of ranks, a tensor of the host
+    "_local_scalar_dense in lightning/streams/batch_watch.py:step",  # votes of ranks, a tensor of the host
 }
 """Reads of tensors that are on the host on every device."""
 
