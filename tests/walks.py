@@ -46,6 +46,16 @@ def steps_of(walk: str) -> list[Step]:
     return [Step(*found) for found in re.findall(r"^\d+\. `(.*?)` \(`(.*?)`\)", text_of(walk), re.MULTILINE)]
 
 
+def profiled(note: Callable[[FrameType, str, object], None], run: Callable[[], object]) -> None:
+    """Run a function, with a profiler in this thread."""
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+
+
 def first_calls(steps: list[Step], run: Callable[[], object]) -> tuple[list[Step], set[str]]:
     """Steps in the order of their first calls in this thread, and the folders of all that is called inside of them."""
     codes = {inspect.unwrap(step.resolve()).__code__: step for step in steps}
@@ -64,10 +74,5 @@ def first_calls(steps: list[Step], run: Callable[[], object]) -> tuple[list[Step
         elif event == "return" and frame.f_code in codes:
             inside -= 1
 
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
+    profiled(note, run)
     return list(found), folders

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -13,7 +12,7 @@ from safetensors.torch import save_file
 
 import lightning_megatron.lightning.pretrained.convert  # noqa: F401 - or its imports would be among the calls
 from lightning_megatron.cli.convert import convert_command
-from tests.walks import PACKAGE, steps_of
+from tests.walks import PACKAGE, profiled, steps_of
 
 CONFIG = {"model_type": "llama", "vocab_size": 7, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
 CONFIG |= {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -54,12 +53,7 @@ def calls_between_modules(run: Callable[[], object]) -> list[tuple[str, str]]:
         elif event == "return" and len(stack) > 1:
             stack.pop()
 
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
+    profiled(note, run)
     return list(found)
 
 
