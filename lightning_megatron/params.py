@@ -51,6 +51,9 @@ class Box:
         return any(size == 0 for size in self.sizes)
 
 
+NO_PARAMETER = "*"
+"""Key of an optimizer's state that belongs to no parameter, in the place of a parameter's name."""
+
 SAME_NAME = "(the same name)"
 """Value of ``ParamSpec.tied_with`` if the other stage has the parameter under the same global name."""
 
@@ -72,6 +75,7 @@ class ParamSpec:
         decay: True if weight decay applies by default (not to norms and biases).
         tied_with: global name of the parameter this one repeats on another pipeline stage; a repeated parameter is
             left out of gradient norms and checkpoints. A layer does not know global names and declares ``SAME_NAME``.
+        multiple: number of which the length of ``tp_dim`` in a model on one rank, padding included, is a multiple.
     """
 
     global_shape: tuple[int, ...]
@@ -80,11 +84,18 @@ class ParamSpec:
     grad_sum_over_tp: bool = False
     decay: bool = True
     tied_with: str | None = None
+    multiple: int = 1
 
     @property
     def is_expert(self) -> bool:
         """True for a parameter of experts, whose ranks form the expert grid."""
         return self.ep_dim is not None
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape in a model on one rank, padding included."""
+        steps = (self.multiple if dim == self.tp_dim else 1 for dim in range(len(self.global_shape)))
+        return tuple(-(-size // step) * step for size, step in zip(self.global_shape, steps, strict=True))
 
     def sharded_dims(self, ranks: ShardRanks) -> dict[int, int]:
         """The sharded dimensions, each with the position of a rank along it."""

@@ -231,7 +231,7 @@ def _of_embedding(
     layer: VocabParallelEmbedding, mesh: ParallelMesh, lora: LoRA, matrix: AdaptedLayer
 ) -> EmbeddingAdapter:
     rank, features, sp = lora.rank, layer.embedding_dim, layer.sequence_parallel
-    a = Cut(ParamSpec((layer.num_embeddings, rank), 0), (layer.weight.shape[0], rank))
+    a = Cut(ParamSpec((layer.num_embeddings, rank), 0, multiple=layer.multiple), (layer.weight.shape[0], rank))
     b = Cut(ParamSpec((features, rank), grad_sum_over_tp=sp), (features, rank))
     length = Cut(ParamSpec((features,), grad_sum_over_tp=sp, decay=False), (features,)) if lora.dora else None
     part = LowRank(a, b, length, mesh.shard_ranks, of_embedding=True)
@@ -243,8 +243,10 @@ def _of_embedding(
 def _of_head(layer: Head, mesh: ParallelMesh, lora: LoRA, matrix: AdaptedLayer) -> HeadAdapter:
     rank, vocabulary, features = lora.rank, layer.vocab_size, layer.hidden_size
     a = Cut(ParamSpec((rank, features)), (rank, features))
-    b = Cut(ParamSpec((vocabulary, rank), 0), (layer.rows, rank))
-    length = Cut(ParamSpec((vocabulary,), 0, decay=False), (layer.rows,)) if lora.dora else None
+    b = Cut(ParamSpec((vocabulary, rank), 0, multiple=layer.multiple), (layer.rows, rank))
+    length = (
+        Cut(ParamSpec((vocabulary,), 0, decay=False, multiple=layer.multiple), (layer.rows,)) if lora.dora else None
+    )
     # All ranks have the whole input, and draw the same.
     dropout = Dropout(lora.dropout, mesh)
     name = matrix.parts[0].name

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.formats.meta import objects_in
     from lightning_megatron.checkpoint.integrity.fault import Fault
     from lightning_megatron.checkpoint.integrity.finite_values import refuse_nonfinite
-    from lightning_megatron.checkpoint.integrity.manifest import Progress, read_manifest
+    from lightning_megatron.checkpoint.integrity.manifest import Progress
     from lightning_megatron.checkpoint.loading import Loaded, OpenCheckpoint, load, open_checkpoint
     from lightning_megatron.checkpoint.saving import PendingSave, SaveGuard, save
+    from lightning_megatron.checkpoint.saving_file import Entry, PendingFile
     from lightning_megatron.checkpoint.select.hashes import Check, faults_of
-    from lightning_megatron.checkpoint.select.newest import Candidate, candidates, is_checkpoint, newest_good
+    from lightning_megatron.checkpoint.select.newest import Candidate, candidates, newest_good, progress_of
     from lightning_megatron.checkpoint.select.verify import verify
     from lightning_megatron.checkpoint.tensors.fragment import Fragment
     from lightning_megatron.checkpoint.tensors.state_dict import (
@@ -37,17 +38,18 @@ __all__ = [
     "Candidate",
     "Check",
     "CheckpointError",
+    "Entry",
     "Fault",
     "Fragment",
     "Loaded",
     "OpenCheckpoint",
+    "PendingFile",
     "PendingSave",
     "Progress",
     "SaveGuard",
     "State",
     "candidates",
     "faults_of",
-    "is_checkpoint",
     "load",
     "local_tensors",
     "model_state",
@@ -55,7 +57,7 @@ __all__ = [
     "objects_in",
     "open_checkpoint",
     "optimizer_state",
-    "read_manifest",
+    "progress_of",
     "refuse_nonfinite",
     "regrouped",
     "remove",

@@ -163,18 +163,17 @@ class PendingSave:
         differing = differing_replicas(self.state, mesh, action) if guard.replicas else []
         try:
             on_all_ranks(mesh, action, lambda: self._begin(differing, mesh))
-            records = all_gather_object(mesh, write_fragments(temporary, self.state, mesh, action))
-            on_all_ranks(mesh, action, lambda: self._write_manifest(records, mesh))
+            self._write_files(mesh)
             if guard.files:
                 on_all_ranks(mesh, action, lambda: self._check_files(mesh))
-            on_all_ranks(mesh, action, lambda: publish(temporary, self.path) if mesh.rank == 0 else None)
+            on_all_ranks(mesh, action, lambda: self._publish() if mesh.rank == 0 else None)
         except BaseException:
             if mesh.rank == 0:
                 discard(temporary)
             raise
 
     def _begin(self, differing: Sequence[Fault], mesh: ParallelMesh) -> None:
-        """Refuse what must not be saved; on rank 0, clear leftovers, make the directory and write ``meta.pt``."""
+        """Refuse what must not be saved; on rank 0, clear leftovers and make the directory."""
         if differing:
             raise CheckpointError("ranks do not hold the same:\n" + listed(differing))
         if self.finite:
@@ -182,7 +181,12 @@ class PendingSave:
         if mesh.rank == 0:
             remove_stale(self.path.parent)
             prepare(self.path, self.temporary)
-            write_meta(self.temporary, self.meta)
+
+    def _write_files(self, mesh: ParallelMesh) -> None:
+        """Write all files into the temporary directory."""
+        on_all_ranks(mesh, self.action, lambda: None if mesh.rank else write_meta(self.temporary, self.meta))
+        records = all_gather_object(mesh, write_fragments(self.temporary, self.state, mesh, self.action))
+        on_all_ranks(mesh, self.action, lambda: self._write_manifest(records, mesh))
 
     def _write_manifest(self, records: Sequence[Mapping[str, FileRecord]], mesh: ParallelMesh) -> None:
         """On rank 0, write ``manifest.json`` from the records of all ranks, if their files are all visible."""
@@ -204,6 +208,10 @@ class PendingSave:
         """Read the written files again, each on another rank than the one that wrote it."""
         if faults := written_faults(self.temporary, mesh):
             raise CheckpointError("what was written is damaged:\n" + listed(faults))
+
+    def _publish(self) -> None:
+        """Give what was written its final name; rank 0 calls this."""
+        publish(self.temporary, self.path)
 
 
 def own_key(mesh: ParallelMesh) -> str:

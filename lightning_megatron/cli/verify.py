@@ -11,7 +11,7 @@ from lightning_megatron.cli.common import command_parser, fail
 
 _DESCRIPTION = """\
 Compare every file of a checkpoint directory with the manifest, and look whether every tensor is covered once and every
-parameter has its optimizer state. Needs no device and no model.
+parameter has its optimizer state; of a single file, compare its check sums. Needs no device and no model.
 
 exit status: 0 if nothing is wrong; 1 if something is, each fault with its file and its tensors; 2 for wrong
 arguments."""
@@ -20,7 +20,7 @@ arguments."""
 def verify_parser() -> argparse.ArgumentParser:
     """The arguments."""
     parser = command_parser("verify", _DESCRIPTION)
-    parser.add_argument("path", metavar="PATH", help="checkpoint directory, NAME.ckpt")
+    parser.add_argument("path", metavar="PATH", help="checkpoint directory or file, NAME.ckpt")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, with all tensors of each fault")
     return parser
 
@@ -30,9 +30,8 @@ def verify_command(argv: Sequence[str]) -> int:
     args = verify_parser().parse_args(list(argv))
     from lightning_megatron.checkpoint import verify  # imports torch, which --help need not wait for
 
-    if not Path(args.path).is_dir():
-        found = "is a file, and no checkpoint directory" if Path(args.path).exists() else "there is no such directory"
-        return fail(f"{args.path}: {found}")
+    if not Path(args.path).exists():
+        return fail(f"{args.path}: there is no such directory or file")
     faults = verify(args.path)
     if args.json:
         listed = [{"file": fault.file, "fault": fault.what, "tensors": list(fault.tensors)} for fault in faults]

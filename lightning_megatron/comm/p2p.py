@@ -39,6 +39,11 @@ def receive(out: Tensor, axis: Axis, peer: int) -> None:
     axis.call(Kind.RECEIVE, out, axis.ranks[peer]).run(dist.recv, out, axis.ranks[peer], group=axis.group)
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """A flat view of the bytes of a contiguous tensor on the host, or of a copy of another one there."""
+    return x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
 class Rotation:
     """A running ring shift: a send to the next rank and a receive of the same shape from the previous one."""
 

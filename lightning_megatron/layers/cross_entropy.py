@@ -13,6 +13,7 @@ backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -292,9 +293,12 @@ def linear_cross_entropy(
     weights = token_weights.flatten().float()
     targets = labels.flatten().masked_fill(weights == 0, 0)
     rule = _Rule(label_smoothing, softcap)
-    loss: Tensor = _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, bias, targets, weights, part, rule, chunk_bytes, weight_grads
-    )
+    is_cast = torch.is_autocast_enabled(hidden.device.type)  # by stock Lightning, whose products have a 16-bit dtype
+    hidden = hidden.to(weight.dtype) if is_cast else hidden
+    with torch.autocast(hidden.device.type, enabled=False) if is_cast else nullcontext():
+        loss: Tensor = _LinearCrossEntropy.apply(
+            hidden.flatten(0, -2), weight, bias, targets, weights, part, rule, chunk_bytes, weight_grads
+        )
     return loss
 
 

@@ -80,7 +80,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         mesh = mesh or ParallelMesh.single()
         self.axis, self.weight_grads = mesh.tp, mesh.weight_grads
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings, self.embedding_dim, self.multiple = num_embeddings, embedding_dim, multiple
         self._tied_with = SAME_NAME if tied_copy else None
         self.lora: nn.Module | None = None
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
@@ -92,7 +92,7 @@ class VocabParallelEmbedding(nn.Module):
     def param_specs(self) -> Mapping[str, ParamSpec]:
         """The weight is cut along the vocabulary; its global shape is without padding."""
         shape = (self.num_embeddings, self.embedding_dim)
-        return {"weight": ParamSpec(shape, tp_dim=0, tied_with=self._tied_with)}
+        return {"weight": ParamSpec(shape, tp_dim=0, tied_with=self._tied_with, multiple=self.multiple)}
 
     @property
     def is_tied_copy(self) -> bool:

@@ -240,14 +240,15 @@ class Head(CompilablePart):
         self.norm = model_norm(config, config.hidden_size, mesh, sequence_parallel, ops)
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None  # of a subclass, cut as the weight is
-        self.rows = padded_vocab_size(config.vocab_size, self.axis.size, config.vocab_multiple) // self.axis.size
+        self.multiple = config.vocab_multiple
+        self.rows = padded_vocab_size(config.vocab_size, self.axis.size, self.multiple) // self.axis.size
         if not config.tie_embeddings:
             self.weight = nn.Parameter(torch.empty(self.rows, config.hidden_size))
             normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, config.init_stds.head)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
         """The weight is cut along the vocabulary, as the embedding is."""
-        return {} if self.weight is None else {"weight": ParamSpec(self._shape, tp_dim=0)}
+        return {} if self.weight is None else {"weight": ParamSpec(self._shape, tp_dim=0, multiple=self.multiple)}
 
     def _weight(self, tied: Tensor | None) -> Tensor:
         weight = self.weight if tied is None else tied

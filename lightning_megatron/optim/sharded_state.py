@@ -12,15 +12,12 @@ from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.main_values import MainParam, MainValues
 from lightning_megatron.optim.optimizer_state import STEP, allocate_state, load_shard, shards_of, state_like
-from lightning_megatron.params import ParamShard
+from lightning_megatron.params import NO_PARAMETER, ParamShard
 
 _KERNELS = frozenset({"foreach", "fused", "capturable"})
 """Settings of torch's optimizers that choose a kernel and do not change the result."""
 
 _MEMBERS = frozenset({"params", "param_names"})
-
-NO_PARAMETER = "*"
-"""Key of state that belongs to no parameter, in the place of a parameter's name."""
 
 
 class ShardedState:

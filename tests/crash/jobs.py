@@ -144,4 +144,5 @@ def faults(folder: Path) -> list[str]:
 
 
 def step_of(checkpoint: Path) -> int:
-    return torch.load(checkpoint / "meta.pt", weights_only=True)["global_step"]
+    file = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
+    return torch.load(file, map_location="cpu", weights_only=True)["global_step"]

@@ -5,7 +5,7 @@ while a checkpoint is being saved, seen by its temporary directory. Then ``ckpt_
 checkpoint that was complete, every loss of either run must be that of the uninterrupted run, bit for bit, everything
 that has a final name must pass ``verify``, right after the kill and at the end, and nothing else may be left.
 
-Run: ``python tests/crash/killing.py [--trials 60] [--seed 0]``: half of the trials with ``async_save``, half without.
+Run: ``python tests/crash/killing.py [--trials 60] [--seed 0] [--one-file]``: half of the trials with ``async_save``.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ class KilledJob(Job):
 
     Attributes:
         save_last: argument of ``ModelCheckpoint``.
+        one_file: True for checkpoints that are single files.
     """
 
     save_last: Any = "link"
+    one_file: bool = False
 
 
 def work(job: KilledJob, rank: int, store: str) -> None:
@@ -67,8 +69,9 @@ def work(job: KilledJob, rank: int, store: str) -> None:
     limit = begin_rank(job, rank, RANKS, store)
     seed_everything(7, verbose=False)
     saver = ModelCheckpoint(job.folder, filename="{step}", every_n_train_steps=EVERY, save_last=job.save_last)
+    how: dict[str, Any] = {"async_save": job.in_background, "save_distributed_checkpoint": not job.one_file}
     trainer = quiet_trainer(
-        MegatronStrategy(**LAYOUTS[job.layout], async_save=job.in_background, timeout=limit),
+        MegatronStrategy(**LAYOUTS[job.layout], **how, timeout=limit),
         max_steps=STEPS,
         logger=Log(job.log),
         enable_checkpointing=True,
@@ -139,7 +142,9 @@ def alone(layout: str, scratch: Path) -> Losses:
     return losses
 
 
-def run(trials: int, seed: int, scratch: Path, tell: Callable[[str], None] = print) -> Counter[str]:
+def run(
+    trials: int, seed: int, scratch: Path, tell: Callable[[str], None] = print, *, one_file: bool = False
+) -> Counter[str]:
     """All trials, one after another; how many were hit when."""
     dice = random.Random(seed)
     whole: dict[str, Losses] = {}
@@ -153,6 +158,7 @@ def run(trials: int, seed: int, scratch: Path, tell: Callable[[str], None] = pri
             layout,
             in_background=number % 2 == 0,
             save_last=dice.choice(("link", True)),
+            one_file=one_file,
         )
         moment = trial(job, whole[job.layout], aims=number // 2 % 2 == 0, dice=dice)
         kind = "async" if job.in_background else "sync"
@@ -165,9 +171,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--one-file", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        for moment, number in sorted(run(options.trials, options.seed, Path(scratch)).items()):
+        found = run(options.trials, options.seed, Path(scratch), one_file=options.one_file)
+        for moment, number in sorted(found.items()):
             print(f"{number:4} {moment}")
 
 

@@ -19,13 +19,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lightning_megatron.checkpoint.formats.meta import NOTE
 from lightning_megatron.checkpoint.integrity.fault import Fault
 from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_odd, refuse_packed
 from lightning_megatron.checkpoint.tensors.fragment import Fragment
-from lightning_megatron.checkpoint.tensors.keys import MAIN, Key, groups_key, model_key, optimizer_family, state_key
+from lightning_megatron.checkpoint.tensors.keys import (
+    MAIN,
+    MODEL,
+    Key,
+    groups_key,
+    optimizer_family,
+    state_key,
+    version_key,
+    whole_state_key,
+)
 from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.params import NO_PARAMETER
 
+MODEL_STATE, OPTIMIZERS = "state_dict", "optimizer_states"
 _BLOCK = 1 << 20
 Order = Literal["groups", "definition", "unknown"]
 
@@ -38,13 +50,15 @@ class SingleFile:
         tensors: values of the model, by the keys of this package's checkpoints.
         optimizers: state of each optimizer.
         meta: everything but tensors of the model and its optimizers.
-        layout: empty; the file was written by one process.
+        layout: fields of the layout at the save; empty for a file of Lightning's own strategies.
+        main: family of the keys of main values: the model's, or of a version that the run trains in its place.
     """
 
     tensors: Mapping[str, Any]
     optimizers: Sequence[Mapping[str, Any]]
     meta: dict[str, Any]
     layout: Mapping[str, Any]
+    main: str
 
     @classmethod
     def open(cls, path: Path, weights_only: bool) -> SingleFile:
@@ -62,14 +76,20 @@ class SingleFile:
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         except Exception as error:  # it is a pickle: any error may come out of it
             raise CheckpointError(f"the file cannot be read: {error}") from None
-        if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        if not isinstance(content, dict) or not isinstance(content.get(MODEL_STATE), dict):
             raise CheckpointError("it is a file, but not one of Lightning's: it has no state_dict")
-        tensors = content.pop("state_dict")
-        refuse_odd(path, tensors)
-        optimizers = content.get("optimizer_states", ())
-        if "optimizer_states" in content:
-            content["optimizer_states"] = []
-        return cls({model_key(n): value for n, value in _without_repeats(tensors).items()}, optimizers, content, {})
+        note = content.get(NOTE, {})
+        families = {MODEL_STATE: MODEL} | {version: version for version in note.get("versions", ())}
+        values: dict[str, Any] = dict(note.pop("per_rank", {}))
+        for version, family in families.items():
+            tensors = content.pop(version)
+            refuse_odd(path, tensors)
+            values |= {version_key(family, name): value for name, value in _without_repeats(tensors).items()}
+        optimizers = content.get(OPTIMIZERS, ())
+        if OPTIMIZERS in content:
+            content[OPTIMIZERS] = []
+        main = families[note.pop("main", MODEL_STATE)]
+        return cls(values, optimizers, content, note.pop("layout", {}), main)
 
     def part_for(self, state: State, order: Order = "groups") -> FilePart:
         """Values from which a state can be filled.
@@ -84,10 +104,46 @@ class SingleFile:
         """
         values = dict(self.tensors)
         for index, saved in enumerate(self.optimizers):
-            if (groups := state.get(groups_key(index))) is not None:
-                values |= _optimizer_values(index, saved, groups, values, order)
+            if groups_key(index) in state:
+                values |= self._optimizer_values(index, saved, state, order)
         true = {key: value.shape for key, value in state.items() if isinstance(value, Fragment)}
         return FilePart({key: _stripped(value, true.get(key)) for key, value in values.items()})
+
+    def _optimizer_values(self, index: int, saved: Mapping[str, Any], state: State, order: Order) -> dict[str, Any]:
+        """State of an optimizer by names; the file numbers parameters, in the order of each group."""
+        prefix, groups = optimizer_family(index), state[groups_key(index)]
+        is_whole = whole_state_key(index, NO_PARAMETER) in state
+        has_state = any(key.family == prefix and key.state for key in map(Key.parse, state))
+        place = {Key.parse(key).name: number for number, key in enumerate(self.tensors) if Key.parse(key).is_model}
+        if len(groups) != len(saved["param_groups"]):
+            raise CheckpointError(f"{prefix} has {len(saved['param_groups'])} groups in the file, {len(groups)} today")
+        values: dict[str, Any] = {}
+        named = []
+        for number, (group, today) in enumerate(zip(saved["param_groups"], groups, strict=True)):
+            names = _names_of(group, today, place, order, prefix)
+            if len(names) != len(group["params"]):
+                count = len(group["params"])
+                raise CheckpointError(
+                    f"{prefix}: group {number} has {count} parameters in the file, {len(names)} today"
+                )
+            for name, which in zip(names, group["params"], strict=True) if has_state else ():
+                whole: Tensor = self.tensors[version_key(self.main, name)]
+                values[state_key(index, name, MAIN)] = whole
+                kept = saved["state"].get(which, {})
+                if is_whole:
+                    values[whole_state_key(index, name)] = kept
+                    continue
+                for kind, value in kept.items():
+                    if torch.is_tensor(value) and value.dim() and value.shape != whole.shape:
+                        shapes = f"{kind} is {list(value.shape)}, the parameter {list(whole.shape)}"
+                        raise CheckpointError(f"{prefix}: groups list parameters in another order: {name}: {shapes}")
+                    values[state_key(index, name, kind)] = value if torch.is_tensor(value) else torch.tensor(value)
+            named.append({**group, "params": names})
+        if is_whole:
+            beside = {key: value for key, value in saved.items() if key != "param_groups"}
+            beside["state"] = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
+            values[whole_state_key(index, NO_PARAMETER)] = beside
+        return values | {groups_key(index): named}
 
 
 @dataclass(frozen=True)
@@ -173,33 +229,6 @@ def _stripped(value: Any, true: tuple[int, ...] | None) -> Any:
             return value
         inner = inner.narrow(dim, 0, size)
     return inner if torch.count_nonzero(value) == torch.count_nonzero(inner) else value
-
-
-def _optimizer_values(
-    index: int, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], order: Order
-) -> dict[str, Any]:
-    """State of an optimizer by names; the file numbers parameters, in the order of each group."""
-    prefix = optimizer_family(index)
-    place = {Key.parse(key).name: number for number, key in enumerate(model) if Key.parse(key).is_model}
-    if len(groups) != len(saved["param_groups"]):
-        raise CheckpointError(f"{prefix} has {len(saved['param_groups'])} groups in the file, {len(groups)} today")
-    values: dict[str, Any] = {}
-    named = []
-    for number, (group, today) in enumerate(zip(saved["param_groups"], groups, strict=True)):
-        names = _names_of(group, today, place, order, prefix)
-        if len(names) != len(group["params"]):
-            count = len(group["params"])
-            raise CheckpointError(f"{prefix}: group {number} has {count} parameters in the file, {len(names)} today")
-        for name, which in zip(names, group["params"], strict=True):
-            whole: Tensor = model[model_key(name)]
-            values[state_key(index, name, MAIN)] = whole
-            for kind, value in saved["state"].get(which, {}).items():
-                if torch.is_tensor(value) and value.dim() and value.shape != whole.shape:
-                    shapes = f"{kind} is {list(value.shape)}, the parameter {list(whole.shape)}"
-                    raise CheckpointError(f"{prefix}: groups list parameters in another order: {name}: {shapes}")
-                values[state_key(index, name, kind)] = value if torch.is_tensor(value) else torch.tensor(value)
-        named.append({**group, "params": names})
-    return values | {groups_key(index): named}
 
 
 def _names_of(

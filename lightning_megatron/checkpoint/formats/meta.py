@@ -19,6 +19,8 @@ from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_packed
 from lightning_megatron.errors import CheckpointError
 
 META = "meta.pt"
+NOTE = "lightning_megatron"
+"""Key of what this package notes of a checkpoint: the other versions of its weights, and in a single file more."""
 VERSION = "pytorch-lightning_version"
 _TYPES = {
     VERSION: str,

@@ -41,8 +41,10 @@ _STORAGES: dict[str, torch.dtype] = {
     "torch CharStorage": torch.int8,
     "torch ByteStorage": torch.uint8,
     "torch BoolStorage": torch.bool,
+    "torch ComplexFloatStorage": torch.complex64,
+    "torch ComplexDoubleStorage": torch.complex128,
 }
-_CLASSES = {dtype: getattr(torch, name.partition(" ")[2]) for name, dtype in _STORAGES.items()}
+STORAGE_CLASSES = {dtype: getattr(torch, name.partition(" ")[2]) for name, dtype in _STORAGES.items()}
 _LONGEST = 1 << 16  # bytes of a description
 _LARGEST = 1 << 31  # bytes of values; more would need another form of archive
 _LOCAL, _SUMS = struct.Struct("<4s5H3L2H"), struct.Struct("<4s3L")
@@ -68,7 +70,7 @@ class ArchiveWriter:
         Args:
             tensor: tensor in host memory, without gradients, whose storage holds its elements alone, row by row.
         """
-        if tensor.dtype not in _CLASSES or not 0 < tensor.nbytes < _LARGEST:
+        if tensor.dtype not in STORAGE_CLASSES or not 0 < tensor.nbytes < _LARGEST:
             torch.save(tensor, cast("IO[bytes]", self._stream))
             return
         kind = tensor.dtype, tuple(tensor.shape)
@@ -93,7 +95,7 @@ def _head(tensor: Tensor) -> _Archive:
 def _pickled(tensor: Tensor) -> bytes:
     """The pickle that ``torch.save`` makes: the storage is named, and lies in a file of the archive."""
     content = io.BytesIO()
-    named = "storage", _CLASSES[tensor.dtype], "0", "cpu", tensor.numel()
+    named = "storage", STORAGE_CLASSES[tensor.dtype], "0", "cpu", tensor.numel()
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, value: Any) -> Any:

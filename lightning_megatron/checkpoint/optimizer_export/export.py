@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
 from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
-from lightning_megatron.comm.p2p import receive, send
+from lightning_megatron.comm.p2p import as_bytes, receive, send
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
@@ -200,10 +200,10 @@ def _gather(
                 if member == mesh.rank:
                     buffer.copy_(own[key, box][0].data)
                 elif buffer.numel():
-                    receive(_as_bytes(buffer), mesh.host, member)
+                    receive(as_bytes(buffer), mesh.host, member)
                 yield (key, box), buffer
             elif mesh.rank == member and (data := own[key, box][0].data).numel():
-                send(_as_bytes(data), mesh.host, group.collector)
+                send(as_bytes(data), mesh.host, group.collector)
 
 
 def _scatter(
@@ -222,19 +222,14 @@ def _scatter(
             if mesh.rank == group.collector:
                 value = held[key, box]
                 if member != mesh.rank and value.numel():
-                    send(_as_bytes(value), mesh.host, member)
+                    send(as_bytes(value), mesh.host, member)
             elif mesh.rank == member:
                 value = torch.empty(box.sizes, dtype=entries[key].dtype)
                 if value.numel():
-                    receive(_as_bytes(value), mesh.host, group.collector)
+                    receive(as_bytes(value), mesh.host, group.collector)
             if mesh.rank == member:
                 for chunk in own[key, box]:
                     chunk.data.copy_(value)
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    """A flat view of the bytes of a contiguous tensor on the host, or of a copy of another one there."""
-    return x.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _read(

@@ -16,7 +16,7 @@ import torch
 
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED, Unfinished, link_end, unfinished_of
 from lightning_megatron.checkpoint.directory.leftovers import recover
-from lightning_megatron.checkpoint.formats.meta import read_meta
+from lightning_megatron.checkpoint.formats.meta import NOTE, read_meta
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, Progress, read_manifest
 from lightning_megatron.checkpoint.select.verify import size_faults
 from lightning_megatron.errors import CheckpointError, MissingCheckpointError, nearest_names
@@ -55,6 +55,11 @@ def candidates(places: Iterable[tuple[Path, str]], also: Iterable[Path] = ()) ->
     paths = [path for folder, suffix in places for path in _recovered(folder, suffix)]
     paths += [path for path in also if os.path.lexists(path)]
     return sorted(map(_candidate, dict.fromkeys(paths)), key=_place)
+
+
+def progress_of(path: Path) -> Progress | None:
+    """Progress of the run at the save of a checkpoint; ``None`` if it is unknown."""
+    return _candidate(path).progress
 
 
 def newest_good(found: Sequence[Candidate]) -> tuple[Candidate | None, list[Candidate]]:
@@ -123,7 +128,10 @@ def _file(path: Path) -> Candidate:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # it is a pickle: any error may come out of it
         raise CheckpointError(f"the file cannot be read: {error}") from None
-    return _without_progress(path, content if isinstance(content, dict) else {})
+    content = content if isinstance(content, dict) else {}
+    if (told := content.get(NOTE, {}).get("progress")) is not None:
+        return Candidate(path, Progress(*told))
+    return _without_progress(path, content)
 
 
 def _without_progress(path: Path, meta: Mapping[str, object]) -> Candidate:
@@ -132,11 +140,6 @@ def _without_progress(path: Path, meta: Mapping[str, object]) -> Candidate:
         return Candidate(path, None, "weights", "it holds weights alone, and no run can go on from them")
     step = meta.get("global_step")
     return Candidate(path, Progress(0, step) if type(step) is int else None)
-
-
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """True if a path looks like a checkpoint of this package, good or damaged."""
-    return (Path(path) / MANIFEST).is_file()
 
 
 def locate(path: Path) -> Manifest:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED
+from lightning_megatron.checkpoint.formats.lightning_file import SingleFile, record_faults
 from lightning_megatron.checkpoint.formats.meta import META, read_meta
 from lightning_megatron.checkpoint.integrity.fault import Fault
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, read_manifest, record
@@ -17,14 +18,16 @@ from lightning_megatron.mesh import ParallelMesh
 
 
 def verify(path: str | os.PathLike[str]) -> list[Fault]:
-    """Faults of a checkpoint directory; none if every byte is as it was written and nothing is missing.
+    """Faults of a checkpoint; none if every byte is as it was written and nothing is missing.
 
     Lengths and hashes come first. If they are right, the content is checked: every tensor is covered once, every
-    parameter has its optimizer state, ``meta.pt`` loads without running code.
+    parameter has its optimizer state, ``meta.pt`` loads without running code. A single file has check sums inside.
     """
     path = Path(path)
+    if path.is_file():
+        return _file_faults(path)
     if not path.is_dir():
-        return [Fault(path.name, "a single file, not a directory" if path.is_file() else "not a directory")]
+        return [Fault(path.name, "not there")]
     if path.parent.name == UNFINISHED:
         return [Fault(path.name, "never completed: a save was interrupted, or is under way")]
     if not (path / MANIFEST).is_file():
@@ -37,6 +40,16 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
     at_fault = {fault.file for fault in faults}
     faults += hash_faults(path, manifest, [name for name in sorted(manifest.files) if name not in at_fault])
     return _with_tensors(path, faults) if faults else metadata_faults(path, manifest)
+
+
+def _file_faults(path: Path) -> list[Fault]:
+    """Faults of a single file of Lightning's, by the check sums that are in it."""
+    try:
+        faults = record_faults(path, 0, 1)
+        SingleFile.open(path, weights_only=True)
+    except CheckpointError as error:
+        return [Fault(path.name, str(error))]
+    return faults
 
 
 def written_faults(directory: Path, mesh: ParallelMesh) -> list[Fault]:

@@ -82,6 +82,21 @@ class Key:
         return _CALIBRATION.fullmatch(self.name) is not None
 
     @property
+    def is_main(self) -> bool:
+        """True for main values of a parameter."""
+        return self.state == MAIN
+
+    @property
+    def is_whole(self) -> bool:
+        """True for all state that an optimizer which is not element-wise keeps of a parameter."""
+        return self.state == _WHOLE
+
+    @property
+    def is_of_rank(self) -> bool:
+        """True for values that only the rank at some coordinates can use."""
+        return self.family == _PER_RANK
+
+    @property
     def is_optimizer(self) -> bool:
         """True for what an optimizer keeps, its groups included."""
         return _OPTIMIZER.fullmatch(self.family) is not None

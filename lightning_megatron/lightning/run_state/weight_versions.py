@@ -18,9 +18,6 @@ from lightning_megatron.checkpoint.tensors.keys import Key, version_key
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import spec_registry
 
-NOTE = "lightning_megatron"
-"""Key in ``meta.pt`` of the list of versions."""
-
 
 def without_repeats(tensors: Mapping[str, Any], module: LightningModule) -> dict[str, Any]:
     """Drop the later names of tied tensors, which are saved under the first."""

@@ -147,6 +147,7 @@ class RunCheckpoints:
             self._params.sharded,
             self._saving_mesh(checkpoint),
             sharded=self._job.optimizer.shard,
+            one_file=not self._job.save_distributed_checkpoint,
             guard=guard,
             finite=self._job.check_for_nan_in_loss_and_grad,
             progress=self.folders.next_progress(checkpoint["global_step"]) if has_optimizers else None,

@@ -130,8 +130,8 @@ class SaveFolders:
     def went_on(self, path: str, step: int) -> None:
         """Note the checkpoint that this run goes on from; rank 0 alone needs it."""
         if self._ranks.strategy.is_global_zero and self._held is not None:
-            progress = checkpoint.read_manifest(Path(path)).progress if checkpoint.is_checkpoint(path) else None
-            self._went_on_from, self._generation = progress or checkpoint.Progress(0, step), None
+            self._went_on_from = checkpoint.progress_of(Path(path)) or checkpoint.Progress(0, step)
+            self._generation = None
 
     def next_progress(self, step: int) -> checkpoint.Progress | None:
         """Order of a save among those of its folder; on rank 0 alone."""

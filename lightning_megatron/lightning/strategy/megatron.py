@@ -97,6 +97,8 @@ class MegatronStrategy(StrategyHooks):
             and its rank, and neither save nor load such a model. ``SpikeGuard`` skips such steps instead.
         verify_on_load: compare the content of all files of a checkpoint with its manifest before anything is taken from
             it; ranks share the reading. ``False`` compares lengths.
+        save_distributed_checkpoint: ``False`` to save one file, as Lightning's one-device strategies do, in place of a
+            directory that all ranks write; whole tensors pass through rank 0, one after the other.
         async_save: while ``fit`` is running, write checkpoints in the background, from a copy in host memory.
         save_on_signal: end ``fit`` on SIGTERM, SIGUSR1 and Ctrl-C after a step, saved, as ``KillSwitch`` does.
         record_actions: keep each rank's last actions in ``default_root_dir/.actions`` for ``lightning-megatron why``,
@@ -164,6 +166,7 @@ class MegatronStrategy(StrategyHooks):
         fp8: Fp8Recipe | None = None,
         check_for_nan_in_loss_and_grad: bool = True,
         verify_on_load: bool = True,
+        save_distributed_checkpoint: bool = True,
         async_save: bool = False,
         save_on_signal: bool = True,
         record_actions: bool = True,

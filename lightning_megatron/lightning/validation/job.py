@@ -198,7 +198,7 @@ def trainer_faults(job: Job) -> list[Problem]:
     if job.trainer is not None:
         callbacks: Sequence[Callback] = job.trainer.callbacks  # type: ignore[attr-defined]
         found = callback_problems(callbacks, job.layout, job.modules) + trainer_problems(job.trainer)
-    return found + saving_problems(job.objects, job.trainer)
+    return found + saving_problems(job.objects, job.trainer, one_file=not job.settings.save_distributed_checkpoint)
 
 
 def module_faults(job: Job) -> list[Problem]:

@@ -16,12 +16,13 @@ from lightning_megatron.errors import Problem
 from lightning_megatron.lightning.compat._private import asks_for_upload
 
 
-def saving_problems(objects: Sequence[object], trainer: Trainer | None) -> list[Problem]:
+def saving_problems(objects: Sequence[object], trainer: Trainer | None, *, one_file: bool) -> list[Problem]:
     """Addresses, hyper-parameters, callbacks and loggers with which saving cannot work.
 
     Args:
         objects: module, loaders, data module, path of a checkpoint.
         trainer: the Trainer; its callbacks and loggers are checked.
+        one_file: True if checkpoints are single files.
     """
     found = [p for item in objects if isinstance(item, str | os.PathLike) for p in address_problems("ckpt_path", item)]
     if trainer is None:
@@ -33,6 +34,8 @@ def saving_problems(objects: Sequence[object], trainer: Trainer | None) -> list[
         if isinstance(item, LightningModule | LightningDataModule):
             found += hyper_parameter_problems(item)
     found += callback_state_problems(trainer)
+    if one_file:
+        return found
     return found + [upload_problem(logger) for logger in trainer.loggers if asks_for_upload(logger)]
 
 
@@ -120,6 +123,6 @@ def upload_problem(logger: object) -> Problem:
     """A logger that uploads files, where checkpoints are directories."""
     reason = (
         "it uploads single files, and checkpoints are directories: leave log_model out, and add the callback "
-        "UploadCheckpoints()"
+        "UploadCheckpoints(); or save single files, with MegatronStrategy(save_distributed_checkpoint=False)"
     )
     return Problem(f"{type(logger).__name__}(log_model=...)", True, reason, (False,))

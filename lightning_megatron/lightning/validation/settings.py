@@ -48,6 +48,7 @@ class JobSettings:
     fp8: Fp8Recipe | None = None
     check_for_nan_in_loss_and_grad: bool = True
     verify_on_load: bool = True
+    save_distributed_checkpoint: bool = True
     async_save: bool = False
     save_on_signal: bool = True
     record_actions: bool = True

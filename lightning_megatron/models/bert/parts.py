@@ -131,7 +131,7 @@ class BertHead(Head):
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
         """The bias is cut along the vocabulary, as the weight is."""
-        bias = ParamSpec((self.vocab_size,), tp_dim=0, decay=False)
+        bias = ParamSpec((self.vocab_size,), tp_dim=0, decay=False, multiple=self.multiple)
         return {**super().param_specs(), "bias": bias}
 
     def encoded(self, hidden: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ def test_missing_data_is_told_without_a_traceback(tmp_path: Path, capsys: pytest
 def test_verify_of_nothing_is_a_wrong_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit statuses as its help says: 1 is for checkpoints that are there and damaged."""
     assert main(["verify", str(tmp_path / "nothere")]) == 2
-    assert capsys.readouterr().err.endswith("nothere: there is no such directory\n")
+    assert capsys.readouterr().err.endswith("nothere: there is no such directory or file\n")
     (tmp_path / "damaged.ckpt").mkdir()
     assert main(["verify", str(tmp_path / "damaged.ckpt")]) == 1
 

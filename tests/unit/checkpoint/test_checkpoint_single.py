@@ -192,7 +192,7 @@ def test_another_format_is_told(path):
     manifest = Manifest({}, {}, "9.9", version=99)
     (path / "manifest.json").write_text(manifest.render())
     refused(path, {}, "it has format version 99, this package knows 2")
-    assert "not a directory" in str(verify(path / "nothing")[0])
+    assert "not there" in str(verify(path / "nothing")[0])
 
 
 def test_lightning_consolidates_the_directory(tmp_path):

@@ -44,7 +44,7 @@ def sources(tmp_path: Path) -> Path:
     """A copy of what is packed, without git."""
     folder = tmp_path / "sources"
     folder.mkdir()
-    leave = shutil.ignore_patterns("__pycache__", "*.so", "build")
+    leave = shutil.ignore_patterns("__pycache__", "*.so")
     for name in PACKED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=leave)

@@ -1,0 +1,137 @@
+"""A file of ``torch.save`` whose tensors are written one after the other, so that one alone is in memory."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.formats.tensor_archive import STORAGE_CLASSES
+
+_ALIGNMENT = 64  # bytes, as in torch's files
+_LOCAL_HEADER, _ZIP64_FIELD, _FIELD_HEAD = 30, 20, 4  # bytes of the parts of a zip archive before a file's content
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A tensor in an object that :class:`TorchFile` writes; the values come later.
+
+    Attributes:
+        key: name by which the writer knows it.
+        dtype: its dtype.
+        shape: its shape.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class _Storage:
+    number: int
+    slot: Slot
+
+
+class TorchFile:
+    """Writes an object so that ``torch.load`` reads it, with tensors in the place of slots.
+
+    Args:
+        path: the file.
+        content: containers, plain values, tensors and slots; a slot in two places is one tensor.
+
+    Attributes:
+        slots: slots, in the order in which :meth:`add` wants their values.
+    """
+
+    def __init__(self, path: Path, content: Any) -> None:
+        found = _Pickled(content)
+        self.slots = list(found.numbers)
+        self._numbers = iter(found.numbers.values())
+        self._archive = zipfile.ZipFile(path, "w")
+        self._write("data.pkl", found.pickle)
+        self._write("byteorder", sys.byteorder.encode())
+        self._write("version", b"3\n")
+        for number, value in found.values.items():
+            self._write(f"data/{number}", _bytes_of(value))
+
+    def add(self, value: Tensor) -> None:
+        """Write the values of the next slot."""
+        self._write(f"data/{next(self._numbers)}", _bytes_of(value))
+
+    def close(self) -> None:
+        """End the file."""
+        self._archive.close()
+
+    def _write(self, name: str, content: Any) -> None:
+        entry, size = zipfile.ZipInfo(f"archive/{name}"), memoryview(content).nbytes
+        is_long = size >= zipfile.ZIP64_LIMIT // 2
+        head = _LOCAL_HEADER + len(entry.filename) + _FIELD_HEAD + _ZIP64_FIELD * is_long
+        assert self._archive.fp is not None
+        gap = -(self._archive.fp.tell() + head) % _ALIGNMENT  # torch maps values from a multiple of their size
+        entry.extra = b"FB" + gap.to_bytes(2, "little") + bytes(gap)
+        with self._archive.open(entry, "w", force_zip64=is_long) as stream:
+            stream.write(content)
+
+
+class _Pickled:
+    """The pickle of an object, in which storages of tensors have numbers.
+
+    Attributes:
+        pickle: the pickle.
+        numbers: number of each slot.
+        values: tensors of the object itself, by number.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self.numbers: dict[Slot, int] = {}
+        self.values: dict[int, Tensor] = {}
+        outer, stream = self, io.BytesIO()
+
+        class Pickler(pickle.Pickler):
+            def reducer_override(self, value: Any) -> Any:
+                return outer._reduced(value) if isinstance(value, Slot | Tensor) else NotImplemented
+
+            def persistent_id(self, value: Any) -> Any:
+                return _name_of(value) if isinstance(value, _Storage) else None
+
+        Pickler(stream, protocol=2).dump(content)
+        self.pickle = stream.getvalue()
+
+    def _reduced(self, value: Slot | Tensor) -> Any:
+        """The call by which torch puts a tensor together again, with a number in the place of its storage."""
+        number = len(self.numbers) + len(self.values)
+        if isinstance(value, Slot):
+            slot = value
+            self.numbers[slot] = number
+        else:
+            slot = Slot("", value.dtype, tuple(value.shape))
+            self.values[number] = value
+        function, (_, _, _, _, _, _, *more) = torch.empty(0, dtype=slot.dtype).__reduce_ex__(2)
+        strides = tuple(prod(slot.shape[dim + 1 :]) for dim in range(len(slot.shape)))
+        return function, (_Storage(number, slot), 0, slot.shape, strides, False, OrderedDict(), *more)
+
+
+def _name_of(storage: _Storage) -> tuple[Any, ...]:
+    slot = storage.slot
+    if (kind := STORAGE_CLASSES.get(slot.dtype)) is None:
+        return "storage", torch.UntypedStorage, str(storage.number), "cpu", slot.nbytes
+    return "storage", kind, str(storage.number), "cpu", prod(slot.shape)
+
+
+def _bytes_of(value: Tensor) -> Any:
+    return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
