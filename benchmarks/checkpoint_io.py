@@ -28,6 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,20 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.utils.data import DataLoader
 
 from lightning_megatron import LlamaModule, MegatronStrategy
-from lightning_megatron.checkpoint import BackgroundWriter, Fragment, PendingSave, State, load, model_state, save
+from lightning_megatron.checkpoint import (
+    BackgroundWriter,
+    Entry,
+    Fragment,
+    PendingFile,
+    PendingSave,
+    State,
+    load,
+    model_state,
+    save,
+)
 from lightning_megatron.checkpoint.directory.atomic_dir import remove, sync_file
 from lightning_megatron.checkpoint.tensors.fragment import Chunk
+from lightning_megatron.checkpoint.tensors.keys import model_key
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
 from lightning_megatron.testing.trainer import quiet_trainer
@@ -77,6 +89,11 @@ def ours_save(tensors: Tensors, path: Path) -> None:
     save(path, state_of(tensors), {}, MESH)
 
 
+def file_save(tensors: Tensors, path: Path) -> None:
+    entries = {"state_dict": [Entry(name, model_key(name), tuple(value.shape)) for name, value in tensors.items()]}
+    replace(PendingFile.of(path, state_of(tensors), {}, MESH), entries=entries).write(MESH)
+
+
 def halves_save(tensors: Tensors, path: Path, dim: int) -> None:
     """Each tensor as two boxes."""
     state: State = {}
@@ -104,6 +121,7 @@ def dcp_load(tensors: Tensors, folder: Path) -> None:
 WRITERS: dict[str, Callable[[Tensors, Path], None]] = {
     "torch": torch_save,
     "ours": ours_save,
+    "ours, one file": file_save,
     "dcp": dcp_save,
 }
 CUT: dict[str, Callable[[Tensors, Path], None]] = {
@@ -215,6 +233,9 @@ def memory(folder: Path, megabytes: int) -> dict[str, tuple[float, float]]:
         "at once": growth(lambda: save(folder / "0.ckpt", state, {}, MESH)),
         "in the background": growth(lambda: in_background("1.ckpt")),
         "and once more": growth(lambda: in_background("2.ckpt")),
+        "one file": growth(
+            lambda: file_save({f"t{i}": x for i, x in enumerate(flat.split(TENSOR))}, folder / "3.ckpt")
+        ),
     }
 
 

@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, takewhile
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,16 +129,12 @@ class PendingFile(PendingSave):
             if reason := cover_fault(shape, [box for part in parts for box in part.boxes.get(key, ())]):
                 raise CheckpointError(f"{key}: {reason}")
         file = TorchFile(self._file, self._content(parts, kinds, mesh))
-        largest, host = (
-            max(((slot.nbytes, slot.key) for slot in file.slots), default=(0, "")),
-            total_memory_bytes("cpu"),
-        )
-        needed = largest[0] * min(len(parts), 2)  # the whole tensor, and a part that has come for it
+        needed, key = max(((_needed(slot, parts), slot.key) for slot in file.slots), default=(0, ""))
         _log.info("%s: rank 0 takes at most %d bytes of host memory for it", self.action, needed)
-        if needed > host:
+        if needed > (host := total_memory_bytes("cpu")):
             raise CheckpointError(
-                f"{largest[1]} is whole on rank 0 while it is written to one file: that takes {needed} bytes, and the"
-                f" host has {host}. Save directories, without save_distributed_checkpoint=False"
+                f"{key} is whole on rank 0 while it is written to one file: that takes {needed} bytes, and the host has"
+                f" {host}. Save directories, without save_distributed_checkpoint=False"
             )
         return file
 
@@ -171,6 +168,13 @@ class PendingFile(PendingSave):
 
 def _saved(fragment: Fragment) -> list[Chunk]:
     return [chunk for chunk in fragment.chunks if chunk.write]
+
+
+def _needed(slot: Slot, parts: Sequence[_Part]) -> int:
+    """Bytes of a tensor on rank 0 while it is put together: the whole, and the largest part that comes for it."""
+    return slot.nbytes + slot.dtype.itemsize * max(
+        prod(box.sizes) for part in parts for box in part.boxes.get(slot.key, ())
+    )
 
 
 def _gathered(
