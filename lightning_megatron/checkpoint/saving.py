@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,8 @@ from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
+
+PendingT = TypeVar("PendingT", bound="PendingSave")
 
 
 def save(
@@ -114,7 +116,7 @@ class PendingSave:
 
     @classmethod
     def of(
-        cls,
+        cls: type[PendingT],
         path: str | os.PathLike[str],
         state: State,
         meta: dict[str, Any],
@@ -124,7 +126,7 @@ class PendingSave:
         allow_objects: bool = False,
         guard: SaveGuard | None = None,
         progress: Progress | None = None,
-    ) -> PendingSave:
+    ) -> PendingT:
         """Put a checkpoint together from the arguments of :func:`save`. Every rank must call this.
 
         Raises:
