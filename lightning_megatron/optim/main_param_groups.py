@@ -17,7 +17,8 @@ class MainParamGroups:
     At all other times its groups hold the parameters that the user gave it. So ``zero_grad``, toggling, freezing and
     all other code that iterates over ``param_groups`` acts on the model, as in plain torch. It uses torch's public
     hooks of optimizers, and so works for every caller of ``step``. Where the user has left the choice to torch, a step
-    on a CPU may take torch's fused kernel.
+    on a CPU may take torch's fused kernel. A wrapper that shows these hooks as its own is left alone: Lightning's runs
+    them around the closure once it has been deep-copied.
 
     Args:
         optimizer: the user's optimizer.
@@ -49,7 +50,9 @@ class MainParamGroups:
             optimizer.register_load_state_dict_post_hook(self._leave),
         ]
 
-    def _begin_step(self, *_: Any) -> None:
+    def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is not self._optimizer:
+            return
         if self._depth == 0:
             self._before()
         self._enter()
@@ -58,7 +61,9 @@ class MainParamGroups:
             for group in self._fused:
                 group["fused"] = True
 
-    def _end_step(self, *_: Any) -> None:
+    def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is not self._optimizer:
+            return
         self._leave()
         if self._depth == 0:
             self._forget_kernels()

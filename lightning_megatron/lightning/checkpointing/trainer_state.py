@@ -253,8 +253,8 @@ def _weights_alone(path: str, module: LightningModule) -> str:
     is_ours = hasattr(module, "load_weights")
     call = f"{name}.load_from_checkpoint({path!r})" if is_ours else f"load_module({path!r}, {name})"
     return (
-        f"{path} holds weights alone (save_weights_only), and no run can go on from them. To begin a run with the"
-        f" weights, give fit the module {call}, and no ckpt_path"
+        f"{path} holds weights alone (save_weights_only: the checkpoint contains only the model), and no run can go on"
+        f" from them. To begin a run with the weights, give fit the module {call}, and no ckpt_path"
     )
 
 

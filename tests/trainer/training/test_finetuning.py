@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from tests.tiny import tiny_llama
 
 
 class Tuned(LightningModule):
@@ -108,3 +109,70 @@ def test_unfreezing_in_mid_run_gives_the_numbers_of_stock_on_the_whole_batch(
         for ours, theirs in zip(rank, stock, strict=True):
             for run in ours:
                 assert_same(run, theirs)
+
+
+class FirstLayer(BaseFinetuning):
+    """Layer 0 of a model of ours joins in the second epoch, on the pipeline stage that has it."""
+
+    def layer(self, module: LightningModule) -> list[nn.Module]:
+        return [layer for name, layer in module.model.layers.items() if name == "0"]  # type: ignore[union-attr,operator]
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(self.layer(pl_module))
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(self.layer(pl_module), optimizer, lr=0.01)
+
+
+def texts() -> DataLoader[Any]:
+    rows = [{"tokens": row, "labels": row} for row in torch.arange(64).view(8, 8) % 32]
+    return DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+
+
+def fit_ours(strategy: Any, epochs: int, path: Path | None = None, resume: bool = False) -> list[float]:
+    """Losses of a model whose layer 0 joins in the second epoch."""
+    torch.manual_seed(5)
+    recorder = Recorder()
+    options: dict[str, Any] = {"logger": recorder, "callbacks": [FirstLayer()], "use_distributed_sampler": False}
+    trainer = quiet_trainer(strategy, max_epochs=epochs, accelerator="cpu", **options)
+    trainer.fit(LlamaModule(tiny_llama(), lr=0.02), texts(), ckpt_path=str(path) if resume else None)
+    if path is not None and not resume:
+        trainer.save_checkpoint(path)
+    return recorder.series("train_loss")
+
+
+def ours_in(layout: dict[str, Any], folder: Path) -> list[list[float]]:
+    """Losses in one go, and of a run that goes on after the layer has joined."""
+    path = folder / "two.ckpt"
+    first = fit_ours(MegatronStrategy(**layout), 2, path)
+    rest = fit_ours(MegatronStrategy(**layout), 3, path, resume=True)
+    return [fit_ours(MegatronStrategy(**layout), 3), first + rest]
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"pp": 2, "micro_batch_size": 2}], ids=str)
+def test_a_model_of_ours_is_frozen_before_it_is_built_and_joins_in_mid_run(
+    ranks: Callable[..., list[Any]], tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    one = fit_ours(SingleDeviceStrategy(torch.device("cpu")), 3)
+    for rank in ranks(2, ours_in, layout, tmp_path):
+        for losses in rank:
+            assert losses == pytest.approx(one, rel=1e-4)
+
+
+def first_weight(strategy: Any) -> float:
+    """Norm of the backbone's first weight after it has joined in mid-run."""
+    return float(fit(strategy, backbone(), 4)[1]["backbone.0.weight"].norm())
+
+
+def beside_ddp() -> tuple[float, float]:
+    return first_weight(MegatronStrategy()), first_weight(DDPStrategy(find_unused_parameters=True))
+
+
+def test_replicas_of_ddp_part_where_ours_do_not(ranks: Callable[..., list[Any]]) -> None:
+    """The numbers of docs/optimizers.md."""
+    one = first_weight(SingleDeviceStrategy(torch.device("cpu")))
+    found = ranks(2, beside_ddp)
+    print("NUMBERS", one, found)
+    assert [ours for ours, _ in found] == pytest.approx([one, one], rel=1e-5)
+    assert all(abs(ddp - one) > 0.01 for _, ddp in found)
