@@ -45,9 +45,13 @@ def test_a_run_that_fails_before_its_processes_have_started_leaves_no_record(fau
     layout: dict[str, Any] = {"tp": 3} if fault == "layout" else {}
     options: dict[str, Any] = {"accelerator": "cpu", "default_root_dir": tmp_path, "logger": False}
     options |= {"callbacks": [ModelPruning("l1_unstructured")]} if fault == "feature" else {}
-    with pytest.raises((ConfigError, MissingCheckpointError)):
+
+    def fit() -> None:
         trainer = Trainer(strategy=MegatronStrategy(**layout), devices=2 if "two" in fault else 1, **options)
         trainer.fit(BoringModel(), ckpt_path=tmp_path / "none.ckpt" if "checkpoint" in fault else None)
+
+    with pytest.raises((ConfigError, MissingCheckpointError)):
+        fit()
     assert list(tmp_path.iterdir()) == []
 
 
