@@ -17,8 +17,7 @@ class MainParamGroups:
     At all other times its groups hold the parameters that the user gave it. So ``zero_grad``, toggling, freezing and
     all other code that iterates over ``param_groups`` acts on the model, as in plain torch. It uses torch's public
     hooks of optimizers, and so works for every caller of ``step``. Where the user has left the choice to torch, a step
-    on a CPU may take torch's fused kernel. A wrapper that shows these hooks as its own is left alone: Lightning's runs
-    them around the closure once it has been deep-copied.
+    on a CPU may take torch's fused kernel.
 
     Args:
         optimizer: the user's optimizer.
@@ -51,7 +50,7 @@ class MainParamGroups:
         ]
 
     def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is not self._optimizer:
+        if optimizer is not self._optimizer:  # Lightning's wrapper, once copied, runs the hooks around the closure too
             return
         if self._depth == 0:
             self._before()

@@ -47,7 +47,7 @@ from lightning_megatron.lightning.run_state.weight_versions import (
     with_repeats,
     without_repeats,
 )
-from lightning_megatron.lightning.step.finetuning import rejoin_groups
+from lightning_megatron.lightning.step.finetuning import rejoin, rejoin_groups
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import spec_registry
@@ -171,6 +171,7 @@ def load_trainer_checkpoint(
         groups |= optimizer_state(index, (), mesh, _groups(optimizer))
     opened.fill(groups, strict=False, is_in_order=is_in_order)
     for index, optimizer in enumerate(optimizers):
+        rejoin(groups[groups_key(index)] or (), module, optimizer)
         take_group_settings(optimizer, groups[groups_key(index)])
     target = _target(meta, module, optimizers, mesh, sharded)
     loaded = opened.fill(target.state, strict=module.strict_loading, is_in_order=is_in_order)
