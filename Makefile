@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check --retries 10 --ti
 # Processes that tests start, by the hundred, would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-hpu test-cuda test-eval test-streaming bench docs dist lint types clean
+.PHONY: demo test test-all test-hpu test-cuda test-eval test-streaming lightning-suite bench docs dist lint types clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -76,6 +76,11 @@ $(STREAMING)/ready: setup.cfg pyproject.toml
 	@$(PYTHON) -m venv $(STREAMING)
 	@$(STREAMING)/bin/python -m pip -qq --disable-pip-version-check install --editable '.[dev,litdata,mosaic]'
 	@touch $@
+
+# Lightning's own tests, as they are and with our strategy, from a checkout of its repository (docs/lightning-suite.md).
+# By hand: SUITE="--one-file", or some of its folders.
+lightning-suite: $(READY)
+	$(BIN)/python tests/lightning_suite/swapped_suite.py "$(LIGHTNING)" $(SUITE)
 
 # Ours beside its peers, each in an environment of its own under .bench; BENCH="--rows all" for every row.
 bench: $(READY)

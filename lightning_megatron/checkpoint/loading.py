@@ -257,13 +257,16 @@ def _missing(state: State, metadata: Metadata, unexpected: Sequence[str], strict
         CheckpointError: if it does not fit.
     """
     missing, faults = load_faults(state, metadata)
+    words = ""
     if strict:
         needed = [key for key in missing if not Key.parse(key).is_calibration]
         faults = _missing_faults(needed, list(metadata.state_dict_metadata)) + faults
         where = ("optimizer", "model")
         faults += [f"{key}: in the checkpoint, but not in the {where[Key.parse(key).is_model]}" for key in unexpected]
+        kinds = {"Missing": needed, "Unexpected": unexpected}
+        words = "".join(f", {kind} key(s) in state_dict" for kind, keys in kinds.items() if keys)
     if faults:
-        raise CheckpointError("the checkpoint does not fit:\n" + listed(faults))
+        raise CheckpointError(f"the checkpoint does not fit{words}:\n{listed(faults)}")
     return missing
 
 

@@ -49,7 +49,9 @@ class MainParamGroups:
             optimizer.register_load_state_dict_post_hook(self._leave),
         ]
 
-    def _begin_step(self, *_: Any) -> None:
+    def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is not self._optimizer:  # Lightning's wrapper, once copied, runs the hooks around the closure too
+            return
         if self._depth == 0:
             self._before()
         self._enter()
@@ -58,7 +60,9 @@ class MainParamGroups:
             for group in self._fused:
                 group["fused"] = True
 
-    def _end_step(self, *_: Any) -> None:
+    def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is not self._optimizer:
+            return
         self._leave()
         if self._depth == 0:
             self._forget_kernels()

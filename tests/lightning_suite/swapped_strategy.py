@@ -1,5 +1,7 @@
 """A pytest plugin that gives Lightning's own tests another strategy: ``Trainer()`` on one CPU becomes ours.
 
+With ``--one-file`` it is the one that saves a checkpoint as one file.
+
 Only where a test leaves the strategy to the Trainer, on one process of the CPU: what asks for a strategy, an
 accelerator or several processes keeps what it asks for.
 """
@@ -31,8 +33,13 @@ def _is_for_one_cpu(arguments: dict[str, Any]) -> bool:
     )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-file", action="store_true", help="checkpoints are single files, not directories")
+
+
 @pytest.fixture(autouse=True)
-def _swapped(record_property: Callable[[str, object], None]) -> Iterator[None]:
+def _swapped(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[None]:
+    arguments: dict[str, Any] = {"save_distributed_checkpoint": False} if request.config.getoption("--one-file") else {}
     stock = Trainer.__init__
     signature = inspect.signature(stock)
     swapped = 0
@@ -46,7 +53,7 @@ def _swapped(record_property: Callable[[str, object], None]) -> Iterator[None]:
             return stock(self, *args, **kwargs)
         given.apply_defaults()
         if _is_for_one_cpu(given.arguments):
-            kwargs["strategy"] = MegatronStrategy()
+            kwargs["strategy"] = MegatronStrategy(**arguments)
             swapped += 1
             record_property("swapped", swapped)
         return stock(self, *args, **kwargs)

@@ -164,7 +164,7 @@ def locate(path: Path) -> Manifest:
 
 def absent(path: Path) -> str:
     """Words about a path at which there is no checkpoint, and about those that are near it."""
-    text = "it does not exist"
+    text = "it does not exist (Checkpoint file not found)"
     if not path.parent.is_dir():
         return f"{text}, nor does {path.parent}"
     if any(name.kind == "saving" for _, name in unfinished_of(path)):

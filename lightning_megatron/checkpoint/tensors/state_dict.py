@@ -158,7 +158,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _merged(groups: Sequence[Mapping[str, Any]], mesh: ParallelMesh) -> list[dict[str, Any]]:
-    """The groups of all pipeline stages as one list: settings of the first stage, names of all."""
+    """The groups of all pipeline stages as one list: a stage that lacks some counts the others differently."""
     own = [dict(group) for group in groups]
     if mesh.pp.size == 1:
         return own
@@ -166,10 +166,18 @@ def _merged(groups: Sequence[Mapping[str, Any]], mesh: ParallelMesh) -> list[dic
     merged: list[dict[str, Any]] = []
     for stage in all_gather_object(mesh, own if is_source else []):
         for number, group in enumerate(stage):
-            if number == len(merged):
+            alike = [place for place, other in enumerate(merged) if _have_same_settings(group, other)]
+            place = min(number, len(merged))
+            if place not in (*alike, len(merged)):
+                place = min(alike, default=len(merged))
+            if place == len(merged):
                 merged.append({**group, "params": []})
-            merged[number]["params"] += [name for name in group["params"] if name not in merged[number]["params"]]
+            merged[place]["params"] += [name for name in group["params"] if name not in merged[place]["params"]]
     return merged
+
+
+def _have_same_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a if key != "params")
 
 
 def _scalar(value: float) -> Tensor:

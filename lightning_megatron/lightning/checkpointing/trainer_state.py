@@ -58,7 +58,7 @@ from lightning_megatron.lightning.run_state.weight_versions import (
     with_repeats,
     without_repeats,
 )
-from lightning_megatron.lightning.step.finetuning import rejoin_groups
+from lightning_megatron.lightning.step.finetuning import rejoin, rejoin_groups
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, spec_registry
@@ -234,6 +234,7 @@ def load_trainer_checkpoint(
         groups |= optimizer_state(index, (), mesh, _groups(optimizer))
     opened.fill(groups, strict=False, is_in_order=is_in_order)
     for index, optimizer in enumerate(optimizers):
+        rejoin(groups[groups_key(index)] or (), module, optimizer)
         take_group_settings(optimizer, groups[groups_key(index)])
     target = _target(meta, module, optimizers, mesh, sharded)
     loaded = opened.fill(target.state, strict=module.strict_loading, is_in_order=is_in_order)
@@ -316,8 +317,8 @@ def _weights_alone(path: str, module: LightningModule) -> str:
     is_ours = hasattr(module, "load_weights")
     call = f"{name}.load_from_checkpoint({path!r})" if is_ours else f"load_module({path!r}, {name})"
     return (
-        f"{path} holds weights alone (save_weights_only), and no run can go on from them. To begin a run with the"
-        f" weights, give fit the module {call}, and no ckpt_path"
+        f"{path} holds weights alone (save_weights_only: the checkpoint contains only the model), and no run can go on"
+        f" from them. To begin a run with the weights, give fit the module {call}, and no ckpt_path"
     )
 
 

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
 
 from lightning_megatron.optim.zero import ShardedOptimizer
+from lightning_megatron.params import named_specs
 
 
 def rejoin_groups(
@@ -24,13 +25,22 @@ def rejoin_groups(
         module: the user's module.
         optimizers: the distributed optimizers.
     """
-    callbacks = [c for c in module.trainer.callbacks if isinstance(c, BaseFinetuning)]  # type: ignore[attr-defined]
-    params = dict(module.named_parameters())
-    for callback in callbacks:
+    for callback in _callbacks(module):
         saved = checkpoint.get("callbacks", {}).get(callback.state_key, {})
         for index, groups in saved.get("internal_optimizer_metadata", {}).items():
-            optimizer = optimizers[index].optimizer
-            for group in groups[len(optimizer.param_groups) :]:
-                joining = [params[name].requires_grad_() for name in group["params"] if name in params]
-                optimizer.add_param_group({**group, "params": joining})
-            optimizers[index].add_new_params()
+            rejoin(groups, module, optimizers[index])
+
+
+def rejoin(groups: Sequence[Mapping[str, Any]], module: LightningModule, target: ShardedOptimizer) -> None:
+    """Add parameters of saved groups, of all stages of a pipeline, that no group has; no action without a callback."""
+    present = {name for names in target.group_names() for name in names}
+    params = {name: param for name, param, _ in named_specs(module) if name not in present}
+    for group in groups if _callbacks(module) else ():
+        joining = [params[name].requires_grad_() for name in group["params"] if name in params]
+        if joining:
+            target.optimizer.add_param_group({**group, "params": joining})
+    target.add_new_params()
+
+
+def _callbacks(module: LightningModule) -> list[BaseFinetuning]:
+    return [c for c in module.trainer.callbacks if isinstance(c, BaseFinetuning)]  # type: ignore[attr-defined]

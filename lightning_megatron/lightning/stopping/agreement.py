@@ -24,6 +24,9 @@ class Agreement:
         self._number = torch.zeros((), dtype=torch.int32, device=device)
         self._under_way: Pending | None = None
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Agreement:
+        return self  # a question that is under way is a handle
+
     def ask(self, number: int) -> int:
         """Give a number, and return the maximum of the last question; unless that is 0, the new number is dropped."""
         last = self.answer()

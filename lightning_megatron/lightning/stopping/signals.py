@@ -109,6 +109,9 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self.waits = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StopSignals:
+        return self  # handlers are the process's
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         again = number == signal.SIGINT and self._first is not None and now - self._first > SAME_PRESS

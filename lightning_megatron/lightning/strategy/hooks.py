@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,6 +31,7 @@ from lightning_megatron.lightning.step.op_report import write_op_report
 from lightning_megatron.lightning.step.optimizers import decide_on_rank_0
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
+from lightning_megatron.lightning.strategy.copies import SharedOnceStarted
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.strategy.recording import ActionRecord, recorded
 from lightning_megatron.lightning.strategy.start import OwnCallbacks, RankStart
@@ -47,7 +47,7 @@ from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import StageBoundary
 
 
-class StrategyHooks(ParallelStrategy):
+class StrategyHooks(SharedOnceStarted):
     """Start, steps, evaluation and end of a run.
 
     Args:
@@ -227,7 +227,8 @@ class StrategyHooks(ParallelStrategy):
         self._record.require_peers(filepath)
         with self._record.during(Kind.SAVE, str(filepath)):
             if storage_options is not None:
-                raise TypeError(f"{type(self).__name__} writes local directories and takes no storage_options")
+                asked = "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
+                raise TypeError(f"{asked} is not supported for `{type(self).__name__}`: it writes local directories")
             self.checkpoints.save(checkpoint, filepath, self.save_guard)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -424,6 +425,7 @@ class StrategyHooks(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Write the error down, if the launcher has not done so."""
         self.note_error(exception)
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """End the run, and release the environment. Parameters stay in place, as views of flat buffers."""

@@ -97,7 +97,10 @@ def test_a_misspelt_checkpoint_is_told_before_a_process_is_started(stage: str, t
     launching = Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(), logger=False)
     with pytest.raises(MissingCheckpointError) as caught:
         getattr(launching, stage)(Untouched(), ckpt_path=tmp_path / "lsat.ckpt")
-    assert str(caught.value) == f"loading {tmp_path}/lsat.ckpt: it does not exist; checkpoints there: last.ckpt"
+    assert (
+        str(caught.value)
+        == f"loading {tmp_path}/lsat.ckpt: it does not exist (Checkpoint file not found); checkpoints there: last.ckpt"
+    )
     assert dict(os.environ) == before, "no process was started"
 
 

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from tests.tiny import tiny_llama
 
 
 class Tuned(LightningModule):
@@ -108,3 +109,77 @@ def test_unfreezing_in_mid_run_gives_the_numbers_of_stock_on_the_whole_batch(
         for ours, theirs in zip(rank, stock, strict=True):
             for run in ours:
                 assert_same(run, theirs)
+
+
+class OneLayer(BaseFinetuning):
+    """A layer of a model of ours joins in the second epoch, on the pipeline stage that has it."""
+
+    def __init__(self, number: str) -> None:
+        super().__init__()
+        self.number = number
+
+    def layer(self, module: LightningModule) -> list[nn.Module]:
+        return [part for name, part in module.model.layers.items() if name == self.number]  # type: ignore[union-attr,operator]
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(self.layer(pl_module))
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(self.layer(pl_module), optimizer, lr=0.01)
+
+
+def texts() -> DataLoader[Any]:
+    rows = [{"tokens": row, "labels": row} for row in torch.arange(64).view(8, 8) % 32]
+    return DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+
+
+def fit_ours(strategy: Any, layer: str, epochs: int, path: Path | None = None, resume: bool = False) -> list[float]:
+    """Losses of a model of which a layer joins in the second epoch."""
+    torch.manual_seed(5)
+    recorder = Recorder()
+    options: dict[str, Any] = {"logger": recorder, "callbacks": [OneLayer(layer)], "use_distributed_sampler": False}
+    trainer = quiet_trainer(strategy, max_epochs=epochs, accelerator="cpu", **options)
+    trainer.fit(LlamaModule(tiny_llama(), lr=0.02), texts(), ckpt_path=str(path) if resume else None)
+    if path is not None and not resume:
+        trainer.save_checkpoint(path)
+    return recorder.series("train_loss")
+
+
+def ours_in(layout: dict[str, Any], layers: list[str], folder: Path) -> list[list[float]]:
+    """Losses of runs that go on after the layer has joined."""
+    found = []
+    for layer in layers:
+        path = folder / f"{layer}.ckpt"
+        first = fit_ours(MegatronStrategy(**layout), layer, 2, path)
+        found.append(first + fit_ours(MegatronStrategy(**layout), layer, 3, path, resume=True))
+    return found
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "micro_batch_size": 2}], ids=str)
+def test_a_layer_of_a_model_of_ours_joins_in_mid_run(
+    ranks: Callable[..., list[Any]], tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """Stages of a pipeline have other groups: in the first, norms may all be frozen; the callback saved is its own."""
+    layers = ["0", "1"]
+    one = [fit_ours(SingleDeviceStrategy(torch.device("cpu")), layer, 3) for layer in layers]
+    for rank in ranks(2, ours_in, layout, layers, tmp_path):
+        for losses, expected in zip(rank, one, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def first_weight(strategy: Any) -> float:
+    """Norm of the backbone's first weight after it has joined in mid-run."""
+    return float(fit(strategy, backbone(), 4)[1]["backbone.0.weight"].norm())
+
+
+def beside_ddp() -> tuple[float, float]:
+    return first_weight(MegatronStrategy()), first_weight(DDPStrategy(find_unused_parameters=True))
+
+
+def test_replicas_of_ddp_part_where_ours_do_not(ranks: Callable[..., list[Any]]) -> None:
+    """The numbers of docs/optimizers.md."""
+    one = first_weight(SingleDeviceStrategy(torch.device("cpu")))
+    found = ranks(2, beside_ddp)
+    assert [one, *(ours for ours, _ in found)] == pytest.approx([1.6376] * 3, abs=1e-4)
+    assert [ddp for _, ddp in found] == pytest.approx([1.6663, 1.6577], abs=1e-3)
