@@ -43,10 +43,10 @@ from torch.utils.data import DataLoader
 from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.checkpoint import (
     BackgroundWriter,
-    Entry,
     Fragment,
     PendingFile,
     PendingSave,
+    SavedName,
     State,
     load,
     model_state,
@@ -90,8 +90,8 @@ def ours_save(tensors: Tensors, path: Path) -> None:
 
 
 def file_save(tensors: Tensors, path: Path) -> None:
-    entries = {"state_dict": [Entry(name, model_key(name), tuple(value.shape)) for name, value in tensors.items()]}
-    replace(PendingFile.of(path, state_of(tensors), {}, MESH), entries=entries).write(MESH)
+    names = {"state_dict": [SavedName(name, model_key(name), tuple(value.shape)) for name, value in tensors.items()]}
+    replace(PendingFile.of(path, state_of(tensors), {}, MESH), names=names).write(MESH)
 
 
 def halves_save(tensors: Tensors, path: Path, dim: int) -> None:

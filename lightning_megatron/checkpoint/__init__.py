@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.background.writer import BackgroundWriter
     from lightning_megatron.checkpoint.directory.atomic_dir import remove, remove_unlinked
     from lightning_megatron.checkpoint.directory.leftovers import remove_stale
+    from lightning_megatron.checkpoint.formats.lightning_content import SavedName
     from lightning_megatron.checkpoint.formats.meta import objects_in
     from lightning_megatron.checkpoint.integrity.fault import Fault
     from lightning_megatron.checkpoint.integrity.finite_values import refuse_nonfinite
     from lightning_megatron.checkpoint.integrity.manifest import Progress
     from lightning_megatron.checkpoint.loading import Loaded, OpenCheckpoint, load, open_checkpoint
     from lightning_megatron.checkpoint.saving import PendingSave, SaveGuard, save
-    from lightning_megatron.checkpoint.saving_file import Entry, PendingFile
+    from lightning_megatron.checkpoint.saving_file import PendingFile
     from lightning_megatron.checkpoint.select.hashes import Check, faults_of
     from lightning_megatron.checkpoint.select.newest import Candidate, candidates, newest_good, progress_of
     from lightning_megatron.checkpoint.select.verify import verify
@@ -38,7 +39,6 @@ __all__ = [
     "Candidate",
     "Check",
     "CheckpointError",
-    "Entry",
     "Fault",
     "Fragment",
     "Loaded",
@@ -47,6 +47,7 @@ __all__ = [
     "PendingSave",
     "Progress",
     "SaveGuard",
+    "SavedName",
     "State",
     "candidates",
     "faults_of",

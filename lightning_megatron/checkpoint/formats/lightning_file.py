@@ -128,21 +128,12 @@ class SingleFile:
                 )
             for name, which in zip(names, group["params"], strict=True) if has_state else ():
                 whole: Tensor = self.tensors[version_key(self.main, name)]
-                values[state_key(index, name, MAIN)] = whole
                 kept = saved["state"].get(which, {})
-                if is_whole:
-                    values[whole_state_key(index, name)] = kept
-                    continue
-                for kind, value in kept.items():
-                    if torch.is_tensor(value) and value.dim() and value.shape != whole.shape:
-                        shapes = f"{kind} is {list(value.shape)}, the parameter {list(whole.shape)}"
-                        raise CheckpointError(f"{prefix}: groups list parameters in another order: {name}: {shapes}")
-                    values[state_key(index, name, kind)] = value if torch.is_tensor(value) else torch.tensor(value)
+                values[state_key(index, name, MAIN)] = whole
+                values |= {whole_state_key(index, name): kept} if is_whole else _by_key(index, name, kept, whole)
             named.append({**group, "params": names})
         if is_whole:
-            beside = {key: value for key, value in saved.items() if key != "param_groups"}
-            beside["state"] = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
-            values[whole_state_key(index, NO_PARAMETER)] = beside
+            values[whole_state_key(index, NO_PARAMETER)] = _of_no_parameter(saved)
         return values | {groups_key(index): named}
 
 
@@ -229,6 +220,21 @@ def _stripped(value: Any, true: tuple[int, ...] | None) -> Any:
             return value
         inner = inner.narrow(dim, 0, size)
     return inner if torch.count_nonzero(value) == torch.count_nonzero(inner) else value
+
+
+def _by_key(index: int, name: str, kept: Mapping[str, Any], whole: Tensor) -> dict[str, Any]:
+    """State of one parameter by the keys of this package's checkpoints."""
+    for kind, value in kept.items():
+        if torch.is_tensor(value) and value.dim() and value.shape != whole.shape:
+            shapes = f"{kind} is {list(value.shape)}, the parameter {list(whole.shape)}"
+            prefix = optimizer_family(index)
+            raise CheckpointError(f"{prefix}: groups list parameters in another order: {name}: {shapes}")
+    return {state_key(index, name, kind): torch.as_tensor(value) for kind, value in kept.items()}
+
+
+def _of_no_parameter(saved: Mapping[str, Any]) -> dict[str, Any]:
+    beside = {key: value for key, value in saved.items() if key != "param_groups"}
+    return {**beside, "state": {key: value for key, value in saved["state"].items() if not isinstance(key, int)}}
 
 
 def _names_of(

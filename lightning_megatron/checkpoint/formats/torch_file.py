@@ -22,7 +22,7 @@ _LOCAL_HEADER, _ZIP64_FIELD, _FIELD_HEAD = 30, 20, 4  # bytes of the parts of a 
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class TensorSlot:
     """A tensor in an object that :class:`TorchFile` writes; the values come later.
 
     Attributes:
@@ -44,7 +44,7 @@ class Slot:
 @dataclass(frozen=True, eq=False)
 class _Storage:
     number: int
-    slot: Slot
+    slot: TensorSlot
 
 
 class TorchFile:
@@ -98,13 +98,13 @@ class _Pickled:
     """
 
     def __init__(self, content: Any) -> None:
-        self.numbers: dict[Slot, int] = {}
+        self.numbers: dict[TensorSlot, int] = {}
         self.values: dict[int, Tensor] = {}
         outer, stream = self, io.BytesIO()
 
         class Pickler(pickle.Pickler):
             def reducer_override(self, value: Any) -> Any:
-                return outer._reduced(value) if isinstance(value, Slot | Tensor) else NotImplemented
+                return outer._reduced(value) if isinstance(value, TensorSlot | Tensor) else NotImplemented
 
             def persistent_id(self, value: Any) -> Any:
                 return _name_of(value) if isinstance(value, _Storage) else None
@@ -112,14 +112,14 @@ class _Pickled:
         Pickler(stream, protocol=2).dump(content)
         self.pickle = stream.getvalue()
 
-    def _reduced(self, value: Slot | Tensor) -> Any:
+    def _reduced(self, value: TensorSlot | Tensor) -> Any:
         """The call by which torch puts a tensor together again, with a number in the place of its storage."""
         number = len(self.numbers) + len(self.values)
-        if isinstance(value, Slot):
+        if isinstance(value, TensorSlot):
             slot = value
             self.numbers[slot] = number
         else:
-            slot = Slot("", value.dtype, tuple(value.shape))
+            slot = TensorSlot("", value.dtype, tuple(value.shape))
             self.values[number] = value
         function, (_, _, _, _, _, _, *more) = torch.empty(0, dtype=slot.dtype).__reduce_ex__(2)
         strides = tuple(prod(slot.shape[dim + 1 :]) for dim in range(len(slot.shape)))

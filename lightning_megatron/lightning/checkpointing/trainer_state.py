@@ -8,12 +8,10 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from lightning_megatron.checkpoint import (
     Check,
     CheckpointError,
-    Entry,
     Fragment,
     PendingFile,
     PendingSave,
@@ -32,16 +30,13 @@ from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_set
 from lightning_megatron.checkpoint.formats.lightning_file import MODEL_STATE
 from lightning_megatron.checkpoint.formats.meta import NOTE, refuse_other_writers
 from lightning_megatron.checkpoint.tensors.keys import (
-    MAIN,
-    MODEL,
     Key,
     groups_key,
-    state_key,
-    version_key,
     whole_state_key,
 )
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.files import PathLike
+from lightning_megatron.lightning.checkpointing.names_in_file import refuse_unknown_order, take_names, trained_version
 from lightning_megatron.lightning.pretrained.adapter_base import base_entry, kept_names, refuse_other_base, wanted
 from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
 from lightning_megatron.lightning.pretrained.foreign_weights import is_foreign
@@ -61,7 +56,7 @@ from lightning_megatron.lightning.run_state.weight_versions import (
 from lightning_megatron.lightning.step.finetuning import rejoin, rejoin_groups
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
-from lightning_megatron.params import ParamSpec, spec_registry
+from lightning_megatron.params import spec_registry
 
 
 def save_trainer_checkpoint(
@@ -104,73 +99,42 @@ def save_trainer_checkpoint(
     state = model_state(kept_names(module, without_repeats(tensors, module)), spec_registry(module), mesh)
     for key, version in versions.items():
         state |= version_state(key, version, module, mesh)
-    late: set[str] = set()
-    has_optimizers = "optimizer_states" in rest
+    has_optimizers, action = "optimizer_states" in rest, f"saving {path}"
+    of_optimizers, late = _optimizer_states(module, optimizers if has_optimizers or one_file else (), mesh, sharded)
     if has_optimizers:
         rest["optimizer_states"] = []
-    for index, optimizer in enumerate(optimizers if has_optimizers or one_file else ()):
-        # Before the first step there is no state yet; an empty one keeps the set of keys the same at all times.
-        optimizer.init_state()
-        part = optimizer_part(index, optimizer, mesh, sharded)
-        late |= _apart(part, module) if optimizer.is_flat else set()
-        state |= part if has_optimizers else {key: value for key, value in part.items() if Key.parse(key).is_main}
-    entries = _file_entries({MODEL_STATE: tensors, **versions}, rest, module, optimizers, state) if one_file else {}
-    if one_file and mesh.pp.size > 1:
-        on_all_ranks(mesh, f"saving {path}", lambda: _refuse_unknown_order(optimizers))
+    state |= {key: value for key, value in of_optimizers.items() if has_optimizers or Key.parse(key).is_main}
     if finite:
         early = {key: value for key, value in state.items() if key not in late}
-        on_all_ranks(mesh, f"saving {path}", lambda: refuse_nonfinite(early, trained_names(module)))
-    kind = PendingFile if one_file else PendingSave
-    pending = kind.of(path, state, rest, mesh, per_rank=random_state(mesh.rng), guard=guard, progress=progress)
-    if isinstance(pending, PendingFile):
-        pending = replace(pending, entries=entries)
+        on_all_ranks(mesh, action, lambda: refuse_nonfinite(early, trained_names(module)))
+    how: dict[str, Any] = {"per_rank": random_state(mesh.rng), "guard": guard, "progress": progress}
+    if one_file:
+        on_all_ranks(mesh, action, lambda: refuse_unknown_order(optimizers, mesh))
+        versions = {MODEL_STATE: tensors, **versions}
+        rest[NOTE]["main"] = trained = trained_version(versions, module)
+        names = take_names(versions, trained, module, optimizers, state)
+        pending: PendingSave = replace(PendingFile.of(path, state, rest, mesh, **how), names=names)
+    else:
+        pending = PendingSave.of(path, state, rest, mesh, **how)
     finish_copy = write(replace(pending, late=frozenset(late), finite=finite), mesh)
     for optimizer in optimizers:
         optimizer.lend(finish_copy)
         optimizer.drop_initial_state()
 
 
-def _file_entries(
-    versions: Mapping[str, Mapping[str, Any]],
-    rest: dict[str, Any],
-    module: LightningModule,
-    optimizers: Sequence[ShardedOptimizer],
-    state: State,
-) -> dict[str, list[Entry]]:
-    """Names of the versions of a model in a single file, where what is trained has its main values.
-
-    Takes the model's own values from the state where main values take their place, and notes the version that is so.
-    """
-    trained = next((key for key, version in versions.items() if not is_edited(version, module)), None)
-    rest[NOTE]["main"] = trained or MODEL_STATE
-    mains = {name: state_key(index, name, MAIN) for index, each in enumerate(optimizers) for name in each.trained_names}
-    specs, live = spec_registry(module), module.state_dict(keep_vars=True)
-    first = {id(value): name for name, value in reversed(live.items())}
-    found: dict[str, list[Entry]] = {}
-    for version, tensors in versions.items():
-        found[version] = []
-        for name, value in tensors.items():
-            saved = first.get(id(live.get(name)), name)
-            spec = specs.get(saved) or ParamSpec(tuple(value.shape) if isinstance(value, Tensor) else ())
-            saved = spec.tied_with or saved
-            key = version_key(MODEL if version == MODEL_STATE else version, saved)
-            if key in state:  # frozen weights beside adapters stay in their files
-                found[version].append(
-                    Entry(name, mains.get(saved, key) if version == trained else key, spec.padded_shape)
-                )
-    wanted_keys = {entry.key for entries in found.values() for entry in entries}
-    for key in [key for key in state if Key.parse(key).is_model and key not in wanted_keys]:
-        del state[key]
-    return found
-
-
-def _refuse_unknown_order(optimizers: Sequence[ShardedOptimizer]) -> None:
-    if not all(optimizer.is_in_order for optimizer in optimizers):
-        raise CheckpointError(
-            "in one file optimizers number the parameters, and this run's groups list them in an order of their own, of"
-            " which a stage knows a part: list them in the order of the module, or leave out"
-            " save_distributed_checkpoint=False"
-        )
+def _optimizer_states(
+    module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh, sharded: bool
+) -> tuple[State, set[str]]:
+    """State of all optimizers, and the keys of what only steps and loads write."""
+    state: State = {}
+    late: set[str] = set()
+    for index, optimizer in enumerate(optimizers):
+        # Before the first step there is no state yet; an empty one keeps the set of keys the same at all times.
+        optimizer.init_state()
+        part = optimizer_part(index, optimizer, mesh, sharded)
+        late |= _apart(part, module) if optimizer.is_flat else set()
+        state |= part
+    return state, late
 
 
 def _apart(state: State, module: LightningModule) -> set[str]:
@@ -234,7 +198,7 @@ def load_trainer_checkpoint(
         groups |= optimizer_state(index, (), mesh, _groups(optimizer))
     opened.fill(groups, strict=False, is_in_order=is_in_order)
     for index, optimizer in enumerate(optimizers):
-        rejoin(groups[groups_key(index)] or (), module, optimizer)
+        rejoin(groups[groups_key(index)], module, optimizer)
         take_group_settings(optimizer, groups[groups_key(index)])
     target = _target(meta, module, optimizers, mesh, sharded)
     loaded = opened.fill(target.state, strict=module.strict_loading, is_in_order=is_in_order)

@@ -31,11 +31,11 @@ def rejoin_groups(
             rejoin(groups, module, optimizers[index])
 
 
-def rejoin(groups: Sequence[Mapping[str, Any]], module: LightningModule, target: ShardedOptimizer) -> None:
+def rejoin(groups: Sequence[Mapping[str, Any]] | None, module: LightningModule, target: ShardedOptimizer) -> None:
     """Add parameters of saved groups, of all stages of a pipeline, that no group has; no action without a callback."""
     present = {name for names in target.group_names() for name in names}
     params = {name: param for name, param, _ in named_specs(module) if name not in present}
-    for group in groups if _callbacks(module) else ():
+    for group in groups or () if _callbacks(module) else ():
         joining = [params[name].requires_grad_() for name in group["params"] if name in params]
         if joining:
             target.optimizer.add_param_group({**group, "params": joining})

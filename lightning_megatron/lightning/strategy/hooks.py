@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,7 +32,6 @@ from lightning_megatron.lightning.step.op_report import write_op_report
 from lightning_megatron.lightning.step.optimizers import decide_on_rank_0
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
-from lightning_megatron.lightning.strategy.copies import SharedOnceStarted
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.strategy.recording import ActionRecord, recorded
 from lightning_megatron.lightning.strategy.start import OwnCallbacks, RankStart
@@ -47,7 +47,7 @@ from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import StageBoundary
 
 
-class StrategyHooks(SharedOnceStarted):
+class StrategyHooks(ParallelStrategy):
     """Start, steps, evaluation and end of a run.
 
     Args:
@@ -79,6 +79,9 @@ class StrategyHooks(SharedOnceStarted):
         self._validated = 0.0
         self._graphs = BlockGraphs()
         self._accumulating = self._backward_is_done = self._op_report_is_due = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._ranks.copied(memo)
 
     @property
     def precision_plugin(self) -> MegatronPrecision:

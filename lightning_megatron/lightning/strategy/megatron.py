@@ -68,7 +68,7 @@ class MegatronStrategy(StrategyHooks):
         count_embedding: let the embedding take the place of one layer when layers are shared out.
         count_loss: let the output layer and the loss take the place of one layer.
         pipeline_layout: every stage spelled out in Megatron's letters, e.g. ``"Et*3|t*4|t*4L"``; or ``"balanced"``:
-            shares that are even in work, of which the output layer of a large vocabulary has as much as several layers.
+            shares even in work, of which the output layer of a large vocabulary has as much as several layers.
         broadcast_predictions: give ``predict_step``'s output to all pipeline stages, not only to the last.
         distributed_optimizer: shard main parameters and optimizer state over data-parallel ranks (ZeRO stage 1).
         elementwise_optimizers: optimizers whose update of an element looks at that element alone, beside those that
@@ -97,8 +97,7 @@ class MegatronStrategy(StrategyHooks):
             and its rank, and neither save nor load such a model. ``SpikeGuard`` skips such steps instead.
         verify_on_load: compare the content of all files of a checkpoint with its manifest before anything is taken from
             it; ranks share the reading. ``False`` compares lengths.
-        save_distributed_checkpoint: ``False`` to save one file, as Lightning's one-device strategies do, in place of a
-            directory that all ranks write; whole tensors pass through rank 0, one after the other.
+        save_distributed_checkpoint: ``False`` to save one file through rank 0, as Lightning's one-device strategies do.
         async_save: while ``fit`` is running, write checkpoints in the background, from a copy in host memory.
         save_on_signal: end ``fit`` on SIGTERM, SIGUSR1 and Ctrl-C after a step, saved, as ``KillSwitch`` does.
         record_actions: keep each rank's last actions in ``default_root_dir/.actions`` for ``lightning-megatron why``,
@@ -109,12 +108,11 @@ class MegatronStrategy(StrategyHooks):
         max_memory: bytes, or text such as ``"80GB"``, that the tensors of a rank may take: a layout of which more is
             predicted is refused before any process starts, with the nearest that fits. ``None`` for the memory of the
             device; on a CPU nothing is refused then.
-        may_differ: settings that ranks may be given differently, by the names in the error, e.g.
-            ``["code.*"]``; ``["*"]`` for anything.
+        may_differ: settings that ranks may be given differently, by their names in errors; ``["*"]`` for anything.
         accelerator: argument of Lightning's strategies, given by the Trainer.
         parallel_devices: likewise.
         cluster_environment: likewise.
-        checkpoint_io: refused; checkpoints are sharded directories, written by all ranks.
+        checkpoint_io: refused; the strategy writes checkpoints itself.
         precision_plugin: a ``MegatronPrecision``, or leave it to ``Trainer(precision=...)``.
 
     Attributes:

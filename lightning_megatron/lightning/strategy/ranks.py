@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from datetime import timedelta
@@ -81,6 +82,18 @@ class JobRanks:
     def layout(self) -> ParallelLayout:
         """The layout for the Trainer's number of devices."""
         return self.job.layout.resolve(self.strategy.world_size) if self._mesh is None else self._mesh.layout
+
+    def copied(self, memo: dict[int, Any]) -> Any:
+        """The strategy for a deep copy of what holds it, such as a callback that knows its Trainer.
+
+        It is the same one from the start of its processes on: their groups, threads and locks have no copies.
+        """
+        strategy = self.strategy
+        if self.is_connected:
+            return strategy
+        memo[id(strategy)] = found = type(strategy).__new__(type(strategy))
+        vars(found).update(copy.deepcopy(vars(strategy), memo))
+        return found
 
     @property
     def num_local(self) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron.checkpoint.formats.lightning_content import in_order_of_definition
 from lightning_megatron.checkpoint.formats.lightning_file import record_faults
-from lightning_megatron.checkpoint.formats.torch_file import Slot, TorchFile
-from lightning_megatron.checkpoint.saving_file import in_order_of_definition
+from lightning_megatron.checkpoint.formats.torch_file import TensorSlot, TorchFile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint16)
 WHOLE = torch.arange(15, dtype=torch.int32).view(3, 5)
@@ -20,7 +20,7 @@ VALUES = {str(dtype): WHOLE.to(dtype) for dtype in DTYPES} | {"scalar": torch.te
 
 
 def write(path: Path) -> None:
-    slots = {key: Slot(key, value.dtype, tuple(value.shape)) for key, value in VALUES.items()}
+    slots = {key: TensorSlot(key, value.dtype, tuple(value.shape)) for key, value in VALUES.items()}
     of_model = OrderedDict(slots, tied=slots["torch.float32"])
     file = TorchFile(path, {"state_dict": of_model, "rest": [1, "a", torch.ones(3), None]})
     for slot in file.slots:
