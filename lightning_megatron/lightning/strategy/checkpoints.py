@@ -102,7 +102,6 @@ class RunCheckpoints:
         self.saved: dict[str, int] = {}
         self._shown: dict[str, Any] = {}
         self._loaded: checkpointing.LoadedModel | None = None
-        self._is_within = False
         self._stamps: dict[str, tuple[int, ...]] = {}
         self._written: list[str] = []
         self._settings: list[Any] = []
@@ -213,12 +212,9 @@ class RunCheckpoints:
         pretrained.take_settings(module, checkpoint)
         follow_batch_size(checkpoint, getattr(trainer_of(module), "datamodule", None))
         self._note_path(checkpoint_path, checkpoint)
-        if (
-            self._params.sharded
-        ):  # a tuner goes back to its begin, in a run that may still have to go on from another one
+        if self._params.sharded:  # in the middle of a run, which a tuner takes back to where it began
             self._fill_optimizers(loaded)
             self.randomness.load(loaded.randomness)
-            self._is_within = True
         else:
             self._loaded = loaded
         return checkpoint
@@ -267,15 +263,12 @@ class RunCheckpoints:
             how = {"sharded": self._job.optimizer.shard, "finite": self._job.check_for_nan_in_loss_and_grad}
             checkpointing.load_optimizers(loaded.opened, self._module, self._params.sharded, **how)
 
-    def go_on(self) -> None:
+    def go_on(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on with the settings of groups and the random numbers of the checkpoint, whatever hooks have changed."""
-        if self._is_within:
-            self._is_within = False
-            return
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None:
+        if self._loaded is not None and checkpoint is self._loaded.checkpoint:
             self._set_groups(self._settings)
-            self.randomness.load(loaded.randomness)
+            self.randomness.load(self._loaded.randomness)
+            self._loaded = None
 
     def _group_settings(self) -> list[list[dict[str, Any]]]:
         return [optimizer.group_settings() for optimizer in self._params.sharded]

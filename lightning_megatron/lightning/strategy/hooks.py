@@ -206,7 +206,7 @@ class StrategyHooks(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on as the checkpoint says: :meth:`setup` has filled the optimizers, and hooks have been called since."""
-        self.checkpoints.go_on()
+        self.checkpoints.go_on(checkpoint)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's shard of the model."""
