@@ -104,7 +104,7 @@ class RunCheckpoints:
         self._loaded: checkpointing.LoadedModel | None = None
         self._stamps: dict[str, tuple[int, ...]] = {}
         self._written: list[str] = []
-        self._settings: list[Any] = []
+        self._settings: tuple[Any, Any, int] = [], [], 0
         self._opened: OpenCheckpoint | None = None
 
     @property
@@ -120,6 +120,7 @@ class RunCheckpoints:
             CheckpointError: if another run saves there.
         """
         self._close_writer()  # left by a fit that an error ended before its teardown
+        self._loaded = None
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self.folders.hold(trainer)
@@ -246,15 +247,12 @@ class RunCheckpoints:
         """Load optimizer state, and the parameters from main values but for those that hooks have written since."""
         if (loaded := self._loaded) is None:
             return
-        named, settings = dict(self._module.named_parameters()), self._group_settings()
+        named, before = dict(self._module.named_parameters()), self._group_settings()
         written = {name: named[name].detach().clone() for name in self._written}
         self._fill_optimizers(loaded)
         for name, value in written.items():
             named[name].detach().copy_(value)
-        self._settings, checkpoint = self._group_settings(), loaded.checkpoint
-        if checkpoint.get("global_step"):
-            schedulers = self.ranks.strategy.lr_scheduler_configs, checkpoint.get("lr_schedulers", ())
-            checkpointing.tell_other_settings(str(loaded.opened), settings, self._params.sharded, *schedulers)
+        self._settings = before, self._group_settings(), len(self.ranks.strategy.lr_scheduler_configs)
 
     def _fill_optimizers(self, loaded: checkpointing.LoadedModel) -> None:
         if loaded.opened is None:
@@ -265,10 +263,16 @@ class RunCheckpoints:
 
     def go_on(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on with the settings of groups and the random numbers of the checkpoint, whatever hooks have changed."""
-        if self._loaded is not None and checkpoint is self._loaded.checkpoint:
-            self._set_groups(self._settings)
-            self.randomness.load(self._loaded.randomness)
-            self._loaded = None
+        loaded, schedulers = self._loaded, self.ranks.strategy.lr_scheduler_configs
+        if loaded is None or checkpoint is not loaded.checkpoint:
+            return
+        before, restored, number = self._settings
+        self._set_groups(restored)
+        self.randomness.load(loaded.randomness)
+        self._loaded = None
+        if checkpoint.get("global_step") and len(schedulers) == number:  # a callback may bring its own
+            saved = checkpoint.get("lr_schedulers", ())
+            checkpointing.tell_other_settings(str(loaded.opened), before, self._params.sharded, schedulers, saved)
 
     def _group_settings(self) -> list[list[dict[str, Any]]]:
         return [optimizer.group_settings() for optimizer in self._params.sharded]
@@ -304,7 +308,6 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Leave whole parameters and durable files, and open their folders to other runs."""
-        self._loaded = None
         self.randomness = ResumedRandomness(self.ranks)  # what was not used is no other run's
         self._params.finish_gather()
         try:
