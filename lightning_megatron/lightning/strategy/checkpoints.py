@@ -308,7 +308,7 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Leave whole parameters and durable files, and open their folders to other runs."""
-        self.randomness = ResumedRandomness(self.ranks)  # what was not used is no other run's
+        self._loaded, self.randomness = None, ResumedRandomness(self.ranks)  # what was not used is no other run's
         self._params.finish_gather()
         try:
             self._close_writer()
