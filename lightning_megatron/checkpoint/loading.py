@@ -271,17 +271,16 @@ def _missing(state: State, metadata: Metadata, unexpected: Sequence[str], strict
 
 
 def _unexpected(state: State, metadata: Metadata, mesh: ParallelMesh) -> list[str]:
-    """Keys that no rank requests, if any requests a model: of the model, and of kinds of state of its optimizers."""
+    """Keys that no rank requests: of the model, if any requests it, and of kinds of state of requested optimizers."""
     is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
     requested: set[str] = set().union(*all_gather_object(mesh, sorted(state) if is_source else []))
     wanted = [Key.parse(key) for key in requested]
-    if not any(key.is_model for key in wanted):
-        return []
+    has_model = any(key.is_model for key in wanted)
     families, kinds = {key.family for key in wanted}, {(key.family, key.state) for key in wanted}
     return [
         text
         for text in metadata.state_dict_metadata
-        if ((key := Key.parse(text)).is_model and text not in requested and not key.is_calibration)
+        if ((key := Key.parse(text)).is_model and has_model and text not in requested and not key.is_calibration)
         or (key.state and key.family in families and (key.family, key.state) not in kinds)
     ]
 

@@ -10,17 +10,21 @@ from lightning_megatron.lazy_exports import exports_of
 if TYPE_CHECKING:
     from lightning_megatron.lightning.checkpointing.optimizer_file import export_optimizers, import_optimizers
     from lightning_megatron.lightning.checkpointing.trainer_state import (
-        load_trainer_checkpoint,
+        LoadedModel,
+        load_model,
+        load_optimizers,
         save_trainer_checkpoint,
     )
     from lightning_megatron.lightning.run_state.hyper_parameters import build_module, target_device
     from lightning_megatron.lightning.run_state.other_settings import tell_other_settings
 
 __all__ = [
+    "LoadedModel",
     "build_module",
     "export_optimizers",
     "import_optimizers",
-    "load_trainer_checkpoint",
+    "load_model",
+    "load_optimizers",
     "save_trainer_checkpoint",
     "target_device",
     "tell_other_settings",

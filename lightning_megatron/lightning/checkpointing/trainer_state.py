@@ -13,6 +13,8 @@ from lightning_megatron.checkpoint import (
     Check,
     CheckpointError,
     Fragment,
+    Loaded,
+    OpenCheckpoint,
     PendingFile,
     PendingSave,
     Progress,
@@ -29,11 +31,7 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
 from lightning_megatron.checkpoint.formats.lightning_file import MODEL_STATE
 from lightning_megatron.checkpoint.formats.meta import NOTE, refuse_other_writers
-from lightning_megatron.checkpoint.tensors.keys import (
-    Key,
-    groups_key,
-    whole_state_key,
-)
+from lightning_megatron.checkpoint.tensors.keys import Key, groups_key, whole_state_key
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.checkpointing.names_in_file import refuse_unknown_order, take_names, trained_version
@@ -46,7 +44,6 @@ from lightning_megatron.lightning.pretrained.load_weights import load_weights, t
 from lightning_megatron.lightning.run_state.random_state import random_state
 from lightning_megatron.lightning.run_state.weight_versions import (
     copies,
-    fill_untrained,
     is_edited,
     take_versions,
     version_state,
@@ -149,18 +146,32 @@ def _apart(state: State, module: LightningModule) -> set[str]:
     }
 
 
-def load_trainer_checkpoint(
+@dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint whose weights are in the module; its optimizers are to be filled once they are there.
+
+    Attributes:
+        checkpoint: Lightning's dictionary.
+        opened: the checkpoint; ``None`` where a run begins with its weights.
+        randomness: the random state to continue with; ``None`` where the layout is another one.
+    """
+
+    checkpoint: dict[str, Any]
+    opened: OpenCheckpoint | None = None
+    randomness: dict[str, Any] | None = None
+
+
+def load_model(
     path: PathLike,
     module: LightningModule,
-    optimizers: Sequence[ShardedOptimizer],
     mesh: ParallelMesh,
     *,
-    sharded: bool,
+    fits: bool,
     weights_only: bool | None,
     check: Check,
     finite: bool,
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Fill the model and the optimizers in place from a checkpoint of any layout; all ranks call this.
+) -> LoadedModel:
+    """Fill the model in place from a checkpoint of any layout; all ranks call this.
 
     A single file of Lightning's one-device strategies can be loaded too. Checkpoints of other programs, and those
     converted from them, hold weights alone: the run begins with these.
@@ -168,112 +179,92 @@ def load_trainer_checkpoint(
     Args:
         path: the directory, or the file; opened or not.
         module: the user's module.
-        optimizers: the distributed optimizers; none outside ``fit``.
         mesh: mesh of this rank.
-        sharded: True if data-parallel ranks hold different shards of optimizer state.
+        fits: True for a fit, which needs the state of optimizers, too.
         weights_only: the argument of ``torch.load``; ``None`` means yes.
         check: extent of the comparison of files with the manifest.
-        finite: True to refuse parameters and optimizer state that are NaN or infinite.
-
-    Returns:
-        Lightning's dictionary, and the random state to continue with (``None`` where the layout is another one).
+        finite: True to refuse parameters that are NaN or infinite.
     """
-    for optimizer in optimizers:
-        optimizer.finish_param_gather()
     if is_foreign(path):
-        return _begin_with_weights(path, module, optimizers, mesh), None
+        return _begin_with_weights(path, module, mesh)
     opened = open_checkpoint(path, mesh, weights_only=weights_only is not False, check=check)
     meta = opened.meta
     refuse_other_writers(path, meta)
     refuse_other_base(path, meta, module)
     check_checkpoint(path, meta, getattr(module, "model_shape", None))
     if IMPORTED_FROM in meta:
-        return _begin_with_weights(opened, module, optimizers, mesh), None
-    if optimizers and "optimizer_states" not in meta:
+        return _begin_with_weights(opened, module, mesh)
+    if fits and "optimizer_states" not in meta:
         raise CheckpointError(_weights_alone(str(path), module))
-    rejoin_groups(meta, module, optimizers)
-    is_in_order = all(optimizer.is_in_order for optimizer in optimizers)
-    groups: State = {}
-    for index, optimizer in enumerate(optimizers):
-        groups |= optimizer_state(index, (), mesh, _groups(optimizer))
-    opened.fill(groups, strict=False, is_in_order=is_in_order)
-    for index, optimizer in enumerate(optimizers):
-        rejoin(groups[groups_key(index)], module, optimizer)
-        take_group_settings(optimizer, groups[groups_key(index)])
-    target = _target(meta, module, optimizers, mesh, sharded)
-    loaded = opened.fill(target.state, strict=module.strict_loading, is_in_order=is_in_order)
-    if finite:
-        on_all_ranks(mesh, f"loading {path}", lambda: refuse_nonfinite(target.state, trained_names(module)))
-    for name in (*loaded.missing, *loaded.unexpected):
-        rank_zero_warn(f"{path}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
-    if loaded.per_rank is None:
-        rank_zero_info(f"{path} was saved under another layout: random generators start anew from the seed")
-    for index, optimizer in enumerate(optimizers):
-        continue_optimizer(index, optimizer, target.state)
-        if not meta.get("global_step"):
-            optimizer.drop_initial_state()
-    return _lightning_dictionary(loaded.meta, target, module, optimizers), loaded.per_rank
-
-
-def _begin_with_weights(
-    path: PathLike, module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh
-) -> dict[str, Any]:
-    """Load the weights of another program's checkpoint, or of one converted from it; a new run begins with them."""
-    loaded = load_weights(module, path, mesh, strict=module.strict_loading, check="sizes")
-    for optimizer in optimizers:
-        optimizer.refresh_main()
-    meta = fresh_run() | {SETTINGS: read_settings(path)} if loaded is None else loaded.meta
-    return {**meta, "state_dict": module.state_dict()}
-
-
-@dataclass(frozen=True)
-class _Target:
-    """Memory that the tensors of a run's checkpoint are loaded into.
-
-    Attributes:
-        state: fragments of the model, of its versions and of the optimizers.
-        edited: memory for a ``state_dict`` that a callback had replaced; ``None`` to load into the module itself.
-        versions: memory for other versions of the weights, by key.
-    """
-
-    state: State
-    edited: dict[str, Any] | None
-    versions: dict[str, dict[str, Any]]
-
-
-def _target(
-    meta: Mapping[str, Any],
-    module: LightningModule,
-    optimizers: Sequence[ShardedOptimizer],
-    mesh: ParallelMesh,
-    sharded: bool,
-) -> _Target:
     note = meta.get(NOTE, {})
-    # Main values may be the parameters themselves, so that an edited state_dict must not be loaded in their place.
-    edited = copies(module) if optimizers and note.get("edited") else None
-    tensors = wanted(module, local_tensors(module) if edited is None else edited, meta)
-    state = model_state(tensors, spec_registry(module), mesh)
+    state = model_state(wanted(module, local_tensors(module), meta), spec_registry(module), mesh)
     versions = {key: copies(module) for key in note.get("versions", ())}
     for key, version in versions.items():
         state |= version_state(key, version, module, mesh)
+    loaded = _fill(opened, state, module, finite=finite)
+    if loaded.per_rank is None:
+        rank_zero_info(f"{path} was saved under another layout: random generators start anew from the seed")
+    checkpoint = {key: value for key, value in meta.items() if key != NOTE}
+    checkpoint |= {key: with_repeats(version, module) for key, version in versions.items()}
+    # A callback had put other weights in the place of the model's, and takes them back.
+    is_kept = fits and note.get("edited")
+    checkpoint["state_dict"] = with_repeats(copies(module), module) if is_kept else module.state_dict()
+    return LoadedModel(checkpoint, opened, loaded.per_rank)
+
+
+def load_optimizers(
+    opened: OpenCheckpoint,
+    module: LightningModule,
+    optimizers: Sequence[ShardedOptimizer],
+    *,
+    sharded: bool,
+    finite: bool,
+) -> None:
+    """Fill the optimizers, and the parameters from main values; all ranks call this.
+
+    Args:
+        opened: the checkpoint, as :func:`load_model` has opened it.
+        module: the user's module.
+        optimizers: the distributed optimizers.
+        sharded: True if data-parallel ranks hold different shards of optimizer state.
+        finite: True to refuse optimizer state that is NaN or infinite.
+    """
+    mesh, meta = opened.mesh, opened.meta
+    rejoin_groups(meta, module, optimizers)
+    is_in_order = all(optimizer.is_in_order for optimizer in optimizers)
+    state: State = {}
     for index, optimizer in enumerate(optimizers):
+        state |= optimizer_state(index, (), mesh, _groups(optimizer))
+    opened.fill(state, strict=False, is_in_order=is_in_order)
+    for index, optimizer in enumerate(optimizers):
+        rejoin(state[groups_key(index)], module, optimizer)
+        take_group_settings(optimizer, state[groups_key(index)])
         optimizer.init_state(split=True)
         state |= optimizer_part(index, optimizer, mesh, sharded)
-    return _Target(state, edited, versions)
+    _fill(opened, state, module, finite=finite, is_in_order=is_in_order)
+    for index, optimizer in enumerate(optimizers):
+        continue_optimizer(index, optimizer, state)
+        if not meta.get("global_step"):
+            optimizer.drop_initial_state()
 
 
-def _lightning_dictionary(
-    meta: Mapping[str, Any], target: _Target, module: LightningModule, optimizers: Sequence[ShardedOptimizer]
-) -> dict[str, Any]:
-    """The dictionary that Lightning's hooks get after a load, with the weights that were saved."""
-    if target.edited is not None:
-        fill_untrained(module, target.edited, {name for o in optimizers for name in o.trained_names})
-    checkpoint = {key: value for key, value in meta.items() if key != NOTE}
-    for key, version in target.versions.items():
-        checkpoint[key] = with_repeats(version, module)
-    edited = target.edited
-    checkpoint["state_dict"] = module.state_dict() if edited is None else with_repeats(edited, module)
-    return checkpoint
+def _fill(
+    opened: OpenCheckpoint, state: State, module: LightningModule, *, finite: bool, is_in_order: bool = True
+) -> Loaded:
+    loaded = opened.fill(state, strict=module.strict_loading, is_in_order=is_in_order)
+    if finite:
+        names = trained_names(module)
+        on_all_ranks(opened.mesh, f"loading {opened}", lambda: refuse_nonfinite(state, names))
+    for name in (*loaded.missing, *loaded.unexpected):
+        rank_zero_warn(f"{opened}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
+    return loaded
+
+
+def _begin_with_weights(path: PathLike, module: LightningModule, mesh: ParallelMesh) -> LoadedModel:
+    """Load the weights of another program's checkpoint, or of one converted from it; a new run begins with them."""
+    loaded = load_weights(module, path, mesh, strict=module.strict_loading, check="sizes")
+    meta = fresh_run() | {SETTINGS: read_settings(path)} if loaded is None else loaded.meta
+    return LoadedModel({"optimizer_states": [], **meta, "state_dict": module.state_dict()})
 
 
 def _weights_alone(path: str, module: LightningModule) -> str:

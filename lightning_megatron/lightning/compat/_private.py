@@ -149,6 +149,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "checkpoint/background/host_copy.py",
             "layers/fp8_linear.py",
             "lightning/step/optimizers.py",
+            "lightning/strategy/checkpoints.py",
             "optim/buffers/slot.py",
             "optim/buffers/edits.py",
         ),

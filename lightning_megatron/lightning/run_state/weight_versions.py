@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -66,11 +65,3 @@ def copies(module: LightningModule) -> dict[str, Any]:
         name: value.detach().clone() if isinstance(value, Tensor) else value
         for name, value in local_tensors(module).items()
     }
-
-
-@torch.no_grad()
-def fill_untrained(module: LightningModule, tensors: Mapping[str, Any], trained: set[str]) -> None:
-    """Copy buffers and frozen parameters, which no optimizer has main values of, into the module."""
-    for name, live in local_tensors(module).items():
-        if name not in trained and isinstance(live, Tensor):
-            live.copy_(tensors[name])

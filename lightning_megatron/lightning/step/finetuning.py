@@ -17,8 +17,8 @@ def rejoin_groups(
 ) -> None:
     """Add the groups that ``BaseFinetuning`` had added when a checkpoint was saved, and unfreeze their parameters.
 
-    Lightning does this before ``fit`` begins, when this strategy has not loaded the callback's state yet; and it leaves
-    the parameters frozen, so that a resumed run would not train them.
+    Lightning puts the groups into the optimizers only after their state is loaded here; and it leaves the parameters
+    frozen, so that a resumed run would not train them.
 
     Args:
         checkpoint: the saved values that are no tensors.

@@ -16,6 +16,7 @@ from lightning_megatron.checkpoint import OpenCheckpoint, open_checkpoint
 from lightning_megatron.errors import CheckpointError, raise_if_any
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning import checkpointing, pretrained
+from lightning_megatron.lightning.compat._private import trainer_of
 from lightning_megatron.lightning.run_state.progress import follow_batch_size
 from lightning_megatron.lightning.run_state.random_state import random_state, restore_random_state
 from lightning_megatron.lightning.strategy.folders import SaveFolders
@@ -99,7 +100,11 @@ class RunCheckpoints:
         self.folders, self.writer, self.randomness = SaveFolders(ranks), RunWriter(), ResumedRandomness(ranks)
         self.load_check: Check = "hashes" if self._job.verify_on_load else "sizes"
         self.saved: dict[str, int] = {}
-        self._loaded_model: dict[str, Any] = {}
+        self._shown: dict[str, Any] = {}
+        self._loaded: checkpointing.LoadedModel | None = None
+        self._stamps: dict[str, tuple[int, ...]] = {}
+        self._written: list[str] = []
+        self._settings: tuple[Any, Any, int] = [], [], 0
         self._opened: OpenCheckpoint | None = None
 
     @property
@@ -115,6 +120,7 @@ class RunCheckpoints:
             CheckpointError: if another run saves there.
         """
         self._close_writer()  # left by a fit that an error ended before its teardown
+        self._loaded = None
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self.folders.hold(trainer)
@@ -200,37 +206,85 @@ class RunCheckpoints:
         module, path, check = self._module, str(checkpoint_path), self.load_check
         if self.folders.goes_on_from_last:
             path, check = self.folders.newest_good(check), "sizes"  # its content has been checked
-        settings = [optimizer.group_settings() for optimizer in self._params.sharded]
         path, opened, self._opened = self.ranks.broadcast(path), self._opened, None
         given = opened if opened is not None and opened.path == Path(path) else path
-        checkpoint, randomness = self._fill(given, check, weights_only)
-        if is_fitting(module) and checkpoint.get("global_step"):
-            schedulers = self.ranks.strategy.lr_scheduler_configs, checkpoint.get("lr_schedulers", ())
-            checkpointing.tell_other_settings(path, settings, self._params.sharded, *schedulers)
+        loaded = self._load_model(given, check, weights_only, fits=is_fitting(module))
+        checkpoint = loaded.checkpoint
         self.folders.went_on(path, checkpoint.get("global_step", 0))
         pretrained.take_settings(module, checkpoint)
-        self.randomness.load(randomness if is_fitting(module) else None)
-        follow_batch_size(checkpoint, getattr(module.trainer, "datamodule", None))
+        follow_batch_size(checkpoint, getattr(trainer_of(module), "datamodule", None))
         self._note_path(checkpoint_path, checkpoint)
+        if self._params.sharded:  # in the middle of a run, which a tuner takes back to where it began
+            self._fill_optimizers(loaded)
+            self.randomness.load(loaded.randomness)
+        else:
+            self._loaded = loaded
         return checkpoint
 
-    def _fill(self, path: PathLike, check: Check, weights_only: bool | None) -> tuple[dict[str, Any], Any]:
-        checkpoint, randomness = checkpointing.load_trainer_checkpoint(
+    def _load_model(
+        self, path: PathLike, check: Check, weights_only: bool | None, *, fits: bool
+    ) -> checkpointing.LoadedModel:
+        self._params.finish_gather()
+        is_alone = not self.ranks.is_connected and self.ranks.num_local * self.ranks.num_nodes == 1
+        loaded = checkpointing.load_model(
             path,
             self._module,
-            self._params.sharded,
-            self.ranks.mesh,
-            sharded=self._job.optimizer.shard,
+            ParallelMesh.single(self.ranks.strategy.root_device) if is_alone else self.ranks.mesh,
+            fits=fits,
             weights_only=weights_only,
             check=check,
             finite=self._job.check_for_nan_in_loss_and_grad,
         )
-        self._loaded_model = dict(checkpoint["state_dict"])
-        return checkpoint, randomness
+        self._shown, self._stamps, self._written = dict(loaded.checkpoint["state_dict"]), _stamps(self._module), []
+        return loaded
+
+    def forget_shown(self) -> None:
+        """Let go of the weights that hooks were shown, before the model gets its memory for training."""
+        if self._loaded is not None:
+            self._loaded.checkpoint["state_dict"] = self._shown = {}
+            self._written = [n for n, stamp in _stamps(self._module).items() if self._stamps.get(n) != stamp]
+
+    def load_optimizers(self) -> None:
+        """Load optimizer state, and the parameters from main values but for those that hooks have written since."""
+        if (loaded := self._loaded) is None:
+            return
+        named, before = dict(self._module.named_parameters()), self._group_settings()
+        written = {name: named[name].detach().clone() for name in self._written}
+        self._fill_optimizers(loaded)
+        for name, value in written.items():
+            named[name].detach().copy_(value)
+        self._settings = before, self._group_settings(), len(self.ranks.strategy.lr_scheduler_configs)
+
+    def _fill_optimizers(self, loaded: checkpointing.LoadedModel) -> None:
+        if loaded.opened is None:
+            self._params.refresh_main()
+        else:
+            how = {"sharded": self._job.optimizer.shard, "finite": self._job.check_for_nan_in_loss_and_grad}
+            checkpointing.load_optimizers(loaded.opened, self._module, self._params.sharded, **how)
+
+    def go_on(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on with the settings of groups and the random numbers of the checkpoint, whatever hooks have changed."""
+        loaded, schedulers = self._loaded, self.ranks.strategy.lr_scheduler_configs
+        if loaded is None or checkpoint is not loaded.checkpoint:
+            return
+        before, restored, number = self._settings
+        self._set_groups(restored)
+        self.randomness.load(loaded.randomness)
+        self._loaded = None
+        if checkpoint.get("global_step") and len(schedulers) == number:  # a callback may bring its own
+            saved = checkpoint.get("lr_schedulers", ())
+            checkpointing.tell_other_settings(str(loaded.opened), before, self._params.sharded, schedulers, saved)
+
+    def _group_settings(self) -> list[list[dict[str, Any]]]:
+        return [optimizer.group_settings() for optimizer in self._params.sharded]
+
+    def _set_groups(self, settings: list[list[dict[str, Any]]]) -> None:
+        for optimizer, own in zip(self._params.sharded, settings, strict=True):
+            optimizer.load_group_settings(own)
 
     def load_edits(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the entries of ``state_dict`` that a hook has changed after :meth:`load`."""
-        given, self._loaded_model = self._loaded_model, {}
+        given, self._shown = self._shown, {}
         edited = {name: value for name, value in checkpoint["state_dict"].items() if value is not given.get(name)}
         if edited:
             self._module.load_state_dict({**self._module.state_dict(), **edited}, strict=strict)
@@ -240,13 +294,12 @@ class RunCheckpoints:
         """Load parameters, buffers and optimizer state between two steps; all else goes on as it is."""
         module = self._module
         self.finish()
-        self._params.finish_gather()
-        settings = [optimizer.group_settings() for optimizer in self._params.sharded]
-        checkpoint, _ = self._fill(path, self.load_check, None)
-        for optimizer, today in zip(self._params.sharded, settings, strict=True):
-            optimizer.load_group_settings(today)
-        module.on_load_checkpoint(checkpoint)
-        self.load_edits(checkpoint, strict=module.strict_loading)
+        settings = self._group_settings()
+        loaded = self._load_model(path, self.load_check, None, fits=True)
+        self._fill_optimizers(loaded)
+        self._set_groups(settings)
+        module.on_load_checkpoint(loaded.checkpoint)
+        self.load_edits(loaded.checkpoint, strict=module.strict_loading)
 
     # The end
 
@@ -256,7 +309,7 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Leave whole parameters and durable files, and open their folders to other runs."""
-        self.randomness = ResumedRandomness(self.ranks)  # what was not used is no other run's
+        self._loaded, self.randomness = None, ResumedRandomness(self.ranks)  # what was not used is no other run's
         self._params.finish_gather()
         try:
             self._close_writer()
@@ -272,3 +325,8 @@ class RunCheckpoints:
             if module is None or not module.trainer.interrupted:
                 raise
             _log.error("%s", error)
+
+
+def _stamps(module: LightningModule) -> dict[str, tuple[int, ...]]:
+    """What changes when a parameter is written in place, or gets other memory."""
+    return {name: (id(param), param._version, param.data_ptr()) for name, param in module.named_parameters()}

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from lightning_megatron import checkpoint
 from lightning_megatron import device as devices
-from lightning_megatron.lightning.build.placement import Placement, store_placement
 from lightning_megatron.lightning.compat._private import agree_to_validate, injects_samplers
 from lightning_megatron.lightning.compat.accelerator import enable_gpu_migration_on
 from lightning_megatron.lightning.monitoring.known_warnings import KnownWarnings
@@ -72,7 +71,7 @@ class StrategyHooks(ParallelStrategy):
         self._params = TrainedParameters(self._ranks)
         self.checkpoints = RunCheckpoints(self._ranks, self._params)
         self._memory, self._terminal, self._known_warnings = MemoryPrediction(), Terminal(), KnownWarnings()
-        self._start = RankStart(self._ranks, self._record, self.checkpoints, self._memory)
+        self._start = RankStart(self._ranks, self._record, self._params, self.checkpoints, self._memory)
         self._own_callbacks = OwnCallbacks(job.save_on_signal)
         self._engine: StepEngine | None = None
         self._batches: BatchWatch | None = None
@@ -132,9 +131,9 @@ class StrategyHooks(ParallelStrategy):
         """Compare loaders, give ranks that read the same samples one order of them, and protect workers."""
         self._start.compare_loader(dataloader)
         start_workers_safely(dataloader, self.root_device)
-        if self.mesh.layout.data_parallel_size == 1 and injects_samplers(self.lightning_module):
+        if self.data_parallel_size == 1 and injects_samplers(self.lightning_module):
             shuffle_by_epoch(dataloader)
-        dataloader = share_randomness(dataloader, self.mesh)
+        dataloader = share_randomness(dataloader, self.data_parallel_rank)
         self._own_callbacks.protect_workers(dataloader)
         return dataloader
 
@@ -143,14 +142,10 @@ class StrategyHooks(ParallelStrategy):
     @recorded(Kind.SETUP)
     def setup(self, trainer: Trainer) -> None:
         """Place the model, and for training put it and the optimizers on flat buffers; next comes the progress bar."""
-        assert self.accelerator is not None
+        self._place()
         assert self.lightning_module is not None
-        store_placement(self.lightning_module, Placement(self.mesh, self.boundary), self._start.before)
-        self.accelerator.setup(trainer)
-        self._params.release()
-        self.checkpoints.open(trainer)
-        self.model = self.precision_plugin.convert_module(self.lightning_module)
-        self.model_to_device()
+        self._start.compare_restoring(False)
+        self.checkpoints.forget_shown()
         self._graphs = BlockGraphs(bool(self._job.compile), self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             if self._layer_sync is not None:
@@ -158,12 +153,20 @@ class StrategyHooks(ParallelStrategy):
             warn_of_idle(self.lightning_module, self.mesh.layout, self._job.recompute)
             warn_of_slow(self.lightning_module, devices.kind_of(self.root_device), bool(self._job.compile))
             self.setup_optimizers(trainer)
+            self.checkpoints.load_optimizers()
             self._op_report_is_due = True
         self.setup_precision_plugin()
         self.engine.watch(self.lightning_module)
         introduce(trainer, self.lightning_module, self.mesh)
         self._memory.announce(type(self).__name__)
         self._terminal.open()
+
+    def _place(self) -> None:
+        """Make the model ready for the weights of a checkpoint, once in a run."""
+        if self._start.place(self.boundary):
+            assert self.lightning_module is not None
+            self.model = self.precision_plugin.convert_module(self.lightning_module)
+            self.model_to_device()
 
     def model_to_device(self) -> None:
         """Move the model to this process's device."""
@@ -181,18 +184,19 @@ class StrategyHooks(ParallelStrategy):
     # Barriers and checkpoints
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; Lightning's barriers also tell that it has restored, or has set its signal handlers."""
-        self._start.compare_restoring(False, name)
+        """Wait for all ranks; one of Lightning's barriers also tells that it has set its signal handlers."""
         self.checkpoints.writer.at_barrier(is_rank_zero=self.is_global_zero)
         self._ranks.barrier()
         if name == "run-stage":
             self._own_callbacks.listen()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory; called by all ranks.
+        """Load the model from a checkpoint of any layout, or a Hugging Face directory; called by all ranks.
 
-        ``fit(ckpt_path="last")`` goes on from the newest good checkpoint of the folder.
+        The state of optimizers follows in :meth:`setup`, which makes them. ``fit(ckpt_path="last")`` goes on from the
+        newest good checkpoint of the folder.
         """
+        self._place()
         with self._record.during(Kind.LOAD, str(checkpoint_path)):
             self._start.compare_restoring(True)
             checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
@@ -204,7 +208,8 @@ class StrategyHooks(ParallelStrategy):
         self.checkpoints.load_edits(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """No action: :meth:`load_checkpoint` has filled the optimizers."""
+        """Go on as the checkpoint says: :meth:`setup` has filled the optimizers, and hooks have been called since."""
+        self.checkpoints.go_on(checkpoint)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's shard of the model."""

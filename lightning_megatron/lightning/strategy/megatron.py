@@ -238,16 +238,6 @@ class MegatronStrategy(StrategyHooks):
         """Ranks that differ only in tp, pp or cp read the same data."""
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Always: parameters and optimizer state are loaded in place, so they must exist first."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Never: optimizer state is loaded with the model."""
-        return False
-
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         register_with_lightning_habana(self.accelerator, type(self))
@@ -279,7 +269,7 @@ class MegatronStrategy(StrategyHooks):
     @property
     def data_parallel_rank(self) -> int:
         """Number of the share of the data that this rank reads."""
-        return self.mesh.dp.rank
+        return self._ranks.dp_rank
 
     @property
     def data_parallel_size(self) -> int:

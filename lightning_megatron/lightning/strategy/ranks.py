@@ -29,7 +29,7 @@ from lightning_megatron.lightning.strategy.process_end import ProcessEnd
 from lightning_megatron.lightning.streams.generators import generator_hashes, seed_generators
 from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.machine.host import raise_open_files
-from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.mesh import Axis, ParallelMesh, coordinate, dense_grid
 from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.recorder.recorder import Recorder
@@ -94,6 +94,12 @@ class JobRanks:
         memo[id(strategy)] = found = type(strategy).__new__(type(strategy))
         vars(found).update(copy.deepcopy(vars(strategy), memo))
         return found
+
+    @property
+    def dp_rank(self) -> int:
+        """Number of the share of the data that this rank reads, also before there is a mesh."""
+        rank = self.strategy.global_rank if self._mesh is None else self._mesh.rank
+        return coordinate(dense_grid(self.layout), rank)["dp"]
 
     @property
     def num_local(self) -> int:

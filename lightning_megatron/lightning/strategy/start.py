@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_megatron import device as devices
 from lightning_megatron.errors import Problem, raise_if_any
-from lightning_megatron.lightning.build.placement import Placement, placement_of
+from lightning_megatron.lightning.build.placement import Placement, placement_of, store_placement
 from lightning_megatron.lightning.comparison.compare import RankComparison
 from lightning_megatron.lightning.comparison.facts import (
     Statement,
@@ -27,6 +27,7 @@ from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.lightning.strategy.kill_switch import KillSwitch
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.strategy.recording import ActionRecord
+from lightning_megatron.lightning.strategy.trained_parameters import TrainedParameters
 from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.lightning.validation.accelerators import accelerator_problems
@@ -36,9 +37,7 @@ from lightning_megatron.lightning.validation.memory import MemoryLimit, limit_of
 from lightning_megatron.lightning.validation.nodes import node_problems
 from lightning_megatron.recorder.call import Call
 from lightning_megatron.recorder.file_format import Kind
-
-_AFTER_RESTORING = ("_CheckpointConnector.resume_end", "run-stage")
-"""Lightning's names of barriers."""
+from lightning_megatron.stage import StageBoundary
 
 ORDER: tuple[type[Callback], ...] = (TrainingWatch, EvaluationWatch, Callback, KillSwitch, Checkpoint, HookMarks)
 """Order of callbacks during a run: ``Callback`` stands for the user's, ``Checkpoint`` for those that save."""
@@ -53,6 +52,7 @@ class RankStart:
     Args:
         ranks: this rank and the others.
         record: record of this rank.
+        params: parameters and their optimizers.
         checkpoints: checkpoints of the run.
         memory: prediction of memory, which checks make.
 
@@ -61,12 +61,17 @@ class RankStart:
     """
 
     def __init__(
-        self, ranks: JobRanks, record: ActionRecord, checkpoints: RunCheckpoints, memory: MemoryPrediction
+        self,
+        ranks: JobRanks,
+        record: ActionRecord,
+        params: TrainedParameters,
+        checkpoints: RunCheckpoints,
+        memory: MemoryPrediction,
     ) -> None:
-        self._ranks, self._job, self._record = ranks, ranks.job, record
+        self._ranks, self._job, self._record, self._params = ranks, ranks.job, record, params
         self._checkpoints, self._folders, self._memory = checkpoints, checkpoints.folders, memory
         self._comparison: RankComparison | None = None
-        self._knows_restoring = False
+        self._knows_restoring, self._is_placed = False, True
         self.before: Placement | None = None
 
     # Checks, before any process is started
@@ -138,21 +143,17 @@ class RankStart:
 
     def compare_loader(self, dataloader: object) -> None:
         """Compare what a loader says of itself, before Lightning asks all ranks for its length."""
-        module, mesh = self._ranks.strategy.lightning_module, self._ranks.mesh
+        module = self._ranks.strategy.lightning_module
         if self._comparison is not None and module is not None:
+            mesh = self._ranks.mesh
             stage = module.trainer.state.stage
             given = "val" if stage is None else stage.dataloader_prefix or "val"
             may_be_empty = may_stay_away(module.trainer, mesh.layout)
             self._compare(loader_statement(dataloader, given, mesh.dp.rank, may_be_empty=may_be_empty))
 
-    def compare_restoring(self, restores: bool, barrier: str | None = _AFTER_RESTORING[0]) -> None:
-        """Compare once if this rank loads a checkpoint.
-
-        Args:
-            restores: True if it does; False at a barrier.
-            barrier: name of the barrier, of which the first after restoring tells that this rank has loaded nothing.
-        """
-        if self._comparison is not None and not self._knows_restoring and barrier in _AFTER_RESTORING:
+    def compare_restoring(self, restores: bool) -> None:
+        """Compare once if this rank loads a checkpoint; False when it would have done so before."""
+        if self._comparison is not None and not self._knows_restoring:
             self._knows_restoring = True
             self._compare(Statement({"trainer.ckpt_path": "a checkpoint" if restores else None}))
 
@@ -186,6 +187,20 @@ class RankStart:
             ranks.connect_groups()
             ranks.agree_on_seed()
         ranks.draw_alike()
+        self._is_placed = False
+
+    def place(self, boundary: StageBoundary | None) -> bool:
+        """Take the model away from the run before; True for the first call of a run, the only one that does."""
+        is_first, self._is_placed = not self._is_placed, True
+        if is_first:
+            own = self._ranks.strategy
+            assert own.accelerator is not None
+            assert own.lightning_module is not None
+            store_placement(own.lightning_module, Placement(self._ranks.mesh, boundary), self.before)
+            own.accelerator.setup(own.lightning_module.trainer)
+            self._params.release()
+            self._checkpoints.open(own.lightning_module.trainer)
+        return is_first
 
     def end_run(self) -> None:
         """Let the next run compare again."""

@@ -14,10 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from lightning_megatron import device as devices
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.machine.host import shared_memory, shorten_socket_paths
-from lightning_megatron.mesh import ParallelMesh
 
 
-def share_randomness(loader: Any, mesh: ParallelMesh) -> Any:
+def share_randomness(loader: Any, dp_rank: int) -> Any:
     """Make workers of a loader draw the same random numbers on tp, pp and cp peers, and others on other dp ranks.
 
     After ``seed_everything(workers=True)`` Lightning seeds workers by the global rank, so that peers would augment one
@@ -25,15 +24,13 @@ def share_randomness(loader: Any, mesh: ParallelMesh) -> Any:
 
     Args:
         loader: any loader; only a ``DataLoader`` is changed.
-        mesh: mesh of this rank.
+        dp_rank: number of the share of the data that this rank reads.
 
     Returns:
         The loader.
     """
-    if not isinstance(loader, DataLoader) or not mesh.is_distributed:
-        return loader
-    if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=mesh.dp.rank)
+    if isinstance(loader, DataLoader) and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=dp_rank)
     return loader
 
 
