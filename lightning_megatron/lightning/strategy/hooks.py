@@ -191,11 +191,7 @@ class StrategyHooks(ParallelStrategy):
             self._own_callbacks.listen()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the model from a checkpoint of any layout, or a Hugging Face directory; called by all ranks.
-
-        The state of optimizers follows in :meth:`setup`, which makes them. ``fit(ckpt_path="last")`` goes on from the
-        newest good checkpoint of the folder.
-        """
+        """Load the model from a checkpoint or a Hugging Face directory; :meth:`setup` loads the state of optimizers."""
         self._place()
         with self._record.during(Kind.LOAD, str(checkpoint_path)):
             self._start.compare_restoring(True)
