@@ -131,9 +131,9 @@ class StrategyHooks(ParallelStrategy):
         """Compare loaders, give ranks that read the same samples one order of them, and protect workers."""
         self._start.compare_loader(dataloader)
         start_workers_safely(dataloader, self.root_device)
-        if self.data_parallel_size == 1 and injects_samplers(self.lightning_module):
+        if self._ranks.layout.data_parallel_size == 1 and injects_samplers(self.lightning_module):
             shuffle_by_epoch(dataloader)
-        dataloader = share_randomness(dataloader, self.data_parallel_rank)
+        dataloader = share_randomness(dataloader, self._ranks.dp_rank)
         self._own_callbacks.protect_workers(dataloader)
         return dataloader
 
@@ -144,6 +144,7 @@ class StrategyHooks(ParallelStrategy):
         """Place the model, and for training put it and the optimizers on flat buffers; next comes the progress bar."""
         self._place()
         assert self.lightning_module is not None
+        assert self.model is not None
         self._start.compare_restoring(False)
         self.checkpoints.forget_shown()
         self._graphs = BlockGraphs(bool(self._job.compile), self.root_device)
