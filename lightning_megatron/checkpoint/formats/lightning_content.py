@@ -96,7 +96,7 @@ def _optimizer(index: int, values: Mapping[str, Any], order: list[str] | None, *
 def _slots(parts: Sequence[RankPart]) -> dict[str, TensorSlot]:
     padded = {Key.parse(each.key).name: each.shape for part in parts for names in part.names.values() for each in names}
     kinds = {key: kind for part in parts for key, kind in part.kinds.items()}
-    shapes = {key: padded[Key.parse(key).name] if shape else shape for key, (_, shape) in kinds.items()}
+    shapes = {key: padded.get(Key.parse(key).name, shape) if shape else shape for key, (_, shape) in kinds.items()}
     return {key: TensorSlot(key, dtype, shapes[key]) for key, (dtype, _) in kinds.items()}
 
 

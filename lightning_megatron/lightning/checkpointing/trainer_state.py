@@ -106,7 +106,7 @@ def save_trainer_checkpoint(
         on_all_ranks(mesh, action, lambda: refuse_nonfinite(early, trained_names(module)))
     how: dict[str, Any] = {"per_rank": random_state(mesh.rng), "guard": guard, "progress": progress}
     if one_file:
-        on_all_ranks(mesh, action, lambda: refuse_unknown_order(optimizers, mesh))
+        on_all_ranks(mesh, action, lambda: refuse_unknown_order(optimizers if has_optimizers else (), mesh))
         versions = {MODEL_STATE: tensors, **versions}
         rest[NOTE]["main"] = trained = trained_version(versions, module)
         names = take_names(versions, trained, module, optimizers, state)
