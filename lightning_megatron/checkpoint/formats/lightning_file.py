@@ -104,7 +104,7 @@ class SingleFile:
         """
         values = dict(self.tensors)
         for index, saved in enumerate(self.optimizers):
-            if groups_key(index) in state:
+            if state.get(groups_key(index)) is not None:
                 values |= self._optimizer_values(index, saved, state, order)
         true = {key: value.shape for key, value in state.items() if isinstance(value, Fragment)}
         return FilePart({key: _stripped(value, true.get(key)) for key, value in values.items()})

@@ -50,7 +50,7 @@ from lightning_megatron.lightning.run_state.weight_versions import (
     with_repeats,
     without_repeats,
 )
-from lightning_megatron.lightning.step.finetuning import rejoin, rejoin_groups
+from lightning_megatron.lightning.step.finetuning import rejoin, rejoin_groups, take_own_groups
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import spec_registry
@@ -196,6 +196,8 @@ def load_model(
         return _begin_with_weights(opened, module, mesh)
     if fits and "optimizer_states" not in meta:
         raise CheckpointError(_weights_alone(str(path), module))
+    if fits:
+        take_own_groups(opened, module)
     note = meta.get(NOTE, {})
     state = model_state(wanted(module, local_tensors(module), meta), spec_registry(module), mesh)
     versions = {key: copies(module) for key in note.get("versions", ())}

@@ -8,8 +8,31 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
 
+from lightning_megatron.checkpoint import CheckpointError, OpenCheckpoint, State
+from lightning_megatron.checkpoint.tensors.keys import groups_key
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
+
+
+def take_own_groups(opened: OpenCheckpoint, module: LightningModule) -> None:
+    """Give the saved state of ``BaseFinetuning`` the groups of this pipeline stage; all ranks call this.
+
+    The callback saves the names of the first stage, and looks for all of them when a fit begins.
+
+    Raises:
+        CheckpointError: for a single file, whose groups have no names.
+    """
+    own = {name for name, _ in module.named_parameters()}
+    for callback in _callbacks(module) if opened.mesh.pp.size > 1 else ():
+        saved = opened.meta.get("callbacks", {}).get(callback.state_key, {}).get("internal_optimizer_metadata", {})
+        groups: State = {groups_key(index): None for index in saved}
+        opened.fill(groups, strict=False)
+        for index in saved:
+            if (named := groups[groups_key(index)]) is None:
+                name = type(callback).__name__
+                raise CheckpointError(f"{opened}: {name} goes on in a pipeline from a directory, and not from one file")
+            here = ({**group, "params": [name for name in group["params"] if name in own]} for group in named)
+            saved[index] = [group for group in here if group["params"]]
 
 
 def rejoin_groups(

@@ -328,5 +328,5 @@ class RunCheckpoints:
 
 
 def _stamps(module: LightningModule) -> dict[str, tuple[int, ...]]:
-    """What changes when a parameter is written in place, or gets other memory."""
+    """Facts about each parameter that are others once it is written in place, or gets other memory."""
     return {name: (id(param), param._version, param.data_ptr()) for name, param in module.named_parameters()}
