@@ -22,13 +22,12 @@ strategy of one CPU to the Trainer. A test that passes as it is and fails with o
 under its reason. None of them trains with other numbers.
 
 ```bash
-git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning /tmp/lightning
 make lightning-suite LIGHTNING=/tmp/lightning                       # checkpoints are directories, the default
 make lightning-suite LIGHTNING=/tmp/lightning SUITE="--one-file"    # single files: save_distributed_checkpoint=False
 make lightning-suite LIGHTNING=/tmp/lightning SUITE="core loops"    # some of its folders
 ```
 
-Take the tag of the installed release. It runs by hand, since it takes long and its tests are not in this repository;
+`/tmp/lightning` is a clone of Lightning's repository at the tag of the installed release. It runs by hand, since it takes long and its tests are not in this repository;
 `--keep` puts the counts of a whole run on this page. What the tests import (`tests/tests_pytorch` needs `cloudpickle`
 and more, see Lightning's `requirements/pytorch/test.txt`) and is not installed fails both times, and is not compared.
 """

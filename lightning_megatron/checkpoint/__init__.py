@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.saving import PendingSave, SaveGuard, save
     from lightning_megatron.checkpoint.saving_file import PendingFile
     from lightning_megatron.checkpoint.select.hashes import Check, faults_of
-    from lightning_megatron.checkpoint.select.newest import Candidate, candidates, newest_good, progress_of
+    from lightning_megatron.checkpoint.select.newest import Candidate, candidates, newest_good
     from lightning_megatron.checkpoint.select.verify import verify
     from lightning_megatron.checkpoint.tensors.fragment import Fragment
     from lightning_megatron.checkpoint.tensors.state_dict import (
@@ -58,7 +58,6 @@ __all__ = [
     "objects_in",
     "open_checkpoint",
     "optimizer_state",
-    "progress_of",
     "refuse_nonfinite",
     "regrouped",
     "remove",

@@ -22,7 +22,7 @@ from lightning_megatron.checkpoint.directory.leftovers import recover
 from lightning_megatron.checkpoint.formats.lightning_file import FilePart, Order, SingleFile
 from lightning_megatron.checkpoint.formats.meta import read_meta, type_faults
 from lightning_megatron.checkpoint.integrity.fault import listed
-from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest
+from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, Progress
 from lightning_megatron.checkpoint.integrity.metadata_file import read_metadata
 from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_oversized
 from lightning_megatron.checkpoint.saving import own_key
@@ -125,6 +125,12 @@ class OpenCheckpoint(os.PathLike[str]):
         return os.fspath(self.path)
 
     __str__ = __fspath__
+
+    @property
+    def progress(self) -> Progress | None:
+        """Progress of the run at the save; ``None`` if it is unknown."""
+        told = self.source if isinstance(self.source, SingleFile) else self.manifest
+        return None if told is None else told.progress
 
     @property
     def meta(self) -> dict[str, Any]:

@@ -293,9 +293,11 @@ def linear_cross_entropy(
     weights = token_weights.flatten().float()
     targets = labels.flatten().masked_fill(weights == 0, 0)
     rule = _Rule(label_smoothing, softcap)
-    is_cast = torch.is_autocast_enabled(hidden.device.type)  # by stock Lightning, whose products have a 16-bit dtype
+    kind = hidden.device.type
+    # By stock Lightning, whose products have a 16-bit dtype.
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     hidden = hidden.to(weight.dtype) if is_cast else hidden
-    with torch.autocast(hidden.device.type, enabled=False) if is_cast else nullcontext():
+    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
         loss: Tensor = _LinearCrossEntropy.apply(
             hidden.flatten(0, -2), weight, bias, targets, weights, part, rule, chunk_bytes, weight_grads
         )

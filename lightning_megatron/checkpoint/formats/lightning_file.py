@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_megatron.checkpoint.formats.meta import NOTE
 from lightning_megatron.checkpoint.integrity.fault import Fault
+from lightning_megatron.checkpoint.integrity.manifest import Progress
 from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_odd, refuse_packed
 from lightning_megatron.checkpoint.tensors.fragment import Fragment
 from lightning_megatron.checkpoint.tensors.keys import (
@@ -52,6 +53,7 @@ class SingleFile:
         meta: everything but tensors of the model and its optimizers.
         layout: fields of the layout at the save; empty for a file of Lightning's own strategies.
         main: family of the keys of main values: the model's, or of a version that the run trains in its place.
+        progress: progress of the run at the save; ``None`` if the file does not tell.
     """
 
     tensors: Mapping[str, Any]
@@ -59,6 +61,7 @@ class SingleFile:
     meta: dict[str, Any]
     layout: Mapping[str, Any]
     main: str
+    progress: Progress | None = None
 
     @classmethod
     def open(cls, path: Path, weights_only: bool) -> SingleFile:
@@ -89,7 +92,9 @@ class SingleFile:
         if OPTIMIZERS in content:
             content[OPTIMIZERS] = []
         main = families[note.pop("main", MODEL_STATE)]
-        return cls(values, optimizers, content, note.pop("layout", {}), main)
+        progress = note.pop("progress", None)
+        layout = note.pop("layout", {})
+        return cls(values, optimizers, content, layout, main, None if progress is None else Progress(*progress))
 
     def part_for(self, state: State, order: Order = "groups") -> FilePart:
         """Values from which a state can be filled.

@@ -57,11 +57,6 @@ def candidates(places: Iterable[tuple[Path, str]], also: Iterable[Path] = ()) ->
     return sorted(map(_candidate, dict.fromkeys(paths)), key=_place)
 
 
-def progress_of(path: Path) -> Progress | None:
-    """Progress of the run at the save of a checkpoint; ``None`` if it is unknown."""
-    return _candidate(path).progress
-
-
 def newest_good(found: Sequence[Candidate]) -> tuple[Candidate | None, list[Candidate]]:
     """The first checkpoint that a run can go on from, and those passed over that are, or may be, newer."""
     best = next((candidate for candidate in found if candidate.state == "good"), None)

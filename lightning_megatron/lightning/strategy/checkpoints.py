@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_megatron.checkpoint import OpenCheckpoint, open_checkpoint
+from lightning_megatron.checkpoint import OpenCheckpoint, Progress, open_checkpoint
 from lightning_megatron.errors import CheckpointError, raise_if_any
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning import checkpointing, pretrained
@@ -210,7 +210,8 @@ class RunCheckpoints:
         given = opened if opened is not None and opened.path == Path(path) else path
         loaded = self._load_model(given, check, weights_only, fits=is_fitting(module))
         checkpoint = loaded.checkpoint
-        self.folders.went_on(path, checkpoint.get("global_step", 0))
+        told = None if loaded.opened is None else loaded.opened.progress
+        self.folders.went_on(told or Progress(0, checkpoint.get("global_step", 0)))
         pretrained.take_settings(module, checkpoint)
         follow_batch_size(checkpoint, getattr(trainer_of(module), "datamodule", None))
         self._note_path(checkpoint_path, checkpoint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
@@ -127,11 +126,9 @@ class SaveFolders:
             return str(error)
         return str(faults[0]) if faults else ""
 
-    def went_on(self, path: str, step: int) -> None:
-        """Note the checkpoint that this run goes on from; rank 0 alone needs it."""
-        if self._ranks.strategy.is_global_zero and self._held is not None:
-            self._went_on_from = checkpoint.progress_of(Path(path)) or checkpoint.Progress(0, step)
-            self._generation = None
+    def went_on(self, progress: checkpoint.Progress) -> None:
+        """Note the progress of the checkpoint that this run goes on from."""
+        self._went_on_from, self._generation = progress, None
 
     def next_progress(self, step: int) -> checkpoint.Progress | None:
         """Order of a save among those of its folder; on rank 0 alone."""

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lightning_megatron import ConfigError, GPTModule, LlamaModule, LoRA, MegatronStrategy, MixtralModule, load_module
-from lightning_megatron.checkpoint import CheckpointError, Progress, progress_of, verify
+from lightning_megatron.checkpoint import CheckpointError, Progress, open_checkpoint, verify
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 from lightning_megatron.testing.workers import WorkerError
 
@@ -296,7 +296,7 @@ def test_model_checkpoint_keeps_links_and_the_best_and_last_is_found(tmp_path: P
         }
         assert (tmp_path / "last.ckpt").is_symlink()
         assert (tmp_path / f"step={steps}.ckpt").is_file()
-    newer = [(path.name, progress_of(path)) for path in tmp_path.iterdir()]
+    newer = [(path.name, open_checkpoint(path).progress) for path in tmp_path.iterdir()]
     assert max(newer, key=lambda pair: pair[1])[1] == Progress(1, 8)  # type: ignore[arg-type, return-value]
 
 

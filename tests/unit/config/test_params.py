@@ -46,7 +46,7 @@ class Mixed(nn.Module):
 def test_specs_name_every_parameter_once_in_global_coordinates():
     model = Mixed(ParallelMesh(ParallelLayout(tp=4).resolve(4), 1))
     assert spec_registry(model) == {
-        "word.weight": ParamSpec((10, 8), tp_dim=0),
+        "word.weight": ParamSpec((10, 8), tp_dim=0, multiple=4),
         "up.weight": ParamSpec((2, 8, 8), tp_dim=1),
         "up.bias": ParamSpec((2, 8), tp_dim=1, decay=False),
         "down.weight": ParamSpec((8, 16), tp_dim=1),
