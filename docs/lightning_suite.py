@@ -27,10 +27,11 @@ make lightning-suite LIGHTNING=/tmp/lightning SUITE="--one-file"    # single fil
 make lightning-suite LIGHTNING=/tmp/lightning SUITE="core loops"    # some of its folders
 ```
 
-`/tmp/lightning` is a clone of Lightning's repository at the tag of the installed release. It runs by hand, since it takes
-long and its tests are not in this repository; `--keep` puts the counts of a whole run on this page. What the tests import
-(`tests/tests_pytorch` needs `cloudpickle` and more, see Lightning's `requirements/pytorch/test.txt`) and is not installed
-fails both times, and is not compared.
+`/tmp/lightning` is a clone of Lightning's repository at the tag of the installed release.
+It runs by hand, since it takes long and its tests are not in this repository;
+`--keep` puts the counts of a whole run on this page. What the tests import (`tests/tests_pytorch` needs `cloudpickle`
+and more, see Lightning's `requirements/pytorch/test.txt`) and is not installed fails both times, and is not compared.
+"""
 
 
 def entries() -> list[dict[str, Any]]:
