@@ -81,6 +81,13 @@ class SingleFile:
             raise CheckpointError(f"the file cannot be read: {error}") from None
         if not isinstance(content, dict) or not isinstance(content.get(MODEL_STATE), dict):
             raise CheckpointError("it is a file, but not one of Lightning's: it has no state_dict")
+        try:
+            return cls._taken_apart(path, content)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"what the file says of itself is damaged: {error!r}") from None
+
+    @classmethod
+    def _taken_apart(cls, path: Path, content: dict[str, Any]) -> SingleFile:
         note = content.get(NOTE, {})
         families = {MODEL_STATE: MODEL} | {version: version for version in note.get("versions", ())}
         values: dict[str, Any] = dict(note.pop("per_rank", {}))

@@ -327,6 +327,16 @@ def test_a_damaged_file_is_found(tmp_path: Path) -> None:
         fit({}, "plain", "adamw", STEPS + MORE, resume=str(path))
 
 
+@pytest.mark.parametrize(
+    "note", [["a list"], {"versions": ["gone"]}, {"main": "gone"}, {"progress": 3}, {"per_rank": 1}]
+)
+def test_a_file_that_lies_of_itself_is_told(tmp_path: Path, note: Any) -> None:
+    torch.save({"state_dict": {}, "lightning_megatron": note}, tmp_path / "a.ckpt")
+    assert "says of itself is damaged" in str(verify(tmp_path / "a.ckpt")[0])
+    with pytest.raises(CheckpointError, match="says of itself is damaged"):
+        open_checkpoint(tmp_path / "a.ckpt")
+
+
 def test_a_directory_and_a_file_take_each_others_place(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     for directory in (True, False, False, True):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from lightning_megatron.testing.workers import WorkerError
 from tests.tiny import tiny_llama
 
 
@@ -166,6 +167,18 @@ def test_a_layer_of_a_model_of_ours_joins_in_mid_run(
     for rank in ranks(2, ours_in, layout, layers, tmp_path):
         for losses, expected in zip(rank, one, strict=True):
             assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def ours_in_one_file(path: Path) -> None:
+    layout: dict[str, Any] = {"pp": 2, "micro_batch_size": 2, "save_distributed_checkpoint": False}
+    fit_ours(MegatronStrategy(**layout), "0", 2, path)
+    fit_ours(MegatronStrategy(**layout), "0", 3, path, resume=True)
+
+
+def test_in_a_pipeline_a_single_file_is_refused(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Its groups have numbers, and each stage needs its own names."""
+    with pytest.raises(WorkerError, match="goes on in a pipeline from a directory, and not from one file"):
+        ranks(2, ours_in_one_file, tmp_path / "a.ckpt")
 
 
 def first_weight(strategy: Any) -> float:
