@@ -120,7 +120,7 @@ def resumed(strategy: str, folder: Path, *callbacks: Callback, seen: Any = None,
 
 
 def weights(trainer: Any) -> torch.Tensor:
-    return trainer.lightning_module.layer.weight.detach().clone()
+    return trainer.lightning_module.layer.weight.detach().cpu().clone()
 
 
 def test_hooks_of_a_resumed_run_see_in_stocks_order_what_they_see_there(tmp_path: Path) -> None:
