@@ -270,7 +270,7 @@ def test_46_a_yaml_names_the_strategy(tmp_path: Path, strategy: str) -> None:
     ("callback", "advice"),
     [
         (StochasticWeightAveraging(1e-2), "use data parallelism alone"),
-        (BatchSizeFinder(), "set batch_size and micro_batch_size"),
+        (BatchSizeFinder(), "Ask `lightning-megatron plan`"),
         (ModelPruning("l1_unstructured"), "prune the trained model"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",

@@ -207,6 +207,8 @@ class ChatDataModule(MegatronDataModule):
             if isinstance(rows, PackedChats):
                 rank_zero_info(f"{name} data: {rows.report}")
 
+    _samples_wanted = None  # rows are those of the files
+
     def _build(self) -> tuple[Any, ...]:
         train = self._encoded("files")
         shares = [held_out(len(chats), self.val_share, self.seed) for chats in train]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lightning_megatron.arguments import Check, OneOf, at_least, checked
 from lightning_megatron.config.layout import BatchShape
 from lightning_megatron.data import build_gpt_datasets
 from lightning_megatron.data.batch_ramp import BatchRamp
-from lightning_megatron.data.blend_file import by_split, separated
+from lightning_megatron.data.blend_file import separated
 from lightning_megatron.data.build import (
     DataPath,
     DataPaths,
@@ -39,36 +40,13 @@ from lightning_megatron.data.preprocessing.encode import TokenizerSpec
 from lightning_megatron.data.sampler import ConsecutiveEpochs, MegatronSampler
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer, tokenizer_beside
 from lightning_megatron.errors import ConfigError, DataError, Problem, problems_of, raise_if_any
+from lightning_megatron.lightning.datamodules.arguments import COUNTS, ELSEWHERE, readable_paths
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.lightning.streams.sample_plan import SamplePlan
 from lightning_megatron.lightning.validation.samples import count_samples
 
-ELSEWHERE = {
-    "micro_batch_size": "it is an argument of the strategy",
-    "train_data_path": "data_path, which is for training where val_data_path or test_data_path is given",
-    "valid_data_path": "val_data_path",
-    "data_args_path": "data_path, which takes such a file",
-    "per_split_data_args_path": "data_path, which takes such a file",
-    "data_cache_path": "cache_dir",
-    "data_prefix": "data_path",
-}
-"""Our arguments, or what to do instead, by the names of Megatron and NeMo."""
-
 ONCE: Mapping[str, Any] = {"drop_last": False, "fill": "short"}
 """Every sample once: the last batches are shorter, and where a rank has no sample left, of no rows."""
-COUNTS = ("train_samples", "val_samples", "test_samples")
-"""Arguments with numbers of samples, in the order of the splits."""
-
-
-def readable_paths(argument: str) -> Check:
-    """Rule for data paths that is checked before the files are opened."""
-
-    def parse(path: Any) -> None:
-        named = by_split(path, argument) if argument == "data_path" else None
-        for each in [path] if named is None else named.values():
-            parse_data_path(each, argument)
-
-    return Check(lambda path: [] if path is None else problems_of(parse, path))
 
 
 class MegatronDataModule(LightningDataModule):
@@ -161,7 +139,7 @@ class MegatronDataModule(LightningDataModule):
         super().__init__()
         self.sample_plan = SamplePlan(batch_size, train_samples, global_batch_size, rampup_batch_size)
         self.data_path, self.val_data_path, self.test_data_path = separated(data_path, val_data_path, test_data_path)
-        self.seq_length, self.batch_size, self.split, self.seed = seq_length, batch_size, split, seed
+        self.seq_length, self.split, self.seed = seq_length, split, seed
         self.samples = (train_samples, val_samples, test_samples)
         self.num_workers, self.cache_dir = num_workers, None if cache_dir is None else os.fspath(cache_dir)
         self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
@@ -177,6 +155,7 @@ class MegatronDataModule(LightningDataModule):
         self._saved_place: dict[str, Any] | None = None
         self._fingerprint: Fingerprint | None = None
         self._ends_training, self._epochs_drawn = False, 1
+        self._max_steps, self._samples_drawn = -1, train_samples
         raise_if_any(self.sample_plan.own_problems() + self._problems())
 
     def _problems(self) -> list[Problem]:
@@ -220,16 +199,30 @@ class MegatronDataModule(LightningDataModule):
         return self.sample_plan.shape(dp, seq_length=self.seq_length, vocab_size=vocab)
 
     @property
+    def batch_size(self) -> int:
+        """Samples of one batch of one replica, behind a ramp; it may be set, as ``BatchSizeFinder`` does."""
+        return self.sample_plan.batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        plan = replace(self.sample_plan, batch_size=batch_size)
+        reason = "the number of steps follows from it and train_samples: find it in a run of its own, with max_steps"
+        raise_if_any(plan.own_problems() + [Problem("batch_size", batch_size, reason)] * self._ends_training)
+        self.sample_plan = plan
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of one batch of all replicas, behind a ramp."""
         return self.sample_plan.global_batch(self._dp_size)
 
     def prepare_data(self) -> None:
         """Build the index files, on one process of each node; all then map them into memory."""
+        self._note_steps()
         self._build()
 
     def setup(self, stage: str) -> None:
         """Open the data; let training end after ``train_samples``, if nobody has set another end."""
+        self._note_steps()
         self._datasets = self._build()
         trainer, part = self.trainer, 1 if stage in ("fit", "validate") else 2
         if self._datasets[part] is None and len(self._paths) == 1 and parse_split(self.split)[part] is not None:
@@ -259,11 +252,17 @@ class MegatronDataModule(LightningDataModule):
         """True if anything in this job counts samples."""
         return self.trainer is not None and count_samples((self, self.trainer.lightning_module))
 
+    def _note_steps(self) -> None:
+        """Keep the run's number of steps: Lightning's Tuner sets another one while it searches."""
+        self._max_steps = -1 if self.trainer is None else self.trainer.max_steps
+
+    @property
+    def _samples_wanted(self) -> int | None:
+        return self.sample_plan.wanted(self.trainer, self._max_steps, self._dp_size)
+
     def _build(self) -> tuple[SampleDataset | None, ...]:
-        (train, val, test), epochs = self.samples, self.sample_plan.epochs(self.trainer)
-        if train is epochs is None and self.trainer is not None and self.trainer.max_steps > 0:
-            batches = self.trainer.max_steps * self.trainer.accumulate_grad_batches
-            train = self.sample_plan.needed(batches, self._dp_size)
+        (_, val, test), epochs = self.samples, self.sample_plan.epochs(self.trainer)
+        self._samples_drawn = train = self._samples_wanted
         given = self.data_path, self.val_data_path, self.test_data_path
         whole = given[1] is not None or given[2] is not None
         paths = Paths(None, *given, self.split) if whole else Paths(self.data_path, split=self.split)
@@ -329,6 +328,8 @@ class MegatronDataModule(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         """Batches of ``{"tokens", "labels", "loss_mask", "position_ids"}``, each ``[batch_size, seq_length]``."""
+        if self._datasets[0] is not None and self._samples_drawn != self._samples_wanted:
+            self._datasets = self._build()  # batch_size has been set since
         # A data set may have more samples than were asked for: training that ends after them does not read the rest.
         samples = self.sample_plan.train_samples if self._ends_training else None
         loader = self._loader(self._datasets[0], samples, self.sample_plan.ramp(self._dp_size))

@@ -17,7 +17,8 @@ from lightning_megatron.data.masked.masking import MaskingRule
 from lightning_megatron.data.masked.sentence_index import documents_in_share, usable_documents
 from lightning_megatron.data.masked.t5_dataset import T5Dataset
 from lightning_megatron.errors import Problem, problems_of
-from lightning_megatron.lightning.datamodules.datamodule import COUNTS, ELSEWHERE, MegatronDataModule, readable_paths
+from lightning_megatron.lightning.datamodules.arguments import COUNTS, ELSEWHERE, readable_paths
+from lightning_megatron.lightning.datamodules.datamodule import MegatronDataModule
 
 SENTENCE_NAMES: dict[str, str] = {
     **ELSEWHERE,

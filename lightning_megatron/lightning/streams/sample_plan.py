@@ -77,6 +77,12 @@ class SamplePlan:
         ramp = self.ramp(dp)
         return batches * self.global_batch(dp) if ramp is None else ramp.consumed_after(batches)
 
+    def wanted(self, trainer: Trainer | None, max_steps: int, dp: int) -> int | None:
+        """Samples for training to draw from the data; ``None`` for all of an epoch."""
+        if self.train_samples is not None or trainer is None or max_steps < 1 or self.epochs(trainer) is not None:
+            return self.train_samples
+        return self.needed(max_steps * trainer.accumulate_grad_batches, dp)
+
     def layout_problems(self, layout: ParallelLayout, micro_batch_size: int | None, accumulated: int) -> list[Problem]:
         """Global batches that a layout cannot share.
 

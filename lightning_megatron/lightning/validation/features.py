@@ -20,10 +20,13 @@ from lightning_megatron.errors import Problem, nearest_names
 
 # Names of classes among the callback's bases: not every supported Lightning has all of these classes.
 _CALLBACKS: Mapping[str, str] = {
-    "BatchSizeFinder": "each trial would need a new split into micro-batches: set batch_size and micro_batch_size",
     "ModelPruning": "masked parameters do not fit the optimizer's flat buffers: prune the trained model in one process",
 }
 
+_FINDER = (
+    "it tries batches until one does not fit, on one device and without micro_batch_size: among several ranks, those"
+    " that have memory left would wait for the one that has not. Ask `lightning-megatron plan` for a batch size"
+)
 _ALONE = "use data parallelism alone (tp=pp=cp=ep=1)"
 
 
@@ -42,14 +45,20 @@ class ChecksJob(Protocol):
 
 
 def callback_problems(
-    callbacks: Sequence[Callback], layout: ParallelLayout, modules: Sequence[LightningModule]
+    callbacks: Sequence[Callback],
+    layout: ParallelLayout,
+    micro_batch_size: int | None,
+    modules: Sequence[LightningModule],
 ) -> list[Problem]:
-    """Callbacks that cannot work under a layout, or with the user's module if it is known."""
+    """Callbacks that cannot work under a layout or with micro-batches, or with the user's module if it is known."""
     found = []
     for callback in callbacks:
         ancestry = {base.__name__ for base in type(callback).__mro__}
         if "StochasticWeightAveraging" in ancestry:
             found += _averaging_problems(type(callback).__name__, layout, modules)
+        alone = (layout.model_parallel_size, layout.dp, micro_batch_size) == (1, 1, None)
+        if "BatchSizeFinder" in ancestry and not alone:
+            found.append(Problem("callbacks", type(callback).__name__, _FINDER))
         if isinstance(callback, ChecksJob):
             found += callback.job_problems(callbacks, modules)
         found += [

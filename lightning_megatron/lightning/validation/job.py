@@ -197,7 +197,8 @@ def trainer_faults(job: Job) -> list[Problem]:
     found = []
     if job.trainer is not None:
         callbacks: Sequence[Callback] = job.trainer.callbacks  # type: ignore[attr-defined]
-        found = callback_problems(callbacks, job.layout, job.modules) + trainer_problems(job.trainer)
+        found = callback_problems(callbacks, job.layout, job.settings.micro_batch_size, job.modules)
+        found += trainer_problems(job.trainer)
     return found + saving_problems(job.objects, job.trainer, one_file=not job.settings.save_distributed_checkpoint)
 
 

@@ -1,0 +1,35 @@
+"""Arguments that data modules share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_megatron.arguments import Check
+from lightning_megatron.data.blend_file import by_split
+from lightning_megatron.data.build import parse_data_path
+from lightning_megatron.errors import problems_of
+
+ELSEWHERE = {
+    "micro_batch_size": "it is an argument of the strategy",
+    "train_data_path": "data_path, which is for training where val_data_path or test_data_path is given",
+    "valid_data_path": "val_data_path",
+    "data_args_path": "data_path, which takes such a file",
+    "per_split_data_args_path": "data_path, which takes such a file",
+    "data_cache_path": "cache_dir",
+    "data_prefix": "data_path",
+}
+"""Our arguments, or what to do instead, by the names of Megatron and NeMo."""
+
+COUNTS = ("train_samples", "val_samples", "test_samples")
+"""Arguments with numbers of samples, in the order of the splits."""
+
+
+def readable_paths(argument: str) -> Check:
+    """Rule for data paths that is checked before the files are opened."""
+
+    def parse(path: Any) -> None:
+        named = by_split(path, argument) if argument == "data_path" else None
+        for each in [path] if named is None else named.values():
+            parse_data_path(each, argument)
+
+    return Check(lambda path: [] if path is None else problems_of(parse, path))
