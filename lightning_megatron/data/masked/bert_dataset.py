@@ -80,8 +80,9 @@ class BertDataset(SentenceDataset):
         """The sample of a number."""
         pair = self.segments(number)
         words, length = self.vocabulary, self.seq_length
-        text = np.concatenate(([words.cls], pair.first, [words.sep], pair.second, [words.sep]))
-        seen, positions = mask_tokens(text, words, self.masking, pair.rng)
+        end = [words.sep] if len(pair.second) else []
+        text = np.concatenate(([words.cls], pair.first, [words.sep], pair.second, end)).astype(np.int64)
+        seen, positions = mask_tokens(text, words, self.masking, pair.rng, pair.target)
         tokens, labels = np.full(length, words.pad), np.full(length, IGNORED)
         types, mask = np.zeros((2, length), np.int64)
         tokens[: len(text)], mask[: len(text)] = seen, 1
@@ -103,7 +104,7 @@ class BertDataset(SentenceDataset):
         is_random = bool(rng.random_sample() < _SWAPPED)
         if is_random:
             one, other = other, one
-        return Segments(*truncated(one, other, target, rng), is_random, rng)
+        return Segments(*truncated(one, other, target, rng), is_random, rng, target)
 
 
 class Segments(NamedTuple):
@@ -114,12 +115,14 @@ class Segments(NamedTuple):
         second: tokens of the second one.
         is_random: True if they are in the wrong order.
         rng: random stream of the sample.
+        target: length that the sample aims at.
     """
 
     first: NDArray[np.int64]
     second: NDArray[np.int64]
     is_random: bool
     rng: RandomState
+    target: int
 
 
 def truncated(

@@ -5,6 +5,7 @@ Words are drawn in runs of one to ``max_ngram``, shorter runs more often, until 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +58,7 @@ class MaskingRule:
     """Rule of the choice.
 
     Attributes:
-        probability: share of the tokens to guess; at least one token is.
+        probability: share of the tokens to guess, and of the length that the sample aims at.
         max_ngram: longest run of words.
         whole_words: True to choose all pieces of a word, or none.
         geometric: chance of each word to be the last of its run; 0 for runs of ``n`` words with a weight of ``1/n``.
@@ -68,28 +69,32 @@ class MaskingRule:
     whole_words: bool = True
     geometric: float = 0.0
 
-    def budget(self, length: int) -> int:
-        """Number of tokens to choose of ``length``."""
-        return max(1, round(length * self.probability)) if self.probability else 0
+    def budget(self, length: int, target: int) -> float:
+        """Most tokens to choose of ``length``, in a sample that aims at ``target``; below 1 for none."""
+        return min(self.probability * target, max(1, round(self.probability * length)))
 
-    def draw_length(self, words: int, rng: RandomState) -> int:
-        """Number of words of a run, where ``words`` are left."""
-        longest = min(self.max_ngram, words)
+    def draw_length(self, rng: RandomState) -> int:
+        """Number of words of a run, where so many are left."""
         if self.geometric:
-            return min(int(rng.geometric(self.geometric)), longest)
-        shares = np.cumsum(1.0 / np.arange(1, longest + 1))
+            return min(int(rng.geometric(self.geometric)), self.max_ngram)
+        shares = np.cumsum(1.0 / np.arange(1, self.max_ngram + 1))
         return 1 + int(np.searchsorted(shares / shares[-1], rng.random_sample(), side="right"))
 
 
 def words_of(tokens: NDArray[np.int64], vocabulary: Vocabulary, *, whole: bool) -> list[list[int]]:
-    """Positions of the tokens of each word, special tokens left out; every token is a word unless ``whole``."""
+    """Positions of the tokens of each word, special tokens left out; every token is a word unless ``whole``.
+
+    A piece that stands at the begin of a second segment, where truncation has left it, counts to the word before.
+    """
     special = (tokens == vocabulary.cls) | (tokens == vocabulary.sep)
-    goes_on = vocabulary.continues[tokens] if whole else np.zeros(len(tokens), bool)
+    return grouped(np.flatnonzero(~special).tolist(), vocabulary.continues[tokens] & whole)
+
+
+def grouped(positions: list[int], goes_on: NDArray[np.bool_]) -> list[list[int]]:
+    """Positions of each word; ``goes_on`` tells the tokens that continue one."""
     words: list[list[int]] = []
-    for position, (is_special, continues) in enumerate(zip(special.tolist(), goes_on.tolist(), strict=True)):
-        if is_special:
-            continue
-        if continues and words and words[-1][-1] == position - 1:
+    for position in positions:
+        if words and goes_on[position]:
             words[-1].append(position)
         else:
             words.append([position])
@@ -97,12 +102,12 @@ def words_of(tokens: NDArray[np.int64], vocabulary: Vocabulary, *, whole: bool) 
 
 
 def choose_runs(
-    words: list[list[int]], budget: int, rule: MaskingRule, rng: RandomState, most: int | None = None
-) -> list[list[int]]:
-    """Runs of words, as positions of tokens, of together at most ``budget`` tokens, in the order of the text.
+    words: list[list[int]], budget: float, rule: MaskingRule, rng: RandomState, most: int | None = None
+) -> Iterator[list[int]]:
+    """Runs of words, as positions of tokens, of together at most ``budget`` tokens, in the order of the choice.
 
     Each word, in random order, proposes a run that begins with it. A run that would exceed the budget is made shorter;
-    one that meets a chosen word is left out.
+    one that meets a chosen word is left out. Between two runs the caller may draw from the stream, as Megatron-LM does.
 
     Args:
         words: positions of the tokens of each word.
@@ -111,23 +116,23 @@ def choose_runs(
         rng: random stream of the sample.
         most: maximum number of runs; ``None`` for any.
     """
-    chosen: list[list[int]] = []
     taken: set[int] = set()
+    chosen = 0
     for start in rng.permutation(len(words)).tolist():
-        if len(taken) >= budget or len(chosen) == most:
+        if len(taken) >= budget or chosen == most:
             break
-        for size in range(rule.draw_length(len(words) - start, rng), 0, -1):
+        for size in range(rule.draw_length(rng), 0, -1):
             run = [position for word in words[start : start + size] for position in word]
             if len(taken) + len(run) <= budget:
                 if taken.isdisjoint(run):
-                    chosen.append(run)
+                    chosen += 1
                     taken.update(run)
+                    yield run
                 break
-    return sorted(chosen)
 
 
 def mask_tokens(
-    tokens: NDArray[np.int64], vocabulary: Vocabulary, rule: MaskingRule, rng: RandomState
+    tokens: NDArray[np.int64], vocabulary: Vocabulary, rule: MaskingRule, rng: RandomState, target: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Tokens as the model sees them, and the positions to guess, in order.
 
@@ -138,13 +143,15 @@ def mask_tokens(
         vocabulary: tokens that samples are made with.
         rule: rule of the choice.
         rng: random stream of the sample.
+        target: length that the sample aims at.
     """
-    budget = rule.budget(len(tokens))
-    runs = choose_runs(words_of(tokens, vocabulary, whole=rule.whole_words), budget, rule, rng)
-    positions = np.array([position for run in runs for position in run], np.int64)
-    seen, count = tokens.copy(), len(positions)
-    becomes_mask = rng.random_sample(count) < _MASKED
-    stays = rng.random_sample(count) < _KEPT_OF_REST
-    anything = vocabulary.ids[rng.randint(0, len(vocabulary.ids), count)]
-    seen[positions] = np.where(becomes_mask, vocabulary.mask, np.where(stays, tokens[positions], anything))
-    return seen, positions
+    seen, positions = tokens.copy(), []
+    words = words_of(tokens, vocabulary, whole=rule.whole_words)
+    for run in choose_runs(words, rule.budget(len(tokens), target), rule, rng):
+        positions += run
+        for position in run:
+            if rng.random_sample() < _MASKED:
+                seen[position] = vocabulary.mask
+            elif rng.random_sample() >= _KEPT_OF_REST:
+                seen[position] = vocabulary.ids[rng.randint(0, len(vocabulary.ids))]
+    return seen, np.array(sorted(positions), np.int64)

@@ -123,6 +123,7 @@ class SentenceDataset(Dataset[dict[str, Tensor]]):
             "fewest_sentences": rule.fewest_sentences,
             "samples": num_samples,
             "seed": self.seed,
+            "order": "mt19937",
         }
 
         def build() -> dict[str, NDArray[Any]]:

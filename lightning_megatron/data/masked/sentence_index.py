@@ -15,9 +15,10 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from lightning_megatron.data.indexed import IndexedDataset
+from lightning_megatron.data.masked.mersenne_twister import draw_64_bits
 
 LONGEST_SENTENCE = 512
-"""Documents with a longer sentence are left out: it is no sentence."""
+"""Documents with a longer sentence beside others are left out: it is no sentence."""
 _SHORTEST = 2
 _DRAWN_AT_ONCE = 1 << 16
 
@@ -38,9 +39,9 @@ class SentenceRule:
 
     def targets(self, rng: RandomState) -> Iterator[int]:
         """Lengths that one sample after the other aims at."""
-        period = round(1 / self.short_probability) if self.short_probability else 0
+        period = int(1 / self.short_probability + 0.5) if self.short_probability else 0
         while True:
-            for number in rng.randint(0, 1 << 31, _DRAWN_AT_ONCE).tolist():
+            for number in rng.randint(0, 1 << 32, _DRAWN_AT_ONCE, np.uint32).tolist():
                 is_short = period and number % period == 0
                 yield _SHORTEST + number % (self.longest - 1) if is_short else self.longest
 
@@ -54,7 +55,7 @@ def documents_in_share(dataset: IndexedDataset, span: tuple[float, float]) -> ND
 def usable_documents(
     lengths: NDArray[np.int32], bounds: NDArray[np.int64], documents: NDArray[np.int64], fewest_sentences: int
 ) -> NDArray[np.int64]:
-    """Documents of enough sentences, none of which is too long.
+    """Documents of enough sentences, none of which is too long; a document of one sentence may be.
 
     Args:
         lengths: tokens of every sentence.
@@ -64,7 +65,8 @@ def usable_documents(
     """
     too_long = np.concatenate(([0], np.cumsum(lengths > LONGEST_SENTENCE)))
     first, end = bounds[documents], bounds[documents + 1]
-    return documents[(end - first >= fewest_sentences) & (too_long[end] == too_long[first])]
+    fits = (too_long[end] == too_long[first]) | (end - first == 1)
+    return documents[(end - first >= fewest_sentences) & fits]
 
 
 def samples_of_document(
@@ -75,7 +77,7 @@ def samples_of_document(
     Args:
         lengths: tokens of its sentences.
         first: number of its first sentence.
-        targets: lengths to aim at; one is drawn for each sample.
+        targets: lengths to aim at; one is drawn for each sample, and one in the end.
         fewest_sentences: least number of sentences in a sample. What is left of a document joins the last sample if it
             is one sentence, and is else a sample of its own.
     """
@@ -88,7 +90,7 @@ def samples_of_document(
         if is_full or not left:
             yield first + begin, first + number + 1, target
             begin, tokens = number + 1, 0
-            target = next(targets) if left else 0
+            target = next(targets)
 
 
 def build_sentence_index(
@@ -102,8 +104,8 @@ def build_sentence_index(
 ) -> NDArray[np.int64]:
     """Samples in the order in which they are read, ``[n, 3]``: first sentence, end, intended length.
 
-    Documents are cut again for each epoch, since other samples are short then. An epoch that is begun is cut to the
-    number of samples, and then all are shuffled.
+    Documents are cut again for each epoch, since other samples are short then. All samples of the epochs that are begun
+    are shuffled, and the first ones taken, by the generators of Megatron-LM's mapping: a seed gives its samples.
 
     Args:
         lengths: ``[S]`` tokens of every sentence of the file.
@@ -113,14 +115,15 @@ def build_sentence_index(
         num_samples: number of samples, over as many epochs as needed; ``None`` means one epoch.
         seed: seed of the short lengths and of the order.
     """
-    rng = RandomState(seed)
-    targets = rule.targets(rng)
+    targets = rule.targets(RandomState(seed))
     usable = usable_documents(lengths, bounds, documents, rule.fewest_sentences)
     spans = list(zip(bounds[usable].tolist(), bounds[usable + 1].tolist(), strict=True))
     found: list[tuple[int, int, int]] = []
-    while spans and (not found or (num_samples is not None and len(found) < num_samples)):
+    while spans and len(found) < (1 if num_samples is None else num_samples):
         epoch = (samples_of_document(lengths[a:b].tolist(), a, targets, rule.fewest_sentences) for a, b in spans)
         found.extend(chain.from_iterable(epoch))
-    samples = np.array(found[:num_samples], np.int64).reshape(-1, 3)
-    RandomState((seed + 1) % (1 << 32)).shuffle(samples)
-    return samples
+    places = np.arange(len(found) - 1, 0, -1)
+    others = draw_64_bits(seed + 1, len(places)) % (places + 1).astype(np.uint64)
+    for place, other in zip(places.tolist(), others.tolist(), strict=True):
+        found[place], found[other] = found[other], found[place]
+    return np.array(found[:num_samples], np.int64).reshape(-1, 3)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_megatron.data.indexed import IndexedDataset
-from lightning_megatron.data.masked.masking import MaskingRule, choose_runs
+from lightning_megatron.data.masked.masking import MaskingRule, choose_runs, grouped
 from lightning_megatron.data.masked.sentence_dataset import IGNORED, SentenceDataset
 from lightning_megatron.data.masked.sentence_index import SentenceRule
 from lightning_megatron.errors import DataError, Problem, raise_if_any
@@ -110,14 +110,14 @@ class T5Dataset(SentenceDataset):
             cache_dir=cache_dir,
         )
 
-    def text(self, number: int) -> tuple[NDArray[np.int64], RandomState]:
-        """Tokens of a sample before corruption, and its random stream.
+    def text(self, number: int) -> tuple[NDArray[np.int64], RandomState, int]:
+        """Tokens of a sample before corruption, its random stream, and its intended length.
 
         Args:
             number: number of the sample, at least 0.
         """
         sentences, target, rng = self.sentences(number)
-        return np.concatenate(sentences)[:target], rng
+        return np.concatenate(sentences)[:target], rng, target
 
     def sample(self, number: int) -> dict[str, Tensor]:
         """The sample of a number.
@@ -126,8 +126,8 @@ class T5Dataset(SentenceDataset):
             DataError: if its gaps do not fit into the decoder.
         """
         words = self.vocabulary
-        text, rng = self.text(number)
-        found = corrupted(text, words, self.masking, rng)
+        text, rng, target = self.text(number)
+        found = corrupted(text, words, self.masking, rng, target)
         entering, leaving = np.append(words.bos, found.gaps), np.append(found.gaps, words.eos)
         if len(entering) > self.decoder_seq_length:
             fault = f"{self.split_name} sample {number} has {len(entering)} tokens to predict"
@@ -142,7 +142,9 @@ class T5Dataset(SentenceDataset):
         return {name: _padded(*given) for name, given in padded.items()}
 
 
-def corrupted(text: NDArray[np.int64], vocabulary: SpanVocabulary, rule: MaskingRule, rng: RandomState) -> Corrupted:
+def corrupted(
+    text: NDArray[np.int64], vocabulary: SpanVocabulary, rule: MaskingRule, rng: RandomState, target: int
+) -> Corrupted:
     """Cut gaps into a text, each replaced by a sentinel of its own.
 
     Args:
@@ -150,19 +152,14 @@ def corrupted(text: NDArray[np.int64], vocabulary: SpanVocabulary, rule: Masking
         vocabulary: tokens that samples are made with.
         rule: rule of the choice.
         rng: random stream of the sample.
+        target: length that the sample aims at.
     """
-    words: list[list[int]] = []
-    goes_on = vocabulary.continues[text] & rule.whole_words
-    for position, continues in enumerate(goes_on.tolist()):
-        if continues and words:
-            words[-1].append(position)
-        else:
-            words.append([position])
-    runs = choose_runs(words, rule.budget(len(text)), rule, rng, most=len(vocabulary.sentinels))
+    words = grouped(list(range(len(text))), vocabulary.continues[text] & rule.whole_words)
+    runs = choose_runs(words, rule.budget(len(text), target), rule, rng, most=len(vocabulary.sentinels))
     kept: list[int] = []
     gaps: list[int] = []
     start = 0
-    for sentinel, run in zip(vocabulary.sentinels, runs, strict=False):
+    for sentinel, run in zip(vocabulary.sentinels, sorted(runs), strict=False):
         kept += [*text[start : run[0]].tolist(), sentinel]
         gaps += [sentinel, *text[run].tolist()]
         start = run[-1] + 1

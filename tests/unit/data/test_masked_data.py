@@ -121,7 +121,7 @@ def test_a_sample_is_two_segments_of_one_document(corpus: Callable[[Sequence[Seq
     starts = np.concatenate(([0], np.cumsum(data.sequence_lengths)))
     for number in range(len(dataset)):
         begin, end, target = dataset.index[number].tolist()
-        first, second, is_random, _ = dataset.segments(number)
+        first, second, is_random, *_ = dataset.segments(number)
         assert 0 < len(first) + len(second) <= min(target, starts[end] - starts[begin])
         assert len(first) + len(second) == min(target, starts[end] - starts[begin])
         text = whole[starts[begin] : starts[end]].tolist()
@@ -152,7 +152,7 @@ def test_the_longer_segment_loses_tokens_at_both_ends() -> None:
 def test_items_are_padded_and_marked(corpus: Callable[[Sequence[Sequence[int]]], IndexedDataset]) -> None:
     dataset = BertDataset(corpus(random_documents(50)), vocabulary=WORDS, seq_length=64)
     for number in range(len(dataset)):
-        item, (first, second, is_random, _) = dataset[number], dataset.segments(number)
+        item, (first, second, is_random, *_) = dataset[number], dataset.segments(number)
         tokens, labels, mask = item["tokens"], item["labels"], item["padding_mask"]
         count = len(first) + len(second) + 3
         assert {name: value.shape for name, value in item.items() if name != "is_random"} == dict.fromkeys(
@@ -196,7 +196,7 @@ def test_fifteen_percent_are_masked_in_three_ways() -> None:
     chosen = masked = kept = length = 0
     for _ in range(400):
         text = np.concatenate(([CLS], rng.randint(10, SIZE, 200), [SEP]))
-        seen, positions = mask_tokens(text, WORDS, rule, rng)
+        seen, positions = mask_tokens(text, WORDS, rule, rng, len(text))
         rest = np.setdiff1d(np.arange(len(text)), positions)
         assert (seen[rest] == text[rest]).all()
         assert len(positions) == round(0.15 * len(text))
@@ -216,7 +216,7 @@ def test_a_drawn_token_has_a_piece(tmp_path: Path) -> None:
     assert isinstance(tokenizer, BertWordPieceTokenizer)
     vocabulary = Vocabulary.of(tokenizer)
     tokens = np.array([2, *tokenizer.encode("word other " * 2000), 3])
-    seen, _ = mask_tokens(tokens, vocabulary, MaskingRule(), RandomState(0))
+    seen, _ = mask_tokens(tokens, vocabulary, MaskingRule(), RandomState(0), len(tokens))
     assert set(seen.tolist()) <= {0, 1, 2, 3, 4, 94, 95}
     assert {0, 1} & set(seen.tolist())
 
@@ -224,7 +224,7 @@ def test_a_drawn_token_has_a_piece(tmp_path: Path) -> None:
 def test_runs_of_n_words_have_a_weight_of_one_over_n() -> None:
     words, lengths = [[position] for position in range(4000)], Counter[int]()
     for seed in range(60):
-        runs = choose_runs(words, 100, MaskingRule(), RandomState(seed))
+        runs = list(choose_runs(words, 100, MaskingRule(), RandomState(seed)))
         assert sum(map(len, runs)) == 100
         lengths.update(map(len, runs))
     total = sum(lengths.values())
@@ -241,7 +241,7 @@ def test_a_word_is_masked_whole_or_not_at_all() -> None:
         words = words_of(text, WORDS, whole=True)
         assert [p for word in words for p in word] == [p for p in range(len(text)) if text[p] not in (CLS, SEP)]
         assert all(WORDS.continues[text[word[1:]]].all() for word in words)
-        _, positions = mask_tokens(text, WORDS, MaskingRule(), rng)
+        _, positions = mask_tokens(text, WORDS, MaskingRule(), rng, len(text))
         taken = set(positions.tolist())
         assert all(taken.isdisjoint(word) or taken.issuperset(word) for word in words)
         assert len(taken) <= round(0.15 * len(text))
@@ -249,10 +249,10 @@ def test_a_word_is_masked_whole_or_not_at_all() -> None:
 
 def test_the_least_and_the_most_that_can_be_masked() -> None:
     text = np.array([CLS, 10, SEP, 12, SEP])
-    assert len(mask_tokens(text, WORDS, MaskingRule(), RandomState(0))[1]) == 1
-    assert len(mask_tokens(text, WORDS, MaskingRule(0.0), RandomState(0))[1]) == 0
-    assert len(mask_tokens(text, WORDS, MaskingRule(1.0, max_ngram=1), RandomState(0))[1]) == 2
-    assert choose_runs([], 3, MaskingRule(), RandomState(0)) == []
+    assert len(mask_tokens(text, WORDS, MaskingRule(), RandomState(0), 7)[1]) == 1
+    assert len(mask_tokens(text, WORDS, MaskingRule(0.0), RandomState(0), 7)[1]) == 0
+    assert len(mask_tokens(text, WORDS, MaskingRule(1.0, max_ngram=1), RandomState(0), 7)[1]) == 2
+    assert not list(choose_runs([], 3, MaskingRule(), RandomState(0)))
     assert list(samples_of_document([3, 3], 4, repeat(2), 2)) == [(4, 6, 2)]
 
 

@@ -47,7 +47,7 @@ def test_text_and_gaps_are_the_whole_text_and_fifteen_percent_of_it() -> None:
     for length in (10, 63, 254, 510):
         for _ in range(20):
             text = rng.randint(10, 900, length)
-            found = corrupted(text, WORDS, SPANS, rng)
+            found = corrupted(text, WORDS, SPANS, rng, length)
             assert restored(found.text.tolist(), found.gaps.tolist()) == text.tolist()
             used = [token for token in found.text.tolist() if token in SENTINELS]
             assert used == list(SENTINELS[: len(used)])
@@ -71,7 +71,7 @@ def test_gaps_begin_and_end_with_whole_words_and_there_are_as_many_as_sentinels(
     few = SpanVocabulary(SENTINELS[:2], BOS, EOS, PAD, WORDS.continues)
     for _ in range(100):
         text = rng.randint(10, 900, 200)
-        found = corrupted(text, few, MaskingRule(0.5, max_ngram=1), rng)
+        found = corrupted(text, few, MaskingRule(0.5, max_ngram=1), rng, 200)
         assert sum(token in SENTINELS for token in found.text.tolist()) == 2
         after = [b for a, b in zip(found.text[:-1], found.text[1:], strict=True) if a in SENTINELS]
         assert not any(WORDS.continues[token] for token in after if token not in SENTINELS)
