@@ -1,5 +1,7 @@
 """A real Slurm of two nodes on the loopback address, for tests that submit jobs.
 
+Further nodes are there by name alone, powered down: scripts for many machines are accepted or refused by their sizes.
+
 The programs come from ``PATH``, or from below the folder that ``SLURM_PREFIX`` names: where packages were unpacked
 without being installed. Nothing needs root, and nothing listens on another address.
 """
@@ -47,7 +49,13 @@ ReturnToService=2
 KillWait=5
 SlurmdParameters=config_overrides
 NodeName=n[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port={first}-{last} CPUs=8 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+NodeName=far[1-600] CPUs=256 Gres=gpu:8 State=CLOUD
+GresTypes=gpu
+SuspendProgram=/bin/true
+ResumeProgram=/bin/true
+SuspendTime=300
+PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+PartitionName=far Nodes=far[1-600] MaxTime=INFINITE State=UP
 """
 
 
@@ -201,7 +209,7 @@ def _daemon(slurm: Slurm, words: Sequence[str]) -> subprocess.Popen[bytes]:
 def _await_nodes(slurm: Slurm, daemons: Sequence[subprocess.Popen[bytes]]) -> None:
     end = time.monotonic() + 60
     while True:
-        states = slurm.run("sinfo", "-h", "-N", "-o", "%T", check=False).stdout.split()
+        states = slurm.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).stdout.split()
         if states == ["idle", "idle"]:
             return
         if time.monotonic() > end or any(daemon.poll() is not None for daemon in daemons):

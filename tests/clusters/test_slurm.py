@@ -9,20 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from local_slurm import Slurm, cluster, programs
 from training import STEPS, losses, recipe, runs, steps_done, uninterrupted, variables
 
 from lightning_megatron.cli.launch.recipe import read_job
 from lightning_megatron.launching.slurm import batch_script
+from lightning_megatron.recipes.contents import contents_of
+from lightning_megatron.recipes.names import recipe_files, recipe_names
 
 FOUND = programs()
 ROOT = str(Path(__file__).parents[2])
-TRAINERS = {
-    path: yaml.safe_load(path.read_text())["trainer"] for path in Path(ROOT).glob("lightning_megatron/recipes/*.yaml")
-}
-RECIPES = sorted(path for path, trainer in TRAINERS.items() if trainer.get("num_nodes", 1) <= 2)
-"""Recipes for as many nodes as there are."""
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(FOUND is None, reason="slurmctld, slurmd and their commands are not here"),
@@ -115,17 +111,22 @@ def test_a_cancelled_job_saves_and_does_not_come_back(slurm: Slurm, whole: dict[
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_slurm_accepts_the_script_of_every_recipe(slurm: Slurm, tmp_path: Path, recipe: Path) -> None:
-    devices = TRAINERS[recipe]["devices"]
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_slurm_accepts_the_script_of_every_recipe(slurm: Slurm, tmp_path: Path, recipe: str) -> None:
+    """On nodes that are there by name; more devices than they have are refused."""
+    path, files = tmp_path / "job.sbatch", recipe_files(recipe)
+    trainer = contents_of(files)["trainer"]
+    sizes = {"nodes": trainer.get("num_nodes", 1), "devices_per_node": trainer["devices"], "device": "nvidia"}
     for tasks in ("device", "node"):
-        given = {"nodes": 2, "devices_per_node": devices, "slurm": {"tasks": tasks, "partition": "main"}}
-        (tmp_path / "job.sbatch").write_text(batch_script(read_job([str(recipe)], [], given)))
-        slurm.run("sbatch", "--test-only", str(tmp_path / "job.sbatch"))
+        given = {**sizes, "slurm": {"tasks": tasks, "partition": "far"}}
+        path.write_text(batch_script(read_job([str(file) for file in files], [], given)))
+        slurm.run("sbatch", "--test-only", str(path))
+        done = slurm.run("sbatch", "--test-only", "--gres=gpu:9", str(path), check=False)
+        assert "node configuration is not available" in done.stderr
 
 
 def test_launch_knows_the_partitions_of_the_site(slurm: Slurm, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "lightning_megatron.cli.main", "launch", "--config", str(RECIPES[0])]
+    words = [sys.executable, "-m", "lightning_megatron.cli.main", "launch", "--recipe", "llama-tiny"]
     for partition, status in (("main", 0), ("gaudi", 2)):
         (tmp_path / "cluster.yaml").write_text(f"cluster: {{nodes: 4, slurm: {{partition: {partition}}}}}")
         section = ["--config", str(tmp_path / "cluster.yaml"), "--launcher", "slurm", "--dry-run"]

@@ -32,6 +32,7 @@ SCRIPTS = [*sorted(EXAMPLES.glob("slurm/*.sbatch")), ROOT / "docker" / "run.sh"]
 MANIFESTS = sorted(EXAMPLES.glob("kubernetes/*.yaml"))
 RECIPES = recipe_names()
 KINDS = ("PyTorchJob", "MPIJob")
+GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.fixture(autouse=True)
@@ -276,19 +277,33 @@ def test_the_check_of_manifests_finds_mistakes() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_under_every_launcher(tmp_path: Path, recipe: str) -> None:
+    """The texts of golden/, with the recipe's name and sizes: nothing else depends on the recipe."""
     trainer = contents_of(recipe_files(recipe))["trainer"]
-    sizes = {"devices_per_node": trainer["devices"], "nodes": trainer.get("num_nodes", 1) * 2}
+    devices, nodes = trainer["devices"], trainer.get("num_nodes", 1) * 2
+    sizes = {"devices_per_node": devices, "nodes": nodes}
+    texts = {}
     for kind in KINDS:
         cluster = section(tmp_path, **sizes, kubernetes={"kind": kind})
-        is_manifest(yaml.safe_load(launched("--recipe", recipe, "--config", cluster, *how("kubernetes"))))
+        texts[kind] = launched("--recipe", recipe, "--config", cluster, *how("kubernetes"))
+        is_manifest(yaml.safe_load(texts[kind]))
     for tasks in ("device", "node"):
-        is_clean(launched("--recipe", recipe, "--config", cluster, *how("slurm"), "--tasks", tasks))
-    (tmp_path / "hosts").write_text(
-        "".join(f"node{n} slots={sizes['devices_per_node']}\n" for n in range(sizes["nodes"]))
-    )
+        texts[f"slurm-{tasks}"] = launched("--recipe", recipe, "--config", cluster, *how("slurm"), "--tasks", tasks)
+        is_clean(texts[f"slurm-{tasks}"])
+    (tmp_path / "hosts").write_text("".join(f"node{n} slots={devices}\n" for n in range(nodes)))
     for launcher in ("torchrun", "mpirun"):
-        words = ["--recipe", recipe, "--config", cluster, *how(launcher)]
-        is_clean(launched(*words, "--hostsfile", str(tmp_path / "hosts")))
+        words = ["--recipe", recipe, "--config", cluster, *how(launcher), "--hostsfile", str(tmp_path / "hosts")]
+        is_clean(launched(*words))
+        texts[launcher] = launched(*words, *(["--node", "1"] if launcher == "torchrun" else []))
+    values = {"RECIPE": recipe, "JOB": recipe.replace(".", "-"), "FOLDER": tmp_path}
+    values |= {"NODES": nodes, "OTHERS": nodes - 1, "DEVICES": devices, "RANKS": nodes * devices}
+    for name, text in texts.items():
+        golden = (GOLDEN / f"{name.lower()}.txt").read_text()
+        assert unbroken(text) == unbroken(re.sub("@([A-Z]+)@", lambda found: str(values[found[1]]), golden)), name
+
+
+def unbroken(text: str) -> str:
+    """A text with each command on one line: where it is broken depends on the length of its words."""
+    return re.sub(r"\s*\\\n\s*", " ", text)
 
 
 def how(launcher: str) -> tuple[str, ...]:
