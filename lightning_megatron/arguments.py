@@ -211,7 +211,7 @@ def _fits_one(value: object, hint: Any) -> bool:
     if origin is Literal:
         return any(type(value) is type(word) and value == word for word in inner)
     kind = origin or hint
-    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+    if hint is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return True
     if origin is not None and issubclass(kind, Mapping):
         return isinstance(value, Mapping)  # its entries have checks of their own

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def job(bar: str, folder: Path) -> None:
             row = torch.arange(number, number + 17) % 64
             return {"tokens": row[:-1], "labels": row[1:]}
 
+    warnings.filterwarnings("ignore", "The `srun` command is available")  # on a machine of a Slurm cluster
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32, "vocab_size": 64}
     model = MixtralModule("mixtral-tiny", num_layers=LAYERS, num_experts=EXPERTS, num_query_groups=2, **sizes)
     torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from lightning_megatron import (
     Throughput,
     TransformerConfig,
 )
-from lightning_megatron.arguments import above, at_least, checked
+from lightning_megatron.arguments import above, argument_problems, at_least, checked
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.errors import problems_of
 from lightning_megatron.optim.loss_scale import DynamicLossScale
@@ -246,6 +246,11 @@ def test_arguments_arrive_as_they_were_given() -> None:
         Thing("a", at=timedelta(-1))
     with pytest.raises(TypeError, match="too many"):
         MegatronPrecision("32-true", None, None)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("value", [None, 3, "x", object()])
+def test_anything_fits_where_any_is_said(value: Any) -> None:
+    assert not argument_problems({"one": value, "several": [value]}, {"one": Any, "several": list[Any]}, {}, {})
 
 
 def test_lists_do_for_tuples_and_mappings_for_scalings() -> None:

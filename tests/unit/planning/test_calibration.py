@@ -59,7 +59,7 @@ def test_unknown_kinds_and_numbers_are_refused_at_once() -> None:
 def test_the_processes_beside_one_that_fails_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for it, without a limit where Gaudi's software does."""
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\n[ $3 = 1 ] && echo no luck && exit 4\nsleep 30\nexit 5\n")
+    python.write_text("#!/bin/sh\n[ $3 = 1 ] && echo no luck && exit 4\nexec sleep 30\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(RuntimeError, match="process 1 of the calibration failed: no luck"):
