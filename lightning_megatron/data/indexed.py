@@ -24,6 +24,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_megatron.data.check_sums import TokenSums, sums_path
 from lightning_megatron.errors import DataError, nearest_names
 from lightning_megatron.files.mapped import MappedFiles
 
@@ -69,8 +70,8 @@ def optimal_dtype(vocab_size: int | None) -> np.dtype[Any]:
 class IndexedDataset:
     """The sequences of one ``.bin`` / ``.idx`` pair, read through a memory map.
 
-    Everything is checked when the pair is opened, so a read fails only if the files are changed later. A pickle (for
-    workers of a loader) contains only the prefix; the other process opens its own map.
+    The index is checked when the pair is opened, and tokens when they are first read, if there are check sums: our
+    tools write them. A pickle (for workers of a loader) contains only the prefix; the other process opens its own map.
 
     Args:
         prefix: path of the pair without ``.bin`` and ``.idx``.
@@ -104,7 +105,7 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> NDArray[Any]:
-        """The whole ``.bin`` as one read-only map."""
+        """The whole ``.bin`` as one read-only map, not compared with check sums."""
         return self._tokens
 
     def __len__(self) -> int:
@@ -140,7 +141,7 @@ class IndexedDataset:
 
         Raises:
             IndexError: if the sequence, or that part of it, does not exist.
-            DataError: if the files have been truncated meanwhile.
+            DataError: if the files have been truncated meanwhile, or are not what was written.
         """
         self._mapped.check()
         position = index + len(self) if index < 0 else index
@@ -153,7 +154,17 @@ class IndexedDataset:
                 f"{self.prefix}: sequence {index} has {size} tokens, there are no {length} from token {offset} on"
             )
         start = int(self._offsets[position]) // self._dtype.itemsize + offset
-        return self._tokens[start : start + length]
+        return self.read(start, start + length)
+
+    def read(self, start: int, end: int) -> NDArray[Any]:
+        """Tokens ``[start, end)`` of the whole ``.bin``; a read-only view of the map.
+
+        Raises:
+            DataError: if the pair has check sums, and the tokens are not those that were written.
+        """
+        if self._sums is not None:
+            self._sums.check(start, end)
+        return self._tokens[start:end]
 
     def __getstate__(self) -> str:
         return self._prefix
@@ -179,6 +190,9 @@ class IndexedDataset:
         count = size // self._dtype.itemsize
         # An empty file cannot be mapped.
         self._tokens = np.memmap(binary, self._dtype, "r", shape=(count,)) if count else np.empty(0, self._dtype)
+        self._sums = TokenSums(prefix, self._tokens) if sums_path(prefix).exists() else None
+        if check and self._sums is not None:
+            self._sums.check_index(raw)
 
 
 def _require_both(idx: Path, binary: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from lightning_megatron.data.check_sums import GrowingSums, sums_path
 from lightning_megatron.data.indexed import (
     CODE_OF_DTYPE,
     HEADER,
@@ -31,7 +33,7 @@ _INDEX_BLOCK = 1 << 16
 
 
 class IndexedDatasetWriter:
-    """Writer of one pair, for a ``with`` block.
+    """Writer of one pair and its check sums, for a ``with`` block.
 
     The files grow under temporary names beside the final ones and get their names in :meth:`finalize`. A block that
     ends with an exception leaves nothing behind; files of a killed process are removed when the prefix is written
@@ -52,10 +54,13 @@ class IndexedDatasetWriter:
             names = tuple(d.name for d in CODE_OF_DTYPE)
             raise ConfigError([Problem("dtype", np.dtype(dtype).name, "an index file has no code for it", names)])
         sweep(index_path(self.prefix))
+        sweep(sums_path(self.prefix))
         self._growing = GrowingFile(tokens_path(self.prefix))
         self._lengths = SpooledNumbers(self._growing.path.parent, "<i4")
         self._documents = SpooledNumbers(self._growing.path.parent, "<i8")
         self._documents.extend([0])
+        self._blocks = SpooledNumbers(self._growing.path.parent, "<u4")
+        self._sums = GrowingSums(self._blocks.extend)
         self._file = self._growing.stream
 
     def __enter__(self) -> IndexedDatasetWriter:
@@ -144,47 +149,65 @@ class IndexedDatasetWriter:
             self._documents.extend(first + part)
 
     def finalize(self) -> None:
-        """Write the index and give both files their names. A second call does nothing."""
+        """Write the index and the check sums, and give the files their names. A second call does nothing."""
         if self._file.closed:
             return
-        index = None
+        others: list[GrowingFile] = []
         try:
             self._growing.sync()
             index = GrowingFile(index_path(self.prefix))
+            others.append(index)
             with writing(index.path):
-                self._write_index(index.stream)
+                check_sum = self._write_index(index.stream)
+            sums = GrowingFile(sums_path(self.prefix))
+            others.append(sums)
+            with writing(sums.path):
+                self._sums.write(sums.stream, check_sum, self._blocks)
             index.sync()
-            # A reader must never see one half of this pair beside the other half of an older one. So the old index
-            # goes first, and the new one comes last.
+            sums.sync()
+            # A reader must never see one part of this pair beside another one of an older one. So the old index goes
+            # first, and the new one comes last.
             index_path(self.prefix).unlink(missing_ok=True)
             self._growing.publish()
+            sums.publish()
             index.publish()
         finally:
             self.abort()
-            if index is not None:
-                index.discard()
+            for other in others:
+                other.discard()
 
     def abort(self) -> None:
         """Remove files that are not finalized."""
         self._growing.discard()
         self._lengths.close()
         self._documents.close()
+        self._blocks.close()
 
     def _append(self, values: NDArray[Any]) -> None:
+        data = values.tobytes()
         with writing(self._growing.path):
-            self._file.write(values.tobytes())
+            self._file.write(data)
+        self._sums.update(memoryview(data))
 
-    def _write_index(self, file: BinaryIO) -> None:
-        file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(self._lengths), len(self._documents)))
+    def _write_index(self, file: BinaryIO) -> int:
+        """Write the index, and return its check sum."""
+        check_sum = 0
+        for part in self._parts_of_index():
+            file.write(part)
+            check_sum = zlib.crc32(part, check_sum)
+        return check_sum
+
+    def _parts_of_index(self) -> Iterator[bytes]:
+        yield HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(self._lengths), len(self._documents))
         for lengths in self._lengths:
-            file.write(lengths.tobytes())
+            yield lengths.tobytes()
         start = 0
         for lengths in self._lengths:
             ends = start + np.cumsum(lengths.astype(np.int64) * self.dtype.itemsize)
-            file.write(np.concatenate([[start], ends[:-1]]).astype("<i8").tobytes())
+            yield np.concatenate([[start], ends[:-1]]).astype("<i8").tobytes()
             start = int(ends[-1])
         for documents in self._documents:
-            file.write(documents.tobytes())
+            yield documents.tobytes()
 
     def _fitting(self, tokens: ArrayLike) -> NDArray[Any]:
         values = np.asarray(tokens)
@@ -263,4 +286,4 @@ def _pieces(dataset: IndexedDataset) -> Iterable[NDArray[Any]]:
     """All tokens of a pair, in pieces that fit into memory."""
     count = int(dataset.sequence_lengths.sum(dtype=np.int64))
     for start in range(0, count, _COPY_TOKENS):
-        yield dataset.tokens[start : min(start + _COPY_TOKENS, count)]
+        yield dataset.read(start, min(start + _COPY_TOKENS, count))

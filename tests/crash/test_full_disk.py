@@ -110,5 +110,5 @@ def test_token_files_and_the_index_cache_leave_nothing_half_written(tmp_path, ra
     for text, place in zip(said, ("full.bin", "full.bin", "full.idx", "named", "cache"), strict=True):
         assert place in text
         assert "File too large" in text
-    assert {name for name in left if not name.endswith(".npy")} == {"good.bin", "good.idx"}
+    assert {name for name in left if not name.endswith(".npy")} == {"good.bin", "good.crc", "good.idx"}
     assert all(np.load(tmp_path / name).size for name in left if name.endswith(".npy"))  # whole ones

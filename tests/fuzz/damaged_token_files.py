@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_megatron.data import DataError, GPTDataset, IndexedDataset, IndexedDatasetWriter
+from lightning_megatron.data.check_sums import sums_path
 from lightning_megatron.data.indexed import HEADER
 
 Damage = Callable[[bytearray, random.Random], object]
@@ -73,8 +74,13 @@ def write_pair(prefix: Path, dtype: type, dice: random.Random) -> list[list[int]
     return documents
 
 
-def outcome_of_pair(folder: Path, seed: int) -> str:
+def outcome_of_pair(folder: Path, seed: int, *, has_sums: bool) -> str:
     """``refused``, ``right``, or ``content`` where only the tokens whose own bytes were damaged differ.
+
+    Args:
+        folder: folder of the pair.
+        seed: seed of its content and damage.
+        has_sums: False for a pair of another program, without check sums.
 
     Raises:
         AssertionError: for anything else, with the damage.
@@ -84,6 +90,10 @@ def outcome_of_pair(folder: Path, seed: int) -> str:
     prefix = folder / f"pair-{seed}"
     documents = write_pair(prefix, dtype, dice)
     damage, half = dice.choice(DAMAGES), dice.choice(("idx", "idx", "bin"))
+    if not has_sums:
+        sums_path(prefix).unlink()
+    elif seed % 9 == 0:
+        half = "crc"
     file = Path(f"{prefix}.{half}")
     before = file.read_bytes()
     content = bytearray(before)
@@ -103,6 +113,7 @@ def outcome_of_pair(folder: Path, seed: int) -> str:
     if min(min(sequence, default=0) for sequence in read) < 0:  # where samples are drawn, that is an error
         return "refused"
     assert half == "bin", f"{what}: other tokens in silence"
+    assert not has_sums, f"{what}: other tokens in silence"
     assert len(content) == len(before), what
     size = np.dtype(dtype).itemsize
     spoiled = {at // size for at, (a, b) in enumerate(zip(before, content, strict=True)) if a != b}

@@ -92,7 +92,7 @@ def _of_tokens(dataset: IndexedDataset, eod: int | None) -> tuple[int | None, in
     largest: int | None = None
     ends = 0
     for start in range(0, len(dataset.tokens), _BLOCK):
-        part = dataset.tokens[start : start + _BLOCK]
+        part = dataset.read(start, min(start + _BLOCK, len(dataset.tokens)))
         low, high = int(part.min()), int(part.max())
         least = low if least is None else min(least, low)
         largest = high if largest is None else max(largest, high)

@@ -58,7 +58,7 @@ def test_writes_those_bytes(tmp_path: Path) -> None:
         writer.add_document(np.array([500]), [1])
     assert (tmp_path / "out" / "x.idx").read_bytes() == INDEX
     assert (tmp_path / "out" / "x.bin").read_bytes() == TOKENS
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["x.bin", "x.idx"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["x.bin", "x.crc", "x.idx"]
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(65499, np.uint16), (65500, np.int32), (None, np.int32), (1, np.uint16)])

@@ -39,7 +39,7 @@ def test_what_a_dead_run_left_goes_and_what_a_living_one_writes_stays(tmp_path: 
     assert IndexedDataset(tmp_path / "x")[0].tolist() == [3]
     alive.finalize()
     assert IndexedDataset(tmp_path / "x")[0].tolist() == [1, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx", other.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.crc", "x.idx", other.name]
 
 
 def test_new_files_have_the_permissions_that_the_umask_gives(tmp_path: Path) -> None:
@@ -99,4 +99,8 @@ def test_no_worker_and_no_half_a_pair_outlive_a_killed_run(tmp_path: Path, numbe
     assert not (tmp_path / "out_text_document.bin").exists()
     with IndexedDatasetWriter(tmp_path / "out_text_document", np.uint16) as writer:
         writer.add_document([1], [1])
-    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out_text_document.bin", "out_text_document.idx"]
+    assert sorted(path.name for path in tmp_path.glob("out*")) == [
+        "out_text_document.bin",
+        "out_text_document.crc",
+        "out_text_document.idx",
+    ]

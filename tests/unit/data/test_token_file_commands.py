@@ -44,7 +44,7 @@ def test_merging_gives_the_bytes_of_preprocessing_all(
     whole = tokenized(tmp_path, "whole", texts, **options)
     assert merge_command(["--input", *prefixes, "--output-prefix", str(tmp_path / "out" / "merged")]) == 0
     assert content(str(tmp_path / "out" / "merged")) == content(whole)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["merged.bin", "merged.idx"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["merged.bin", "merged.crc", "merged.idx"]
 
 
 def test_a_folder_stands_for_its_pairs_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +141,7 @@ def test_demo_data_are_the_same_each_time(tmp_path: Path, capsys: pytest.Capture
         line = ["--output", str(tmp_path / name), "--documents", "200", "--vocab-size", "400", "--seed", "3"]
         assert demo_data_command(line) == 0
     files = {name: sorted((tmp_path / name).iterdir()) for name in ("a", "b")}
-    names = ["corpus.jsonl", "corpus_text_document.bin", "corpus_text_document.idx", "tokenizer.model"]
+    names = ["corpus.jsonl", *(f"corpus_text_document.{end}" for end in ("bin", "crc", "idx")), "tokenizer.model"]
     assert [path.name for path in files["a"]] == names
     assert [path.read_bytes() for path in files["a"]] == [path.read_bytes() for path in files["b"]]
     assert "lightning-megatron fit " in capsys.readouterr().out
