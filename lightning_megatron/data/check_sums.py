@@ -67,7 +67,7 @@ class TokenSums:
         Raises:
             DataError: if they are not those that the sums were made of.
         """
-        if zlib.crc32(raw) != self._index:
+        if zlib.crc32(raw.data) != self._index:
             raise DataError.at(sums_path(self._prefix), f"the check sum of {self._prefix}.idx is another", do=_ANEW)
 
     def check(self, start: int, end: int) -> None:
@@ -82,7 +82,7 @@ class TokenSums:
             return
         for block in range(first, last):
             part = self._tokens[block * _BLOCK // item : (block + 1) * _BLOCK // item]
-            if not seen[block] and zlib.crc32(part.view(np.uint8)) != self._sums[block]:
+            if not seen[block] and zlib.crc32(part.view(np.uint8).data) != self._sums[block]:
                 place = f"bytes {block * _BLOCK} to {min((block + 1) * _BLOCK, self._tokens.nbytes)}"
                 fault = f"damaged: {place} are not those that were written, by the check sum in {self._prefix}.crc"
                 raise DataError.at(f"{self._prefix}.bin", fault, do="copy it again, or preprocess the corpus again")
@@ -125,6 +125,6 @@ class GrowingSums:
         whole = 0
         for part in sums:
             file.write(part.tobytes())
-            whole = zlib.crc32(part, whole)
+            whole = zlib.crc32(part.data, whole)
         file.seek(0)
         file.write(_HEADER.pack(_MAGIC, self._size, index, whole))
