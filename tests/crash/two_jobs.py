@@ -91,7 +91,7 @@ def run(trials: int, seed: int, scratch: Path, tell: Callable[[str], None] = pri
             whole[layout] = alone(layout, scratch)
         folder, save_last = scratch / f"trial-{number}", dice.choice(("link", True))
         in_background, resumes = number % 2 == 0, dice.random() < 0.4
-        first, second = (PairedJob(folder, layout, in_background, resumes, save_last, name) for name in "ab")
+        first, second = (PairedJob(folder, layout, in_background, resumes, save_last, name=name) for name in "ab")
         end = trial((first, second), whole[layout], dice.choice((0.0, 0.0, dice.uniform(0.0, 2.0))))
         count[end] += 1
         tell(f"{number}: {layout}{', async' if in_background else ''}{', last' if resumes else ''}: {end}")
