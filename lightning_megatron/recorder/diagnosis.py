@@ -90,13 +90,19 @@ def _same(record: Record | None) -> tuple[object, ...]:
 def _awaited(view: RankView, by_rank: Mapping[int, RankView]) -> list[int]:
     """Ranks that are missing in the action that this rank waits in."""
     record = view.waits_in
-    if record is None or record.kind == Kind.RENDEZVOUS:
+    if record is None:
         return []
+    if record.kind == Kind.RENDEZVOUS:  # of all ranks, in no group; who has been there is not counted
+        return [rank for rank, other in by_rank.items() if other.state is not None and not _is_at_rendezvous(other)]
     if record.peer >= 0:
         return [record.peer]
     members = view.groups.get(record.group) or tuple(by_rank)
     others = [rank for rank in members if rank != view.rank and rank in by_rank]
     return [rank for rank in others if by_rank[rank].reached(record.group) < record.within]
+
+
+def _is_at_rendezvous(view: RankView) -> bool:
+    return view.waits_in is not None and view.waits_in.kind == Kind.RENDEZVOUS
 
 
 def _awaited_in_the_end(by_rank: Mapping[int, RankView]) -> list[int]:

@@ -112,6 +112,14 @@ def test_a_rank_that_never_came_is_to_blame_before_the_start_only() -> None:
     assert describe_state(RankView(1)) == "has not come"
 
 
+def test_a_rank_that_is_elsewhere_while_others_meet_is_to_blame() -> None:
+    meets = Record(2, Kind.RENDEZVOUS, 5, waiting=5)
+    diagnosis = diagnose([rank(0, works(Kind.LOAD)), rank(1, meets, state=State.LOST), rank(2, meets)])
+    assert (diagnosis.culprits, diagnosis.is_fact) == ((0,), False)
+    assert "rank 0 (pid 100 on h) is running in step 3, load: others wait for it in" in diagnosis.reason
+    assert not diagnose([rank(0, meets), rank(1, meets)]).culprits
+
+
 def test_nobody_stands_out_where_all_is_well() -> None:
     views = [rank(0, waits("tp", 4)), rank(1, waits("tp", 4))]
     assert diagnose(views).culprits == ()
