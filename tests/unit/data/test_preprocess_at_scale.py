@@ -37,7 +37,7 @@ def write(path: Path, lines: list[str]) -> Path:
 
 def output(folder: Path, name: str) -> dict[str, bytes]:
     found = {path.name.removeprefix(name): path.read_bytes() for path in folder.glob(f"{name}_*")}
-    assert len(found) in (2, 4)
+    assert len(found) in (3, 6)
     return found
 
 
