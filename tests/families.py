@@ -70,6 +70,43 @@ TRAINED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"mtp_num_layers": 1, "moe_expert_bias_update_rate": 0.001, "mtp_loss_scaling_factor": 0.3}
 }
 """Fields that matter in training, and that no ``config.json`` has."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2},
+    "dp4 without ZeRO": {"dp": 4, "distributed_optimizer": False},
+    "tp2": {"tp": 2},
+    "tp2, no sp": {"tp": 2, "sequence_parallel": False},
+    "tp4": {"tp": 4},
+    "tp4, no sp": {"tp": 4, "sequence_parallel": False},
+    "tp2 dp2": {"tp": 2, "dp": 2},
+    "tp2 dp2, no sp, no ZeRO": {"tp": 2, "dp": 2, "sequence_parallel": False, "distributed_optimizer": False},
+    "pp2": {"pp": 2},
+    "pp4": {"pp": 4},
+    "pp2 vpp2": {"pp": 2, "vpp": 2, "pipeline_schedule": "interleaved"},
+    "pp2, zero-bubble": {"pp": 2, "pipeline_schedule": "zero-bubble"},
+    "pp2 tp2": {"pp": 2, "tp": 2},
+    "pp2 dp2": {"pp": 2, "dp": 2},
+    "pp2 vpp2 tp2": {"pp": 2, "vpp": 2, "tp": 2, "pipeline_schedule": "interleaved"},
+    "cp2": {"cp": 2},
+    "cp2, all_gather": {"cp": 2, "cp_comm_type": "all_gather"},
+    "cp2, a2a": {"cp": 2, "cp_comm_type": "a2a"},
+    "cp2 tp2": {"cp": 2, "tp": 2},
+    "cp2 dp2": {"cp": 2, "dp": 2},
+    "cp2 pp2": {"cp": 2, "pp": 2},
+    "tp2, recompute full": {"tp": 2, "recompute": "full"},
+    "tp2, recompute selective": {"tp": 2, "recompute": "selective"},
+    "dp2, recompute attention": {"dp": 2, "recompute": ["attention"]},
+    "pp2 tp2, recompute full": {"pp": 2, "tp": 2, "recompute": "full"},
+}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "dp2 ep2": {"dp": 2, "ep": 2},
+    "dp4 ep4": {"dp": 4, "ep": 4},
+    "tp2 ep2 etp1": {"tp": 2, "ep": 2, "etp": 1},
+    "tp2 etp1": {"tp": 2, "etp": 1},
+    "dp4 ep2": {"dp": 4, "ep": 2},
+    "pp2 dp2 ep2": {"pp": 2, "dp": 2, "ep": 2},
+    "cp2 ep2": {"cp": 2, "ep": 2},
+    "dp2 ep2, recompute moe": {"dp": 2, "ep": 2, "recompute": "moe"},
+}
 
 
 def hf_model(config: dict[str, Any], seed: int = 0) -> Any:
@@ -135,3 +172,11 @@ def whole_weights(model: GPTModel) -> dict[str, Tensor]:
 def tokens_of(batch: int, length: int, seed: int = 1) -> Tensor:
     """Random tokens ``[B, S]``."""
     return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def layouts_of(family: str) -> list[str]:
+    """Names of the layouts that a family has, at least 25."""
+    if not our_config(TINY[family]).num_experts:
+        return [*LAYOUTS]
+    # With experts and tp each rank must hold tokens of its own.
+    return [name for name, layout in (LAYOUTS | WITH_EXPERTS).items() if layout.get("sequence_parallel", True)]

@@ -92,7 +92,7 @@ def _awaited(view: RankView, by_rank: Mapping[int, RankView]) -> list[int]:
     record = view.waits_in
     if record is None:
         return []
-    if record.kind == Kind.RENDEZVOUS:  # of all ranks, in no group; who has been there is not counted
+    if record.kind == Kind.RENDEZVOUS:  # of all ranks, and without a number
         return [rank for rank, other in by_rank.items() if other.state is not None and not _is_at_rendezvous(other)]
     if record.peer >= 0:
         return [record.peer]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.device import CPU
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
-from tests.families import TINY, TRAINED, our_config, tokens_of
+from tests.families import LAYOUTS, TINY, TRAINED, WITH_EXPERTS, layouts_of, our_config, tokens_of
 from tests.routing import NearestTie
 
 pytest.importorskip("transformers")
@@ -29,43 +29,6 @@ STEPS, BATCH, LENGTH, CLIP = 10, 8, 16, 0.5
 SEEDS = {"mixtral": 15, "qwen3_moe": 18, "gpt_oss": 9, "deepseek_v2": 28, "deepseek_v3": 3}
 """Seeds with which no token comes near a tie between experts."""
 NEAREST_TIE = 1e-4  # a hundred times what other layouts change in a router's logits
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {"dp": 2},
-    "dp4 without ZeRO": {"dp": 4, "distributed_optimizer": False},
-    "tp2": {"tp": 2},
-    "tp2, no sp": {"tp": 2, "sequence_parallel": False},
-    "tp4": {"tp": 4},
-    "tp4, no sp": {"tp": 4, "sequence_parallel": False},
-    "tp2 dp2": {"tp": 2, "dp": 2},
-    "tp2 dp2, no sp, no ZeRO": {"tp": 2, "dp": 2, "sequence_parallel": False, "distributed_optimizer": False},
-    "pp2": {"pp": 2},
-    "pp4": {"pp": 4},
-    "pp2 vpp2": {"pp": 2, "vpp": 2, "pipeline_schedule": "interleaved"},
-    "pp2, zero-bubble": {"pp": 2, "pipeline_schedule": "zero-bubble"},
-    "pp2 tp2": {"pp": 2, "tp": 2},
-    "pp2 dp2": {"pp": 2, "dp": 2},
-    "pp2 vpp2 tp2": {"pp": 2, "vpp": 2, "tp": 2, "pipeline_schedule": "interleaved"},
-    "cp2": {"cp": 2},
-    "cp2, all_gather": {"cp": 2, "cp_comm_type": "all_gather"},
-    "cp2, a2a": {"cp": 2, "cp_comm_type": "a2a"},
-    "cp2 tp2": {"cp": 2, "tp": 2},
-    "cp2 dp2": {"cp": 2, "dp": 2},
-    "cp2 pp2": {"cp": 2, "pp": 2},
-    "tp2, recompute full": {"tp": 2, "recompute": "full"},
-    "tp2, recompute selective": {"tp": 2, "recompute": "selective"},
-    "dp2, recompute attention": {"dp": 2, "recompute": ["attention"]},
-    "pp2 tp2, recompute full": {"pp": 2, "tp": 2, "recompute": "full"},
-}
-WITH_EXPERTS: dict[str, dict[str, Any]] = {
-    "dp2 ep2": {"dp": 2, "ep": 2},
-    "dp4 ep4": {"dp": 4, "ep": 4},
-    "tp2 ep2 etp1": {"tp": 2, "ep": 2, "etp": 1},
-    "tp2 etp1": {"tp": 2, "etp": 1},
-    "dp4 ep2": {"dp": 4, "ep": 2},
-    "pp2 dp2 ep2": {"pp": 2, "dp": 2, "ep": 2},
-    "cp2 ep2": {"cp": 2, "ep": 2},
-    "dp2 ep2, recompute moe": {"dp": 2, "ep": 2, "recompute": "moe"},
-}
 QUICK = ("tp2", "pp2", "cp2", "dp2 ep2")
 OFTEN = ("bloom", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3")
 """Families that together have all kinds of layers."""
@@ -131,13 +94,6 @@ def _expected(ranks: Callable[..., list[Any]], family: str) -> Curve:
     (found,) = ranks(1, one_process, family)
     assert min(found.norms) > CLIP, "clipping is meant to happen"
     return found  # type: ignore[no-any-return]
-
-
-def layouts_of(family: str) -> list[str]:
-    if not our_config(TINY[family]).num_experts:
-        return [*LAYOUTS]
-    # With experts and tp each rank must hold tokens of its own.
-    return [name for name, layout in (LAYOUTS | WITH_EXPERTS).items() if layout.get("sequence_parallel", True)]
 
 
 def check(ranks: Callable[..., list[Any]], family: str, names: Sequence[str], record: Any) -> None:
