@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from copy import deepcopy
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,11 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "cp2 ep2": {"cp": 2, "ep": 2},
     "dp2 ep2, recompute moe": {"dp": 2, "ep": 2, "recompute": "moe"},
 }
+
+
+def size_of(layout: dict[str, Any]) -> int:
+    """Ranks of a layout."""
+    return prod(layout.get(axis, 1) for axis in ("tp", "pp", "cp", "dp"))
 
 
 def hf_model(config: dict[str, Any], seed: int = 0) -> Any:

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
 
-from lightning_megatron import BertModule, ConfigError, GPTModule, MegatronModule, MegatronStrategy
+from lightning_megatron import BertModule, ConfigError, GPTModule, MegatronModule
 from lightning_megatron.errors import DataError
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf, hf_to_checkpoint
 from lightning_megatron.models.bert.model import BertInputs
-from lightning_megatron.testing.trainer import quiet_trainer
 
 VOCAB = 61
 
@@ -38,16 +36,6 @@ def assert_same_files(one: Path, other: Path) -> None:
     expected, found = (load_file(folder / "model.safetensors") for folder in (one, other))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def through_a_layout(source: Path, target: Path, options: dict[str, Any]) -> None:
-    """Load into the layout, take a step of learning rate 0, save."""
-    trainer = quiet_trainer(MegatronStrategy(**options, micro_batch_size=1), max_steps=1)
-    tokens = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(2))
-    rows = [{"tokens": row, "labels": row, "is_random": torch.tensor(1)} for row in tokens]
-    module = BertModule.from_hf(source, lr=0.0, weight_decay=0.0, hidden_dropout=0.0, attention_dropout=0.0)
-    trainer.fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
-    trainer.save_checkpoint(target)
 
 
 @pytest.mark.parametrize("kind", ["BertForPreTraining", "BertForMaskedLM"])
@@ -89,15 +77,3 @@ def test_keys_of_other_programs_are_refused_with_ours() -> None:
         module(tokens, token_types=tokens + 7)
     assert module(tokens).tokens.shape == (1, 4, VOCAB)
     assert isinstance(BertInputs(tokens).padding_mask, type(None))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "options"),
-    [(2, {"tp": 2, "sequence_parallel": True}), (2, {"pp": 2}), (2, {"distributed_optimizer": True})],
-)
-def test_a_directory_goes_through_a_layout(ranks: Any, tmp_path: Path, size: int, options: dict[str, Any]) -> None:
-    write(tmp_path / "hf")
-    ranks(size, through_a_layout, tmp_path / "hf", tmp_path / "ckpt", options)
-    checkpoint_to_hf(tmp_path / "ckpt", tmp_path / "back")
-    assert_same_files(tmp_path / "hf", tmp_path / "back")

@@ -31,19 +31,6 @@ def write(folder: Path, kind: str) -> Any:
     return model
 
 
-def through_a_layout(source: Path, target: Path, options: dict[str, Any]) -> None:
-    """Load into the layout, take a step of learning rate 0, save."""
-    trainer = quiet_trainer(MegatronStrategy(**options, micro_batch_size=1), max_steps=1)
-    inputs = inputs_of(2, 9, 6, padded=True)
-    rows = [
-        {"tokens": tokens, "decoder_tokens": decoder, "labels": decoder, "padding_mask": mask}
-        for tokens, decoder, mask in zip(*inputs, strict=True)
-    ]
-    module = T5Module.from_hf(source, lr=0.0, weight_decay=0.0, vocab_multiple=4)
-    trainer.fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
-    trainer.save_checkpoint(target)
-
-
 @pytest.mark.parametrize("kind", TINY)
 def test_a_directory_becomes_a_checkpoint_and_the_same_directory(tmp_path: Path, kind: str) -> None:
     model, inputs = write(tmp_path / "hf", kind), inputs_of(2, 9, 6, padded=True)
@@ -69,28 +56,6 @@ def test_the_class_follows_from_the_directory(tmp_path: Path) -> None:
         GPTModule.from_hf(tmp_path / "hf")
     with pytest.raises(ConfigError, match="takes"):
         T5Module("gpt2")
-
-
-GRID = pytest.mark.exhaustive
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "size", "options"),
-    [
-        ("1.0", 2, {"tp": 2}),
-        pytest.param("1.0", 2, {"pp": 2}, marks=GRID),
-        ("1.1", 2, {"pp": 2, "pipeline_layout": "Et|ttttL"}),
-        pytest.param("1.1", 2, {"distributed_optimizer": True}, marks=GRID),
-    ],
-)
-def test_a_directory_goes_through_a_layout(
-    ranks: Any, tmp_path: Path, kind: str, size: int, options: dict[str, Any]
-) -> None:
-    write(tmp_path / "hf", kind)
-    ranks(size, through_a_layout, tmp_path / "hf", tmp_path / "ckpt", options)
-    checkpoint_to_hf(tmp_path / "ckpt", tmp_path / "back")
-    assert_same_files(tmp_path / "hf", tmp_path / "back")
 
 
 def rows(count: int) -> list[dict[str, Any]]:
