@@ -13,7 +13,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.arguments import Check, OneOf, at_least, checked
+from lightning_megatron.arguments import Check, OneOf, argument_problems, at_least, checked
 from lightning_megatron.config.layout import BatchShape
 from lightning_megatron.data import build_gpt_datasets
 from lightning_megatron.data.batch_ramp import BatchRamp
@@ -205,6 +205,7 @@ class MegatronDataModule(LightningDataModule):
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
+        raise_if_any(argument_problems({"batch_size": batch_size}, {"batch_size": int}, {"batch_size": at_least(1)}, {}))
         plan = replace(self.sample_plan, batch_size=batch_size)
         reason = "the number of steps follows from it and train_samples: find it in a run of its own, with max_steps"
         raise_if_any(plan.own_problems() + [Problem("batch_size", batch_size, reason)] * self._ends_training)

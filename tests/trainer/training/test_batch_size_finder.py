@@ -118,6 +118,10 @@ def test_a_size_set_by_hand_counts(tmp_path: Path) -> None:
     data = data_of(tmp_path)
     data.batch_size = 8
     torch.testing.assert_close(trained(data, search=False), trained(data_of(tmp_path, 8), search=False), rtol=0, atol=0)
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(ConfigError, match=f"batch_size={wrong}: must be a whole number of at least 1"):
+            data.batch_size = wrong  # type: ignore[assignment]
+    assert data.batch_size == 8
 
 
 @pytest.mark.parametrize(
