@@ -94,7 +94,7 @@ def _clamped(x: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_clamped(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """``[..., 2 F] -> [..., F]``: ``gate sigmoid(alpha gate) (up + 1)``, both of them clamped before.
+    """``[..., 2 F] -> [..., F]``: ``gate sigmoid(alpha gate) (up + 1)``, with gate and up clamped first.
 
     As in gpt-oss (https://arxiv.org/abs/2508.10925, section 2.2).
 

@@ -32,10 +32,10 @@ _EXACT = (torch.float32, torch.float64)
 
 
 def leaves_kernel_open(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """True if torch would update a group on a CPU operation by operation, only because nobody has chosen.
+    """True if torch would update a group on a CPU operation by operation, because the user has not chosen a kernel.
 
-    Its fused kernel makes one pass over memory instead of about ten, and needs no two tensors of the parameters' size.
-    Values differ by roundings, in 16 bits by more; those are left alone.
+    The fused kernel makes one pass over memory instead of about ten, and saves two temporaries of the parameters' size.
+    Its values differ by roundings; for 16-bit parameters they differ by more, so the result is False for those.
 
     Args:
         optimizer: optimizer; torch's own classes have the kernel.
@@ -81,4 +81,4 @@ ADAMW: Selectable[MakeAdamW] = Selectable(
         Implementation("FusedAdamW", "hpu", lambda: partial(adamw_hpu, bridge(*_FUSED_ADAMW)), requires(*_FUSED_ADAMW)),
     ),
 )
-"""Constructors by device. It is no op, which is a function of tensors: an optimizer has state."""
+"""Constructors by device. It is not an ``Op``, which is a function of tensors: an optimizer has state."""

@@ -79,9 +79,9 @@ def attention(
         causal: True if position ``i`` sees only positions up to ``i``.
         dropout: probability of dropping an attention weight.
         first_query: position of the first query among the keys (decoding with a cache).
-        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all. Where a query sees none, all weigh alike.
+        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all. If a query sees none, all weigh the same.
         rule: rule of the scores.
-        sinks: ``[N]``, scores that take weight, for a rule that has them.
+        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
         bias: ``[1 or B, N, S, T]``, added to the scores once they are scaled and capped; ``None`` for none.
 
     Returns:
@@ -90,7 +90,7 @@ def attention(
     choice = ATTENTION.on(q.device.type)
     how: dict[str, Any] = {"causal": causal, "dropout": dropout, "first_query": first_query}
     how.update(rule=rule, sinks=sinks)
-    # Some implementations are for keys without padding, and most for scores without a bias.
+    # Some implementations do not accept a key mask, and most no bias.
     how.update({name: value for name, value in (("key_mask", key_mask), ("bias", bias)) if value is not None})
     out: Tensor = choice(q, k, v, **how)
     return out
@@ -117,7 +117,7 @@ def attention_torch(
         return _op_by_op(q, k, v, _past(q, k) if plain_causal else mask, dropout, key_mask).permute(2, 0, 1, 3)
     if key_mask is not None:
         past, seen = _past(q, k) if plain_causal else mask, key_mask[:, None, None, :]
-        # One row for all queries, unless they see different keys.
+        # The mask has one row for all queries, unless they see different keys.
         mask, plain_causal = _added(seen if past is None else seen & past, q.dtype), False
     fused: Callable[..., Tensor] = _WideAttention.apply if upcasts(q, k.mT) else _fused
     return fused(q, k, v, mask, plain_causal, dropout).permute(2, 0, 1, 3)
@@ -127,9 +127,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
     """torch's choice of kernel, ``[B, N, S, D]``."""
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
-    return F.scaled_dot_product_attention(
+    features, more = v.shape[-1], q.shape[-1] - v.shape[-1]
+    if q.device.type == "cpu" and more > 0 and q.shape[2] > 1:
+        v = F.pad(v, (0, more))  # a CPU's fused kernel takes values of the keys' size: torch would make whole scores
+    out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )
+    return out[..., :features]
 
 
 class _WideAttention(torch.autograd.Function):
@@ -163,16 +167,16 @@ def _past(q: Tensor, k: Tensor, first_query: int = 0) -> Tensor:
 
 
 def _hide(scores: Tensor, key_mask: Tensor) -> Tensor:
-    """Scores ``[B, ..., T]`` with the lowest number at keys that ``[B, T]`` hides.
+    """Scores ``[B, ..., T]`` with the lowest finite number at keys that ``[B, T]`` hides.
 
-    No infinity, so that weights are numbers where all keys are hidden, as those of a sample that is padding alone.
+    Not minus infinity, so that weights are no NaN if all keys are hidden, as in a sample of padding only.
     """
     hidden = ~key_mask.unflatten(0, (-1, *(1,) * (scores.ndim - 2)))
     return scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
 
 
 def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers that hide keys when they are added to scores."""
+    """Additive mask: 0 for seen keys, the lowest finite number for others."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
@@ -231,7 +235,7 @@ def attention_with_bias(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """:func:`attention` by torch's choice of kernel, with scores that are scaled otherwise, or have a bias."""
+    """:func:`attention` by torch's choice of kernel, for scores with another scale or a bias."""
     dtype = q.dtype
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if upcasts(q, k.mT):  # bf16 on a processor without arithmetic for it
@@ -285,12 +289,12 @@ def attention_hpu(
         dropout: probability of dropping an attention weight.
         first_query: position of the first query among the keys; must be 0.
         key_mask: mask of keys; must be ``None``.
-        recompute: True to save a row's maximum and sum for backward instead of its weights
+        recompute: True to save each query's maximum and sum for backward instead of its weights
             (https://arxiv.org/abs/2205.14135).
         softmax_mode: ``"None"``, or ``"fast"``, which is less exact.
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    if k.shape[1] == 1:  # the kernel groups heads by itself, but not around a single one
+    if k.shape[1] == 1:  # the kernel supports grouped heads, but not a single key head
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
     out: Tensor = kernel.apply(q, k, v, None, dropout, causal, None, softmax_mode, recompute)
     return out.permute(2, 0, 1, 3)
@@ -307,7 +311,7 @@ def _beyond_plain(
 def _beyond_scaled(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, rule: ScoreRule = PLAIN, bias: Tensor | None = None, **_: Any
 ) -> str | None:
-    if causal and bias is None:  # block by block there is no matrix of scores
+    if causal and bias is None:  # blockwise attention is better: it needs no whole matrix of scores
         return str(rule)
     unscaled = replace(rule, scale=0.0)
     return None if unscaled.is_plain(len(k)) else str(unscaled)
@@ -317,7 +321,7 @@ _BIAS = "a bias of the scores"
 
 
 def _plain(kernel: Function) -> Function:
-    """A kernel of plain scores that is called as :func:`attention` is."""
+    """Wrap a kernel for plain scores so that it accepts the arguments of :func:`attention`."""
     return partial(_without_rule, kernel)
 
 

@@ -28,7 +28,7 @@ class PartialAttention(NamedTuple):
 
     Attributes:
         out: ``[S, B, N, V]``, fp32, ``V`` the features of a value; 0 for a query that sees none of these keys.
-        lse: ``[S, B, N]``, fp32, log-sum-exp of the scores; then minus infinity.
+        lse: ``[S, B, N]``, fp32, log-sum-exp of the scores; minus infinity for such a query.
     """
 
     out: Tensor
@@ -36,7 +36,7 @@ class PartialAttention(NamedTuple):
 
     @classmethod
     def nothing(cls, q: Tensor, features: int) -> PartialAttention:
-        """Attention of queries ``[S, B, N, D]`` to no keys, with so many features of a value."""
+        """Attention of queries ``[S, B, N, D]`` to no keys, for values of that number of features."""
         like = _upcast(q[:0])
         return cls(like.new_zeros(*q.shape[:-1], features), like.new_full(q.shape[:-1], float("-inf")))
 
@@ -67,7 +67,7 @@ def attention_forward(
     """
     grouped = _Grouped(k.shape[2])
     queries, keys, values = grouped.rows(q), _heads_first(k), _heads_first(v)
-    # In the order of q: callers join the heads of a token, which would be a copy otherwise.
+    # In the memory order of q: callers flatten the heads of a token, which would otherwise copy.
     out = grouped.rows(queries.new_zeros(*q.shape[:-1], v.shape[-1]))
     lse = queries.new_full(queries.shape[:-1], float("-inf"))
     lowest = torch.finfo(queries.dtype).min
@@ -75,7 +75,7 @@ def attention_forward(
         scores = block.by_place_(block.scores(queries, keys, rule), rule)
         peak = scores.amax(-1, keepdim=True)
         if rule.window or key_mask is not None:
-            # A row may see nothing: its exponentials are 0, its logarithm minus infinity.
+            # A query may see no key: its exponentials are 0, its log-sum-exp minus infinity.
             peak = peak.clamp_(min=lowest)
         exps = scores.sub_(peak).exp_()
         total = exps.sum(-1, keepdim=True)
@@ -125,12 +125,12 @@ def attention_backward(
     grads, lses, deltas = grouped.rows(grad), grouped.rows(lse), grouped.rows(delta)
     dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
     if key_mask is not None:
-        lses = lses.clamp(min=torch.finfo(lses.dtype).min)  # a row may have seen nothing
+        lses = lses.clamp(min=torch.finfo(lses.dtype).min)  # a query may see no key
     scale = rule.factor(q.shape[-1])
     for block in _blocks(queries, keys, causal, first_query, rule.window, key_mask, block_bytes):
         q_rows, grad_rows = block.of(queries), block.of(grads)
         scores = block.scores(queries, keys, rule)
-        # d c tanh(x / c) = 1 - tanh^2, of scores that are not hidden yet.
+        # d c tanh(x / c) = 1 - tanh^2, computed before scores are hidden.
         steepness = 1 - (scores / rule.softcap).square_() if rule.softcap else None
         probabilities = block.by_place_(scores, rule).sub_(block.of(lses).unsqueeze(-1)).exp_()
         dv[:, :, block.keys] += probabilities.mT.matmul(grad_rows)
@@ -146,13 +146,13 @@ def attention_backward(
 def row_dot(out: Tensor, grad: Tensor) -> Tensor:
     """``[S, B, N, V], [S, B, N, V] -> [S, B, N]``: the ``delta`` of :func:`attention_backward`.
 
-    The gradient of the log-sum-exp, where there is one, flows back along the probabilities too: it is subtracted.
+    If the log-sum-exp has a gradient, subtract it: it flows back along the probabilities too.
     """
     return _upcast(out).mul(_upcast(grad)).sum(-1)
 
 
 def merge_partials_(whole: PartialAttention, part: PartialAttention) -> None:
-    """Merge attention of the same queries to other keys into ``whole``, in place."""
+    """Merge attention of the same queries to other keys into ``whole``, in place, by their log-sum-exp."""
     lse = torch.logaddexp(whole.lse, part.lse)
     base = lse.clamp(min=torch.finfo(lse.dtype).min)  # a query that has seen no key yet: its parts are 0
     kept, added = ((x.lse - base).exp_().unsqueeze(-1) for x in (whole, part))
@@ -181,9 +181,9 @@ def blockwise_attention(
         causal: True if a query sees only keys up to its own position.
         dropout: must be 0.
         first_query: position of the first query among the keys.
-        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all. Where a query sees none, its output is 0.
+        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all. A query that sees no key has output 0.
         rule: rule of the scores.
-        sinks: ``[N]``, scores that take weight, for a rule that has them.
+        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
 
     Returns:
         ``[S, B, N, V]``.
@@ -194,14 +194,14 @@ def blockwise_attention(
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Attention of which each head's sink has taken its share, from attention without; both arguments have gradients.
+    """Add attention sinks to attention computed without them; gradients flow to all three arguments.
 
     Args:
         out: ``[S, B, N, V]``.
         lse: ``[S, B, N]``, fp32, log-sum-exp of the scores.
         sinks: ``[N]``, or ``None``.
     """
-    # The rest is sum / (sum + exp(sink)).
+    # A sink leaves the fraction sum / (sum + exp(sink)) of the weights.
     return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
 
 
@@ -240,7 +240,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 class _Grouped(NamedTuple):
-    """Query heads grouped by their key head: a group's queries are rows of one matrix, and no key is repeated.
+    """Query heads grouped by their key head: a group's queries are rows of one matrix, so that keys are not repeated.
 
     Attributes:
         groups: ``G``.
@@ -297,12 +297,12 @@ class _Block(NamedTuple):
         return x.unflatten(2, (self.heads, -1))
 
     def scores(self, queries: Tensor, keys: Tensor, rule: ScoreRule) -> Tensor:
-        """``[B, G, N/G x queries, keys]``, of hidden keys too, without what the distance adds."""
+        """Scores ``[B, G, N/G x queries, keys]`` before :meth:`by_place_`: without ALiBi, and of hidden keys too."""
         scores = self.of(queries).mul(rule.factor(queries.shape[-1])).matmul(keys[:, :, self.keys].mT)
         return scores.div_(rule.softcap).tanh_().mul_(rule.softcap) if rule.softcap else scores
 
     def by_place_(self, scores: Tensor, rule: ScoreRule) -> Tensor:
-        """The scores with what their distance adds, and minus infinity where a key is not seen."""
+        """Add ALiBi to the scores, and set those of unseen keys to minus infinity."""
         if rule.slopes:
             like: dict[str, Any] = {"dtype": scores.dtype, "device": scores.device}
             queries = torch.arange(self.first, self.first + self.rows.stop - self.rows.start, **like)
@@ -327,7 +327,7 @@ def _blocks(
     count = keys.shape[2]
     span = min(count, 2 * window) if window else count
     size = max(1, block_bytes // max(1, batch * groups * heads * span * queries.element_size()))
-    if window:  # more queries would compute more scores that no query needs
+    if window:  # larger blocks would compute more scores outside of the window
         size = min(size, max(window, 64))
     for start in range(0, length, size):
         end = min(start + size, length)

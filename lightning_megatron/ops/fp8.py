@@ -4,8 +4,8 @@ A tensor is multiplied by a scale, so that its largest magnitude comes close to 
 rounded to 8 bits: E4M3 for activations and weights, E5M2 for gradients. Products are summed in fp32, and divided by
 both scales. Scales are powers of two: multiplying by them rounds nothing.
 
-The matrix engine of Gaudi 2 multiplies operands of one format only, so that activations and weights meet gradients in
-E5M2 there. Gaudi 3 multiplies different formats, and its E4M3 reaches 448 instead of 240.
+The matrix engine of Gaudi 2 needs both operands in one format, so there activations and weights are cast to E5M2 for
+products with gradients. Gaudi 3 multiplies different formats, and its E4M3 reaches 448 instead of 240.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MANTISSA_BITS = {E4M3: 3, E5M2: 2}
 _SMALLEST_EXPONENT = {E4M3: -6, E5M2: -14}
 """Exponents of the smallest normal numbers."""
 DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes that Gaudi's casts to fp8 take; fp16 is none of them."""
+"""Dtypes that Gaudi can cast to fp8; it cannot cast fp16."""
 MULTIPLE = 16
 """Dimensions of operands must be multiples of this: a rule of Intel's Transformer Engine, not of the operators."""
 LINEARS = ("qkv", "out", "fc1", "fc2")
@@ -112,7 +112,7 @@ def reference_kernels(arithmetic: Fp8Arithmetic) -> Fp8Kernels:
 def cast_hpu(x: Tensor, scale: Tensor, dtype: torch.dtype, stochastic: bool = False) -> tuple[Tensor, Tensor]:
     """``cast`` by Intel's operator; never run on a real Gaudi.
 
-    At random it rounds with numbers of the card's own: they do not come from torch's generator.
+    Stochastic rounding uses the card's own random numbers, not torch's generator.
     """
     values, amax = torch.ops.hpu.cast_to_fp8_v2(x, scale, stochastic, True, dtype)
     return values, amax
@@ -163,7 +163,7 @@ class Fp8Recipe:
         linears: names out of ``LINEARS``.
         amax_history_len: number of optimizer steps whose magnitudes are kept.
         amax_compute: ``"max"`` of the steps kept, or the ``"most_recent"`` one.
-        margin: powers of two that a tensor may grow by before it is clamped.
+        margin: headroom, in powers of two, by which a tensor may grow before it is clamped.
         first_layers: number of layers at the beginning without fp8.
         last_layers: number of layers at the end without fp8.
         stochastic_rounding: True to round gradients up or down at random, so that their mean is kept; False to round
@@ -200,7 +200,7 @@ class Fp8Recipe:
         if linear not in self.linears:
             return f"the recipe has only {', '.join(self.linears)}"
         if not self.first_layers <= layer < num_layers - self.last_layers:
-            return f"the first {self.first_layers} and last {self.last_layers} layers are not"
+            return f"the recipe excludes the first {self.first_layers} and last {self.last_layers} layers"
         return None
 
 
@@ -223,4 +223,4 @@ LINEAR_FP8: Selectable[Fp8Kernels] = Selectable(
     (Implementation("hpu::fp8_gemm_v2", "hpu", _hpu_kernels, _hpu_operators_missing),),
     default="off",
 )
-"""Kernels by device. It is no op: linear layers call the two kernels, and without them do not use fp8 at all."""
+"""Kernels by device. It is not an ``Op``: linear layers call the kernels, and without them do not use fp8 at all."""

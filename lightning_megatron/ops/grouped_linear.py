@@ -20,7 +20,7 @@ SHORTEST = 16
 
 
 def rounded_length(rows: int) -> int:
-    """The next of few lengths: multiples of 16, and at most 16 between a power of two and the next."""
+    """Round up to one of few lengths: multiples of 16, at most 16 of them between a power of two and the next."""
     step = max(SHORTEST, 1 << max(0, (rows - 1).bit_length() - 5))
     return -(-rows // step) * step
 
@@ -28,8 +28,8 @@ def rounded_length(rows: int) -> int:
 def builds_kernels(a: Tensor, b: Tensor) -> bool:
     """True if the library that computes ``a b`` builds and keeps a kernel for each number of rows.
 
-    oneDNN does: a new number costs it a millisecond and half a megabyte, more than a product of some hundred rows.
-    The number of rows of an expert is another in every micro-batch. (In a trace, the compiler chooses.)
+    oneDNN does: a new number costs a millisecond and half a megabyte, more than a product of some hundred rows. And an
+    expert's number of rows changes in every micro-batch. (In a graph of ``torch.compile``, the compiler chooses.)
 
     Args:
         a: ``[n, k]``.
@@ -74,7 +74,7 @@ def _weight_gradients(grad: Tensor, x: Tensor, weight: Tensor, counts: Sequence[
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Writes each group's product into one output. Slicing in autograd would make a gradient of full size per group."""
+    """Writes each group's product into one output. Slices under autograd would have a full-size gradient per group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -95,7 +95,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _GroupBias(torch.autograd.Function):
-    """Adds a row to each group of rows; its gradient is a sum a group, in the order of the rows."""
+    """Adds one row to each group of rows; its gradient is the sum over the group, in the order of the rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, counts: Sequence[int]) -> Tensor:
@@ -146,7 +146,7 @@ def grouped_in_place(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor
 
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """:func:`grouped_linear` by torch's kernel for all groups at once; ``tests/cuda`` trains Mixtral with it."""
+    """:func:`grouped_linear` by torch's kernel for all groups at once; tested by training Mixtral in ``tests/cuda``."""
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 

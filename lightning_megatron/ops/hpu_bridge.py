@@ -1,4 +1,4 @@
-"""Names from Intel's bridge to the Gaudi; nothing of it is imported before the first use."""
+"""Names from Intel's bridge to the Gaudi (``habana_frameworks``), which is not imported before the first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def missing(module: str, name: str) -> str | None:
 
 
 def requires(module: str, name: str) -> Callable[[], str | None]:
-    """:func:`missing` of these arguments, to be called later."""
+    """A function without arguments that calls :func:`missing` with these."""
     return partial(missing, module, name)
 
 

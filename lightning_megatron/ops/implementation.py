@@ -12,13 +12,13 @@ from lightning_megatron.errors import ConfigError, Problem
 T = TypeVar("T")
 Function = Callable[..., Any]
 MODES = ("auto", "require", "off")
-"""The best available implementation; one made for the device, or an error; the reference. Variants come on top."""
+"""Best available implementation; one made for the device, or an error; the reference. An op may have variants too."""
 
 REFERENCE = "reference"
 
 
 def available() -> None:
-    """Availability check of an implementation that needs no extra software: nothing is missing."""
+    """Availability check of an implementation that needs no extra software; returns ``None``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,15 +26,15 @@ class Implementation(Generic[T]):
     """One implementation of an op.
 
     Attributes:
-        name: name that its authors use.
+        name: name that the implementation's authors use.
         device: type of the device that it is made for; ``None`` if it runs on every device.
-        bind: function that returns the implementation. A vendor's modules are imported here, and not earlier.
-        missing: function that returns the reason why the device's software has no such implementation, or ``None``.
-        unsupported: function of a call's arguments that returns the reason why this implementation cannot take them,
-            or ``None``.
+        bind: function that returns the implementation. It imports the vendor's modules, which nothing imports earlier.
+        missing: function that returns the reason why the device's software lacks this implementation, or ``None``.
+        unsupported: function of a call's arguments that returns the reason why this implementation does not support
+            them, or ``None``.
         variant: the mode that selects it; ``None`` for an implementation that ``"auto"`` selects.
-        recomputes: True if its backward computes again what its forward has dropped, so that activation recomputation
-            around it would only repeat the forward.
+        recomputes: True if its backward itself recomputes intermediate results of the forward, so that activation
+            recomputation around it would only repeat the forward.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Implementation(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Name of the implementation that one module uses. A module keeps it as an attribute, for the report.
+    """Name of the implementation that one module uses. Modules keep it in an attribute, for the op report.
 
     Attributes:
         op: name of the op.
@@ -76,7 +76,7 @@ class OpChoice(Selection):
     candidates: tuple[tuple[Callable[..., str | None] | None, bool], ...] = field(default=(), kw_only=True)
 
     def recomputes(self, *args: Any, **kwargs: Any) -> bool:
-        """True if the implementation of a call with these arguments keeps little for its backward by itself."""
+        """True if the implementation that a call with these arguments runs has ``recomputes`` set."""
         for unsupported, recomputes in self.candidates:
             if unsupported is None or unsupported(*args, **kwargs) is None:
                 return recomputes
@@ -85,13 +85,13 @@ class OpChoice(Selection):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Fallback:
-    """An implementation that does not support every call; the next one computes the others.
+    """An implementation that does not support every call; the next implementation runs the unsupported ones.
 
     Attributes:
         op: name of the op.
         mode: the user's mode. With ``"require"`` an unsupported call is an error.
         preferred: the implementation's function.
-        unsupported: reason why ``preferred`` cannot take the arguments of a call, or ``None``.
+        unsupported: function that returns the reason why ``preferred`` does not support a call, or ``None``.
         otherwise: function of the next implementation.
         otherwise_name: name of the next implementation.
         noted: filled with the reason of each fallback, and the name of the implementation that was used.
@@ -113,19 +113,19 @@ class Fallback:
         if self.mode == "require":
             raise ConfigError([_cannot_require(self.op, reason)])
         result = self.otherwise(*args, **kwargs)
-        # After the call: where that falls back for the same reason, the last implementation has computed.
+        # After the call, so that the innermost fallback for the same reason records the implementation that ran.
         self.noted.setdefault(reason, self.otherwise_name)
         return result
 
 
 @dataclass(frozen=True, eq=False)
 class Selectable(Generic[T]):
-    """A set of implementations under a name that users switch by modes.
+    """A named set of implementations, from which users select by mode.
 
     Attributes:
-        name: name that users switch it by.
-        implementations: all of them, the best first.
-        default: mode where the user gives none.
+        name: name in the user's ``ops=``.
+        implementations: all implementations, the best first.
+        default: mode if the user gives none.
     """
 
     name: str
@@ -163,12 +163,12 @@ class Selectable(Generic[T]):
     def usable(
         self, device: str, mode: str | None = None, unless: str | None = None
     ) -> tuple[list[Implementation[T]], str]:
-        """Implementations that one module can use, the best first, and the reason why there are no better ones.
+        """Implementations that one module can use, the best first, and the reason why better ones are not among them.
 
         Args:
             device: type of device.
-            mode: the user's mode, one of ``modes``; ``None`` for the default. A variant that the device does not have
-                means ``"auto"``.
+            mode: the user's mode, one of ``modes``; ``None`` for the default. A variant that the device lacks counts as
+                ``"auto"``.
             unless: reason why this module cannot use an implementation made for the device, if there is one.
 
         Raises:

@@ -1,8 +1,8 @@
-"""Matrix products: of fp32 by the faster library, and of bf16 also on processors that have no arithmetic for bf16.
+"""Matrix products: in fp32 by the faster library, and in bf16 efficiently on processors without bf16 arithmetic.
 
 Such a processor converts bf16 to fp32 in every multiplication, which takes about four times as long as converting
-whole operands to fp32 once and multiplying those. Both sum in fp32; the second rounds once, at the end, and not at all
-if the result is wanted in fp32. The fp32 copies are freed after the product. A large weight is copied in blocks.
+whole operands to fp32 once and multiplying those. Both ways sum in fp32; the second rounds once, at the end, or not at
+all if the caller wants fp32. The fp32 copies are freed after the product. A large weight is copied in blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK_BYTES = 16 << 20
 
 
 def upcasts(a: Tensor, b: Tensor, *, native: bool | None = None) -> bool:
-    """True if ``a b`` is computed in fp32 from fp32 copies. Only this function decides.
+    """True if ``a b`` is computed in fp32 from fp32 copies. All code decides this by calling this function.
 
     Ranks of one collective need not agree: shapes and dtypes of results are the same.
 
@@ -63,7 +63,7 @@ def product(a: Tensor, b: Tensor, *, native: bool | None = None) -> Tensor:
 
 
 def _linear_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`linear_onednn`, in a graph too."""
+    """:func:`linear_onednn`, or its custom operator in a graph of ``torch.compile``."""
     if not torch.compiler.is_compiling():
         return linear_onednn(x, weight, bias)
     from lightning_megatron.ops.cpu import graph_operators

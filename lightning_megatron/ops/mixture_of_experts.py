@@ -31,7 +31,7 @@ class ExpertBiases(NamedTuple):
 
 
 _PROBE = 32
-"""Features of the tensors that find out how the operator works."""
+"""Features of the tensors with which :func:`range_is_seen` probes the operator."""
 
 
 def mixture_of_experts_reference(
@@ -121,7 +121,7 @@ def mixture_of_experts(
 
 
 def fused_operator_missing() -> str | None:
-    """The reason why there is no operator with gradients. Intel's has them from 1.20.1 on (argument ``recomp``)."""
+    """The reason why there is no operator with gradients, or ``None``. Intel's has them (``recomp``) from 1.20.1 on."""
     operator = getattr(torch.ops.hpu, "mixture_of_experts", None)
     if operator is None or "fused_weights" not in operator.overloads():
         return missing("core", "mark_step") or "the bridge has no such operator"
@@ -157,10 +157,10 @@ def mixture_of_experts_fused(
 ) -> Tensor:
     """:func:`mixture_of_experts` of SwiGLU experts by the Gaudi's operator; never run on a real Gaudi.
 
-    The bridge has two kernels of it. One computes the choices in a range of experts: it gets the ids as they are, and
-    the range of this rank. The other multiplies every token by every expert of the list, takes ids as positions in it,
-    and keeps only the last weight of an id that a token has twice: it gets every expert once, in order, with the
-    weight of the token for it, or 0. That second form is right for either kernel, but more work for the first.
+    The bridge has two kernels for it. One computes only choices within a range of experts: it gets the ids unchanged,
+    and the range of this rank. The other multiplies every token by every expert of the list, reads ids as positions in
+    it, and keeps only the last weight of an id that a token has twice: it gets every expert once, in order, with the
+    token's weight for it, or 0. This second form is correct for both kernels, but more work for the first.
     """
     last = first + fc2.shape[0] - 1
     if not _takes_range(x):
@@ -200,9 +200,9 @@ def every_expert(experts: Tensor, weights: Tensor, here: int, first: int) -> tup
 
 
 def _takes_range(x: Tensor) -> bool:
-    """True if a call in the present mode gets the kernel that looks at the range of experts.
+    """True if a call in the present mode runs the kernel that uses the range of experts.
 
-    In a graph it is certain with gradients alone: without them a backend may run the operator as in eager mode.
+    In a graph this is certain only with gradients: without them a backend may run the operator as in eager mode.
     """
     if torch.compiler.is_compiling():
         return torch.is_grad_enabled()
@@ -211,11 +211,11 @@ def _takes_range(x: Tensor) -> bool:
 
 @cache
 def range_is_seen(device: str, gradients: bool, inference: bool) -> bool:
-    """The answer of the bridge itself, since versions differ: expert 1 of the range 1..2 is the first of the list.
+    """True if the bridge's kernel uses the range, found by a call, since versions differ; one call for each mode.
 
-    Without the range it would be the second, so that every kernel finds what it looks for. Asked once for each mode.
+    With the range 1..2, expert 1 is the first of the list, whose output is not 0. Without it, it is the second.
     """
-    with saved_tensors_hooks(lambda t: t, lambda t: t):  # nothing of this belongs to a checkpoint around the caller
+    with saved_tensors_hooks(lambda t: t, lambda t: t):  # keep these tensors out of hooks of the caller's checkpointing
         x = torch.ones(1, _PROBE, dtype=torch.bfloat16, device=device)
         one = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
         w12, w3 = x.expand(2 * _PROBE, _PROBE).contiguous(), x.expand(_PROBE, _PROBE).contiguous()

@@ -22,7 +22,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm in few passes over memory, which bound its time on a CPU: torch has no fused kernel there."""
+    """The norm in few passes over memory, which limit its speed on a CPU: torch has no fused kernel there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

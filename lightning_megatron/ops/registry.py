@@ -1,4 +1,4 @@
-"""All ops, and the user's mode for each: one argument of a model, as a plan of recomputation is."""
+"""All ops and the user's mode for each, in one object that models take as an argument."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SELECTABLE: Mapping[str, Selectable[Any]] = {
     each.name: each
     for each in (ATTENTION, RMS_NORM, LAYER_NORM, ROPE, MIXTURE_OF_EXPERTS, GROUPED_LINEAR, LINEAR_FP8, ADAMW)
 }
-"""Everything that ``ops=`` switches."""
+"""All names that ``ops=`` accepts."""
 OPS: Mapping[str, Op] = {name: each for name, each in SELECTABLE.items() if isinstance(each, Op)}
-"""Functions of tensors."""
+"""Those that are functions of tensors."""
 
 OpModes = Mapping[str, str] | str | None
 """``{"attention": "off"}``, or ``"attention=off,rms_norm=require"``."""
@@ -67,10 +67,10 @@ class Ops:
     """The ops of a model.
 
     Attributes:
-        device: type of the model's device; ``None`` if it is not known yet: then the device of its tensors decides
-            for each call.
+        device: type of the model's device; ``None`` if it is not known yet: then each call chooses by the device of
+            its tensors.
         modes: the user's modes.
-        fp8: linear layers that ``linear_fp8`` is about, and the scaling of their tensors.
+        fp8: linear layers to which ``linear_fp8`` applies, and the scaling of their tensors.
 
     Raises:
         ConfigError: for every fault of the modes.
@@ -105,7 +105,7 @@ class Ops:
         return OPS[op].choose(self.device or "", self.mode(op), unless)
 
     def choose_fp8(self) -> tuple[Fp8Kernels | None, Selection]:
-        """The device's fp8 kernels, ``None`` for products in the dtype of their operands.
+        """The device's fp8 kernels; ``None`` to compute products in the dtype of their operands.
 
         Raises:
             ConfigError: if they are required and the device has none.
@@ -164,7 +164,7 @@ class Ops:
         if model.num_experts:
             found.append(Problem("ops", f"linear_fp8={mode}", "experts multiply in the dtype of their weights", off))
         if layout.cp > 1:
-            reason = f"Intel's own fp8 is for cp=1, and ours has not been tried with cp={layout.cp}"
+            reason = f"Intel's own fp8 supports cp=1 only, and ours has not been tested with cp={layout.cp}"
             found.append(Problem("ops", f"linear_fp8={mode}", reason, off))
         if dtype == torch.float16:
             reason = "casts to fp8 take bf16 and fp32, not fp16: set precision='bf16-mixed', or leave it out"
@@ -207,7 +207,7 @@ def op_table(ops: Ops) -> list[dict[str, Any]]:
 
 
 def choices_of(model: nn.Module) -> dict[str, list[dict[str, Any]]]:
-    """The choices of every module of ``model``, by its name; ``fallbacks`` are the calls so far that went elsewhere."""
+    """The choices of every module of ``model``, by its name; ``fallbacks``: unsupported calls so far, by reason."""
     found = {}
     for name, module in model.named_modules():
         chosen = [value for value in vars(module).values() if isinstance(value, Selection)]

@@ -1,4 +1,4 @@
-"""Attention of a CPU by products of large matrices: all heads of some queries with all keys that these see.
+"""Attention on a CPU by products of large matrices: all heads of a block of queries with all keys that they see.
 
 torch's kernel for a CPU multiplies small tiles and reaches a third of the speed of a large product. Here a block of
 queries takes a few calls for all heads together. Keys that come after the block are skipped. Only the scores of one
@@ -25,7 +25,7 @@ from lightning_megatron.by_shape import by_shape
 from lightning_megatron.device import has_bf16_arithmetic
 
 ROWS = 128
-"""Rows of a block: more compute more scores that the causal mask hides, fewer make smaller products."""
+"""Rows of a block: larger blocks compute more scores that the causal mask hides, smaller ones multiply more slowly."""
 FEWEST_QUERIES = 32
 SCORE_BYTES = 8 << 20
 """Approximate size of the scores of a block."""
@@ -34,7 +34,7 @@ MOST_KEYS = 1024
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
-    """True if :func:`attention_blocks` is for such operands."""
+    """True if :func:`attention_blocks` supports these operands and is faster for them than torch's kernel."""
     if dropout or torch.is_autocast_enabled(q.device.type):
         return False
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
@@ -90,7 +90,7 @@ def _by_heads(x: Tensor, groups: int) -> Tensor:
 
 
 def empty_result(like: Tensor, groups: int, features: int = 0) -> Tensor:
-    """Output or gradient of an operand ``[S, B, N, D]`` without values, with the strides that it has.
+    """Uninitialized output, or gradient of an operand ``[S, B, N, D]``, with the strides of the real one.
 
     Args:
         like: the operand.

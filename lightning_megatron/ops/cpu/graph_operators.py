@@ -1,7 +1,7 @@
 """Operators of torch for the graphs of ``torch.compile``, which run functions of this folder.
 
-The compiler does not look into them. It would unroll the loop of attention, and lower oneDNN's operator with a copy of
-a transposed weight. Imported while a graph is traced: a program that compiles nothing does not wait for them.
+The compiler treats them as opaque. Otherwise it would unroll the loop of attention, and lower oneDNN's operator with a
+copy of a transposed weight. This module is imported while a graph is traced: other programs need not wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ attention_blocks_backward = library.custom_op(
     device_types="cpu",
     schema="(Tensor dy, Tensor q, Tensor k, Tensor v, int? first_query) -> (Tensor, Tensor, Tensor)",
 )
-"""Gradients of :data:`attention_blocks`; they have none."""
+"""Gradients of :data:`attention_blocks`; it has no gradient itself."""
 
 linear_onednn = library.custom_op(
     "lightning_megatron::linear_onednn",

@@ -1,11 +1,11 @@
 """Products of fp32 matrices by oneDNN, on processors where torch's own choice is slower.
 
-On x86, torch multiplies fp32 matrices with Intel's MKL, and those of 16 bits with oneDNN. MKL takes slower code on
+On x86, torch multiplies fp32 matrices with Intel's MKL, and those of 16 bits with oneDNN. MKL runs slower code on
 processors of other vendors: on AMD's Zen 4, oneDNN is faster by a tenth to a quarter
 (``benchmarks/profile_step_cpu_202611.md``). Both sum in fp32, in another order.
 
-torch has no public function for it. ``mkldnn._linear_pointwise`` is the operator that torch.compile's own code calls;
-where a torch lacks it, torch's choice stays. In a graph :func:`linear_onednn` is an operator of ours
+torch has no public function for it. ``mkldnn._linear_pointwise`` is the operator that code of ``torch.compile`` calls;
+without it, torch's own choice is used. In a graph, :func:`linear_onednn` is a custom operator
 (``graph_operators.py``).
 """
 
@@ -30,7 +30,7 @@ def _operator() -> Any:
 
 
 def why_not_onednn(vendor: str | None = None) -> str | None:
-    """Reason why fp32 products are torch's choice on this machine, or ``None``.
+    """Reason not to use oneDNN for fp32 products on this machine, or ``None``.
 
     Args:
         vendor: vendor of the processor as in ``/proc/cpuinfo``; ``None`` means this machine's.
@@ -49,7 +49,7 @@ def by_onednn(a: Tensor, b: Tensor) -> bool:
     """True if oneDNN computes ``a b``.
 
     Args:
-        a: ``[..., n, k]``. With strided rows, as in a weight's gradient, oneDNN would copy it and gain nothing.
+        a: ``[..., n, k]``. Not for strided rows, as in a weight's gradient: oneDNN would copy it and gain nothing.
         b: ``[k, m]``.
     """
     if _MISSING is not None:

@@ -56,3 +56,18 @@ def test_rules_of_scores_too(rule: ScoreRule) -> None:
         strict=True,
     ):
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_scores_are_kept_for_the_backward(dtype: torch.dtype) -> None:
+    """torch's fused kernel of a CPU takes values of the keys' size; others would have it keep all scores."""
+    q, k = (torch.randn(64, 1, 2, 12, dtype=dtype, requires_grad=True) for _ in range(2))
+    v, kept = torch.randn(64, 1, 2, 8, dtype=dtype, requires_grad=True), []
+
+    def look(x: Tensor) -> Tensor:
+        kept.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(look, lambda x: x):
+        attention_torch(q, k, v, causal=True)
+    assert max(kept) <= q.numel() < 64 * 64 * 2
