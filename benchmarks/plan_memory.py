@@ -1,10 +1,10 @@
-"""Memory by formula against memory of a rehearsal, for layouts of models of true size.
+"""Memory by formula against memory of a rehearsal, for layouts of models of real size.
 
-    python benchmarks/plan_memory.py --only mixtral     # rehearse these layouts, except those that are kept
+    python benchmarks/plan_memory.py --only mixtral     # rehearse these layouts, unless their figures are stored
     python benchmarks/plan_memory.py --no-rehearsal --write benchmarks/plan_memory_202611.md
 
-Figures of rehearsals are kept in ``benchmarks/data/plan_memory.json``: formulas are held against them at once, in
-``tests/unit/planning/test_memory_table.py`` too. After a change of layers, take a layout out of the file and run again.
+Figures of rehearsals are stored in ``benchmarks/data/plan_memory.json``; ``tests/unit/planning/test_memory_table.py``
+compares formulas with them too. After a change of layers, delete a layout from the file and run again.
 
 A row is one pipeline rank of one layout: the peak and the bytes after a step by the closed formulas of
 ``planning/memory``, and by the tracker of ``rehearsal``, which runs the real modules, optimizer and schedule of that
@@ -81,7 +81,7 @@ class Case(NamedTuple):
         return f"{self.model}, {self.ranks} ranks, {', '.join(words)}, recompute {self.recompute}, rank {self.rank}"
 
 
-GPT, LLAMA, MIXTRAL = "gpt3-7.5b", "llama2-7b", "mixtral-8x7b"
+GPT, LLAMA, MIXTRAL, DEEPSEEK = "gpt3-7.5b", "llama2-7b", "mixtral-8x7b", "deepseek-v2"
 
 
 def cases() -> Iterator[Case]:
@@ -90,6 +90,7 @@ def cases() -> Iterator[Case]:
     yield from _pipelines()
     yield from _contexts()
     yield from _experts()
+    yield from _latents()
     yield from _large()
 
 
@@ -179,6 +180,24 @@ def _experts() -> Iterator[Case]:
     yield Case(MIXTRAL, 8, {"tp": 2, "ep": 4, "etp": 1}, options={"expert_imbalance": 1.5, **two}, changes=FEW)
 
 
+def _latents() -> Iterator[Case]:
+    """Attention with latents, and experts beside one that every token visits."""
+    one = {"overlap_grad_reduce": False}
+    dense = {"num_layers": 4, "moe_layers": (), "num_experts": 0}
+    few = {"num_layers": 4, "moe_layers": (1, 2, 3)}
+    for recompute in ("none", "core_attn", "attention", "full"):
+        yield Case(DEEPSEEK, 2, {"tp": 2}, 4096, recompute, options=one, changes=dense)
+    yield Case(DEEPSEEK, 2, {"tp": 2, "sequence_parallel": False}, options=one, changes=dense)
+    for kind in ("p2p", "all_gather", "a2a"):
+        yield Case(DEEPSEEK, 2, {"cp": 2, "cp_comm_type": kind}, options=one, changes=dense)
+    yield Case(DEEPSEEK, 8, {"ep": 8}, 4096, options=one, changes=few)
+    for recompute in ("none", "moe"):
+        yield Case(DEEPSEEK, 8, {"tp": 2, "ep": 8, "etp": 1}, 4096, recompute, options=one, changes=few)
+    for rank in (0, 1):
+        options = {"schedule": "zero-bubble" if rank else "1f1b", **one}
+        yield Case(DEEPSEEK, 8, {"pp": 2, "ep": 4}, 4096, rank=rank, options=options, changes=few)
+
+
 def _large() -> Iterator[Case]:
     """Whole models, and one rank alone, whose loss takes a few rows at a time: minutes each."""
     for model in (GPT, LLAMA):
@@ -222,7 +241,7 @@ OWNED = ("parameters", "gradients", "main parameters", "optimizer state")
 
 
 def rehearsed(case: Case) -> dict[str, Any]:
-    """Figures of a rehearsal, as they are kept in a file."""
+    """Figures of a rehearsal, as they are stored in the file."""
     from lightning_megatron.rehearsal.rehearse import rehearse_job
 
     found = rehearse_job(case.job(), case.rank)
@@ -248,7 +267,7 @@ def write_kept(path: Path, kept: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def compare(case: Case, found: Mapping[str, Any]) -> Row:
-    """Compare the formula with a rehearsal, for as many micro-batches as it has run."""
+    """Compare the formula with a rehearsal, for the number of micro-batches that the rehearsal has run."""
     shown = case._replace(options={**case.options, "num_micro_batches": found["micro_batches"]})
     estimate = memory_of(shown.job(), case.rank, HOST)
     moments = (estimate.moment, found.get("moment", "not kept"))

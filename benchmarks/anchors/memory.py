@@ -1,4 +1,4 @@
-"""Bytes of an anchor by what its program keeps, and by what this library would keep for the same job.
+"""Memory of an anchor, predicted for its program, and for this library with the same job.
 
 State: parameters, gradients, 12 bytes of main parameter and Adam's states, the last over dp with the distributed
 optimizer. Activations of a layer: https://arxiv.org/abs/2205.05198, section 4, in 16-bit values, with what
@@ -18,11 +18,14 @@ from anchors.timing import is_fsdp
 from lightning_megatron.pipeline.action import Action
 from lightning_megatron.pipeline.schedule import build_schedule
 from lightning_megatron.planning.memory.peak import memory_of
+from lightning_megatron.planning.memory.shapes import ACCELERATOR, Kernels
 from lightning_megatron.planning.memory.steps import shown_micro_batches
 from lightning_megatron.planning.time.optimizer import dense_parameters, expert_layers, expert_parameters
 from lightning_megatron.planning.time.sizes import Sizes
 from lightning_megatron.stage import StageLayers
 
+GROUPED = Kernels(fuses_experts=True)
+"""Megatron-LM's kernels: Transformer Engine's grouped layers add the experts' gradients to the buffer."""
 WORKSPACE = 0.1e9
 """Bytes that are in use beside tensors of the model."""
 
@@ -40,7 +43,7 @@ def why_not(anchor: Anchor) -> str:
 
 
 def keeping_of(anchor: Anchor) -> Keeping | None:
-    """What the row's program keeps; ``None`` for what this library keeps."""
+    """Tensors that the row's program keeps; ``None`` if they are those of this library."""
     found = KEEPING.get(f"{anchor.program}/{anchor.dtype}") or KEEPING.get(anchor.program)
     if found and "cross-entropy-loss-fusion" in (anchor.row.get("notes") or ""):
         return replace(found, logit_bytes=found.logit_bytes + FUSED_LOSS)
@@ -48,15 +51,15 @@ def keeping_of(anchor: Anchor) -> Keeping | None:
 
 
 def predicted_peak(anchor: Anchor) -> float:
-    """Peak bytes by what the row's program keeps, of the rank that it logs."""
+    """Predicted peak bytes of the row's program, on the rank that it logs."""
     keeping = keeping_of(anchor)
     if keeping is None:
-        return our_peak(anchor)
+        return _peak(anchor, GROUPED)
     return max(Rank(anchor, keeping, rank).peak for rank in _ranks(anchor, keeping)) + WORKSPACE
 
 
 def predicted_after_step(anchor: Anchor) -> float:
-    """Bytes after a step: state, what stages hold of the last micro-batch, and the workspace."""
+    """Predicted bytes after a step: state, inputs that stages still hold, and the workspace."""
     keeping = keeping_of(anchor)
     if keeping is None:
         return our_after_step(anchor)
@@ -64,7 +67,7 @@ def predicted_after_step(anchor: Anchor) -> float:
 
 
 def is_reserved(anchor: Anchor) -> bool:
-    """True if the row's figure is what an allocator had reserved: a bound from above, and not the bytes of tensors."""
+    """True if the row's figure is memory that an allocator had reserved: an upper bound of the bytes of tensors."""
     keeping = keeping_of(anchor)
     return keeping is not None and keeping.reserved
 
@@ -76,7 +79,7 @@ def state_of(anchor: Anchor) -> float:
 
 
 def batches(anchor: Anchor) -> int:
-    """Bytes of what Megatron-LM's last rank loads for a step: for each micro-batch a mask, labels and a loss mask.
+    """Bytes that Megatron-LM's last rank loads for a step: for each micro-batch a mask, labels and a loss mask.
 
     The mask has a byte for each pair of tokens of a sample, labels have 8 for each token, and the loss mask 4. Some of
     its runs hold them from one step to the next, others of the same job do not.
@@ -87,7 +90,12 @@ def batches(anchor: Anchor) -> int:
 
 def our_peak(anchor: Anchor) -> float:
     """Peak bytes that our library would need for the row's job, and the workspace."""
-    return max(memory_of(anchor.job, rank).peak for rank in _ranks(anchor, keeping_of(anchor))) + WORKSPACE
+    return _peak(anchor, ACCELERATOR)
+
+
+def _peak(anchor: Anchor, kernels: Kernels) -> float:
+    ranks = _ranks(anchor, keeping_of(anchor))
+    return max(memory_of(anchor.job, rank, kernels).peak for rank in ranks) + WORKSPACE
 
 
 def our_after_step(anchor: Anchor) -> float:
@@ -96,7 +104,7 @@ def our_after_step(anchor: Anchor) -> float:
 
 
 def _ranks(anchor: Anchor, keeping: Keeping | None) -> set[int]:
-    """Pipeline ranks that the source speaks of: one end, or the fuller of both."""
+    """Pipeline ranks that the source's figure may be of: one end, or both."""
     last = anchor.job.layout.pp - 1
     return {"first": {0}, "last": {last}, "worst": {0, last}}["worst" if keeping is None else keeping.rank]
 
@@ -162,7 +170,7 @@ class Rank:
         return build_schedule(None if layout.pp == 1 else job.schedule, layout.pp, layout.vpp, count)[self._rank]
 
     def _working(self, stage: StageLayers) -> float:
-        """Bytes of the loss, or of a layer that is computed again."""
+        """Bytes of the loss, or of a recomputed layer."""
         loss = self._sizes.tokens * self._sizes.vocab_rows * self._keeping.logit_bytes if stage.has_loss else 0.0
         if self._job.recompute.granularity != "full":
             return loss

@@ -1,4 +1,4 @@
-"""The programs behind the published points, as data: what of their kernels and sharding a prediction depends on.
+"""The programs behind the published points, as data: properties of their kernels and sharding.
 
 ``passes`` of a program, the speed of its attention and the kernels of its experts are fitted once for all its rows
 (``plan_fit.py``); everything else is what its documentation says. Megatron-LM's grouped products are one kernel for
@@ -18,7 +18,7 @@ class Program:
 
     Attributes:
         software: its kernels.
-        fsdp: True if parameters are cut over data-parallel ranks, and gathered for each layer and each micro-batch.
+        fsdp: True if parameters are sharded over data-parallel ranks, and gathered for each layer and micro-batch.
     """
 
     software: Software

@@ -15,6 +15,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.presets import preset
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.planning.core.job import PlannedJob
 
@@ -59,6 +60,10 @@ SHAPES: dict[str, Row] = {
     "GPT3-175B": {"layers": 96, "hidden": 12288, "heads": 96, "kv": 96, "ffn": 49152, "vocab": 51200},
 }
 """Shapes of well-known models that a source names without them."""
+
+PRESETS = {"DeepSeek-V2": "deepseek-v2", "DeepSeek-V3": "deepseek-v3", "DeepSeekV3": "deepseek-v3"}
+PRESETS["DeepSeek V3"] = "deepseek-v3"
+"""Models whose rows are too short for all of their shape, by our presets."""
 
 VOCABULARIES = {"Qwen3": 151936, "Mixtral": 32000, "mixtral": 32000}
 _GATED = ("llama", "qwen", "mixtral")
@@ -166,11 +171,11 @@ def _untranslatable(row: Row) -> str:
     if program_name(row["framework"]) is None:
         return f"no description of {row['framework']}"
     words = f"{row['model']} {row.get('notes', '')}"
-    for word in ("LoRA", "DeepSeek", "multi-latent", "Moonlight", "Nemotron", "GPT OSS", "Kimi", "op-fuser"):
+    for word in ("LoRA", "multi-latent", "Moonlight", "Nemotron", "GPT OSS", "Kimi", "op-fuser"):
         if word in words:
             return f"{word}: no such model here"
     named = re.search(r"experts \d", row.get("notes") or "")
-    if (row.get("ep") or 1) > 1 and not (_experts(row) or named):
+    if (row.get("ep") or 1) > 1 and not (_preset(row) or _experts(row) or named):
         return "experts that the source does not describe"
     if row["sharding"] if row.get("sharding") == "FSDP" else False:
         return "Megatron FSDP: not described"
@@ -203,7 +208,18 @@ def _ci_flags(row: Row) -> dict[str, Any]:
     return _all_ci_flags().get(row["model"].split()[-1], {}) if source_name(row) == "Megatron-LM CI" else {}
 
 
+def _preset(row: Row) -> TransformerConfig | None:
+    """A preset with the row's layers. Of few ones the first is dense, as the source says of its rows."""
+    name = next((known for word, known in PRESETS.items() if row["model"].startswith(word)), None)
+    if name is None:
+        return None
+    whole, layers = preset(name), row["layers"]
+    return whole if layers == whole.num_layers else whole.replace(num_layers=layers, moe_layers=tuple(range(1, layers)))
+
+
 def _config(row: Row) -> TransformerConfig:
+    if (known := _preset(row)) is not None:
+        return known
     name, ci = row["model"].lower(), _ci_flags(row)
     flags = row.get("notes") or ""
     gated = any(word in name for word in _GATED) or "swiglu" in flags
@@ -264,7 +280,7 @@ def _split(row: Row, config: TransformerConfig, stages: int) -> LayerSplit:
 
 
 def _nanotron_split(config: TransformerConfig, stages: int) -> LayerSplit:
-    """A stage ends with the layer whose work, with that of those before it, exceeds its share of the whole."""
+    """Split in which a stage ends once the work of all layers so far exceeds the share of all stages so far."""
     layer = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.ffn_hidden_size
     share = (config.num_layers * layer + config.vocab_size * config.hidden_size) / stages
     letters, stage = "E", 0

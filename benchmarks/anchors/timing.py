@@ -121,15 +121,15 @@ def with_cause(found: TimeEstimate, name: str, seconds: float) -> TimeEstimate:
 
 
 def is_fsdp(anchor: Anchor, program: Program) -> bool:
-    """True if the row's parameters are cut over data-parallel ranks."""
+    """True if the row's parameters are sharded over data-parallel ranks."""
     return program.fsdp and anchor.job.layout.data_parallel_size * anchor.job.layout.cp > 1
 
 
 def with_fsdp(anchor: Anchor, found: TimeEstimate, device: DeviceSpec) -> TimeEstimate:
     """The estimate with the gathers of each micro-batch in place of one sum and one gather a step.
 
-    A forward and a backward each gather the parameters, and the backward scatters the gradients; what takes longer than
-    the computation beside it is waited for, and of one layer everything.
+    A forward and a backward each gather the parameters, and the backward scatters the gradients; a step waits for the
+    part that exceeds the overlapping computation, and at least for all communication of one layer.
     """
     job = anchor.job
     sizes = Sizes(job)

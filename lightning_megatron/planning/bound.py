@@ -1,4 +1,4 @@
-"""A time that a candidate can hardly be faster than, in microseconds, to look at the promising ones first."""
+"""Lower bound of a candidate's step time, computed in microseconds, so that a search tries promising ones first."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OF_A_MICRO_BATCH = ("compute", "recompute", "tp", "cp", "ep")
 
 
 class Bound:
-    """Times of candidates without what their pipeline waits, and without gradients and optimizer.
+    """Lower bounds of step times: layers and pipeline bubble, without messages, gradient reduction and optimizer.
 
     The time of one micro-batch through all layers depends on few of the sizes, and is predicted once for each choice of
-    them. The ranks of a pipeline share it, the fullest has most, and the pipeline is filled as its paper says.
+    them. It is divided over the pipeline ranks, scaled to the busiest one; the bubble is that of the schedule's paper.
 
     Args:
         request: model, devices and batches.
@@ -39,7 +39,7 @@ class Bound:
 
         Args:
             candidate: one layout.
-            share: least share of the layers that must be recomputed, where whole layers are.
+            share: smallest share of the layers that must be recomputed, for a candidate that recomputes whole layers.
         """
         pp, vpp = candidate.pp, candidate.vpp
         sizes = candidate.tp, candidate.cp, candidate.ep, candidate.etp
@@ -59,7 +59,7 @@ class Bound:
         return whole / pp * (count * self._fullest(pp, vpp, candidate.balanced) + fill * (pp - 1) / vpp)
 
     def comm_type(self, tp: int, cp: int) -> str:
-        """The fastest communication of context-parallel attention, which is among the choices of all candidates."""
+        """The fastest communication of context-parallel attention, which all candidates with these sizes use."""
         known = comm_types(self._request, tp, cp)
         seconds = [self._micro_batch(tp, cp, 1, tp, comm, 1, None) for comm in known]
         return min(zip(seconds, known, strict=True), key=lambda each: math.inf if each[0] is None else each[0])[1]

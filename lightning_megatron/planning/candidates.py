@@ -1,4 +1,4 @@
-"""Layouts that a search looks at, and the reasons where there are none."""
+"""Candidate layouts of a search, and the error that explains why there are none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_megatron.planning.request import PlanRequest
 LARGEST_MICRO_BATCH = 16
 MOST_CHUNKS = 8
 FEWEST_TOKENS = 1024
-"""Tokens of a sequence on a rank below which it is not cut further: kernels and messages become too short."""
+"""Fewest tokens of a sequence shard under context parallelism: below it, kernels and messages become too short."""
 
 
 class LayoutCandidate(NamedTuple):
@@ -29,11 +29,11 @@ class LayoutCandidate(NamedTuple):
     Attributes:
         tp, pp, cp, ep, etp, dp, vpp: sizes of the layout.
         cp_comm_type: communication of context-parallel attention.
-        balanced: True if stages are even in work, not in number of layers.
+        balanced: True if stages are split by work, False if each gets the same number of layers.
         schedule: pipeline schedule; ``None`` for the default.
         micro_batch_size: samples of one forward.
         recompute: granularity of recomputation.
-        recomputed: recomputed layers of each stage, where whole layers are; ``None`` for all.
+        recomputed: recomputed layers of each stage if whole layers are recomputed; ``None`` for all.
     """
 
     tp: int
@@ -52,7 +52,7 @@ class LayoutCandidate(NamedTuple):
 
     @property
     def without_recompute(self) -> LayoutCandidate:
-        """The same, with nothing recomputed."""
+        """This candidate without recomputation."""
         return self._replace(recompute=None, recomputed=None)
 
     @property
@@ -64,7 +64,7 @@ class LayoutCandidate(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Numbers of ranks of each kind."""
+        """Number of ranks on each axis: tp, pp, cp, ep, etp, dp."""
         return self.tp, self.pp, self.cp, self.ep, self.etp, self.dp
 
 
@@ -95,7 +95,7 @@ def job_of_candidate(request: PlanRequest, candidate: LayoutCandidate) -> Planne
 
 
 def layout_candidates(request: PlanRequest, comm_type: Callable[[int, int], str]) -> Iterator[LayoutCandidate]:
-    """Every candidate, in no order; sizes that are impossible alone are left out.
+    """Every candidate, in no particular order; sizes that are impossible by themselves are left out.
 
     Args:
         request: model, devices and batches.
@@ -111,13 +111,13 @@ def layout_candidates(request: PlanRequest, comm_type: Callable[[int, int], str]
 
 
 def axis_sizes(request: PlanRequest) -> dict[str, list[int]]:
-    """Sizes of tp, pp and cp that are possible alone."""
+    """Sizes of tp, pp and cp that are possible, each considered by itself."""
     config, fixed = request.config, request.fixed
     found: dict[str, list[int]] = {}
     for name in ("tp", "pp", "cp"):
         known = [fixed[name]] if name in fixed else divisors(request.num_devices)
         found[name] = [size for size in known if not axis_problems(request, name, size)]
-    if "tp" not in fixed:  # between nodes its messages, of which every layer waits for eight, take several times longer
+    if "tp" not in fixed:  # every layer waits for eight messages over tp, which are several times slower between nodes
         found["tp"] = [size for size in found["tp"] if size <= request.device.devices_per_node]
     if "cp" not in fixed:
         found["cp"] = [size for size in found["cp"] if size == 1 or request.seq_length // size >= FEWEST_TOKENS]
@@ -127,7 +127,7 @@ def axis_sizes(request: PlanRequest) -> dict[str, list[int]]:
 
 
 def axis_problems(request: PlanRequest, name: str, size: int) -> list[Problem]:
-    """Reasons why a size of tp, pp, cp or dp is impossible for the model and its batches, whatever the others are."""
+    """Reasons why a size of tp, pp, cp or dp is impossible for the model and its batches, whatever the other sizes."""
     config, devices = request.config, request.num_devices
     if size < 1 or devices % size:
         return [Problem(name, size, f"does not divide {devices} devices", nearest_to(size, divisors(devices)))]
@@ -170,7 +170,7 @@ def _recomputes(request: PlanRequest) -> list[str | None]:
 
 
 def with_fewer_layers(request: PlanRequest, candidate: LayoutCandidate) -> list[LayoutCandidate]:
-    """A candidate that recomputes whole layers, with one of each stage, two, and so on up to all but one."""
+    """Variants of a full-recompute candidate with fewer recomputed layers a stage: one, two, ... all but one."""
     if candidate.recompute != "full" or "recompute" in request.fixed:
         return []
     largest = ceil(request.config.num_layers / (candidate.pp * candidate.vpp))
@@ -178,7 +178,7 @@ def with_fewer_layers(request: PlanRequest, candidate: LayoutCandidate) -> list[
 
 
 def comm_types(request: PlanRequest, tp: int, cp: int) -> list[str]:
-    """Kinds of communication that attention over so many ranks can have."""
+    """Possible values of ``cp_comm_type`` for these sizes of tp and cp."""
     if cp == 1:
         return ["p2p"]
     if "cp_comm_type" in request.fixed:
@@ -189,7 +189,7 @@ def comm_types(request: PlanRequest, tp: int, cp: int) -> list[str]:
 
 
 def _expert_sizes(request: PlanRequest, tp: int, ranks: int) -> list[tuple[int, int]]:
-    """Sizes of ep and etp for the ranks that share experts."""
+    """Sizes of ep and etp that divide the ``ranks`` of ``tp x cp x dp``."""
     config, fixed = request.config, request.fixed
     if not config.num_experts:
         return [(1, tp)]
@@ -199,7 +199,7 @@ def _expert_sizes(request: PlanRequest, tp: int, ranks: int) -> list[tuple[int, 
 
 
 def _pipelines(request: PlanRequest, pp: int) -> list[tuple[int, bool, str | None]]:
-    """Chunks of a rank, kind of split, and schedule."""
+    """Choices of vpp, of ``balanced`` and of the schedule for a size of pp."""
     return _pipelines_of(request.config, pp, request.fixed.get("vpp"), request.fixed.get("pipeline_schedule", "any"))
 
 
@@ -223,7 +223,7 @@ def _pipelines_of(
 
 
 def impossible(request: PlanRequest) -> ConfigError:
-    """The error of a request without any candidate: the reasons by axis, each for all devices on that axis alone."""
+    """The error of a request without a possible layout: each axis checked with its fixed size, or with all devices."""
     found: list[Problem] = []
     for name in ("tp", "pp", "cp", "dp"):
         size = request.fixed.get(name, request.num_devices)

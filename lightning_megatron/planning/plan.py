@@ -1,4 +1,4 @@
-"""A job with its predicted memory and time, held against the memory that there is."""
+"""A job with its predicted memory and time, compared with the available memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.planning.time.step import TimeEstimate, time_of
 
 @dataclass(frozen=True)
 class Plan:
-    """A job, and what it is predicted to need.
+    """A job with its predicted memory and time.
 
     Attributes:
         job: the job.
@@ -32,7 +32,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if the memory is there, or its amount unknown."""
+        """True if the memory is within the limit, or the limit is unknown."""
         return self.limit is None or self.memory.peak <= self.limit
 
 
@@ -42,13 +42,13 @@ def plan_of(job: PlannedJob, limit: int | None, device: DeviceSpec | None = None
     Args:
         job: the job.
         limit: bytes that tensors of a rank may take; ``None`` for no limit.
-        device: device that it runs on; ``None`` for an accelerator of which nothing is known.
-        timed: False for memory alone.
+        device: device that it runs on; ``None`` for an unknown accelerator.
+        timed: False to predict memory only.
     """
     time = time_of(job, device) if timed and device is not None else None
     return Plan(job, *worst_memory(job, kernels_of(device)), limit, time)
 
 
 def kernels_of(device: DeviceSpec | None) -> Kernels:
-    """Properties of a device on which memory depends: a CPU keeps other tensors."""
+    """Properties of a device's kernels on which memory depends: a CPU keeps other tensors."""
     return ACCELERATOR if device is None or device.asynchronous else HOST

@@ -1,4 +1,4 @@
-"""The question that a search answers: a model, devices and batches, with what the user has fixed."""
+"""Input of a search: a model, devices and batches, and the arguments that the user has fixed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_megatron.arguments import OneOf, Rules, at_least, field_problems
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, multiples_around, nearest_names, raise_if_any
 from lightning_megatron.planning.core.device_file import DeviceSpec
-from lightning_megatron.planning.core.job import PRECISIONS, AttentionKind, unplanned_problems
+from lightning_megatron.planning.core.job import PRECISIONS, AttentionKind
 
 FIXABLE = ("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size", "recompute", "cp_comm_type", "pipeline_schedule")
 """Arguments of the strategy that a user can fix."""
@@ -36,12 +36,12 @@ class PlanRequest:
         global_batch_size: samples of one optimizer step, over all replicas.
         precision: precision by Lightning's name.
         fp8: True if linear layers multiply in fp8.
-        attention: attention that is run: ``"flash"`` keeps no scores, ``"reference"`` keeps them.
-        max_memory: bytes that tensors of a rank may take; ``None`` for what the device has.
-        fixed: arguments of the strategy that the search keeps, out of ``FIXABLE``.
+        attention: implementation of attention: ``"flash"`` keeps no scores, ``"reference"`` keeps them.
+        max_memory: bytes that tensors of a rank may take; ``None`` for the device's usable memory.
+        fixed: arguments of the strategy that the search does not vary, with names of ``FIXABLE``.
 
     Raises:
-        ConfigError: with every fault of the single values.
+        ConfigError: with every invalid value.
     """
 
     config: TransformerConfig
@@ -64,7 +64,6 @@ class PlanRequest:
             for name, value in self.fixed.items()
             if name not in FIXABLE
         ]
-        found += unplanned_problems(self.config)
         node, longest = self.device.devices_per_node, self.config.max_position_embeddings
         if self.num_devices > node and self.num_devices % node:
             reason = f"a job takes whole nodes, of {node} devices each"

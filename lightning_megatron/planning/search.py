@@ -22,9 +22,9 @@ from lightning_megatron.planning.request import PlanRequest
 from lightning_megatron.planning.time.step import time_of
 
 TRIALS = 24
-"""Layouts that are timed before the search may stop: their times over their bounds tell how low bounds are."""
+"""Layouts to time before the search may stop: the lowest ratio of a time to its bound shows how low bounds are."""
 MARGIN = 0.97
-"""Share of the lowest such ratio that the search still believes in."""
+"""Safety factor on that lowest ratio: later candidates may come a little closer to their bounds."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Found:
     """Layouts of a search.
 
     Attributes:
-        plans: the fastest layouts that fit, by predicted tokens/s; each with other numbers of ranks.
+        plans: the fastest layouts that fit, by predicted tokens/s; one for each combination of axis sizes.
         possible: number of candidates.
-        looked_at: number of them of which memory was computed.
+        looked_at: number of candidates whose memory was computed.
         closest: the layout that needs least memory, if none fits.
     """
 
@@ -49,11 +49,11 @@ class _State:
     """Results of a search so far.
 
     Attributes:
-        best: fastest plan that fits, by numbers of ranks.
+        best: fastest plan that fits, by axis sizes.
         memories: plans without a time, by candidate; ``None`` for one that is impossible.
-        fitting: least time of those that fit, by candidate without its recomputation; 0 if it fits without any.
+        fitting: shortest time of candidates that fit, by candidate without recomputation; 0 if that one fits itself.
         closest: layout with least memory of those that do not fit.
-        lowest_ratio: least time over its bound.
+        lowest_ratio: smallest ratio of a time to its bound.
         timed: number of times predicted.
     """
 
@@ -65,18 +65,18 @@ class _State:
     timed: int = 0
 
     def is_beaten(self, least: float, top: int) -> bool:
-        """True if a candidate that takes at least so long can hardly be among the ``top``."""
+        """True if a candidate whose lower bound is ``least`` seconds can hardly be among the ``top``."""
         if self.timed < TRIALS or len(self.best) < top:
             return False
         return least * self.lowest_ratio * MARGIN > sorted(map(step_seconds, self.best.values()))[top - 1]
 
 
 def search(request: PlanRequest, top: int = 5) -> Found:
-    """The fastest layouts that fit, one for each choice of numbers of ranks.
+    """The fastest layouts that fit, one for each combination of axis sizes.
 
-    Candidates are taken by the least time that they can take (:class:`Bound`), until no other can be among the ``top``.
-    Of several ways to recompute, those are left out that cannot be faster than one that fits; of whole layers, as few
-    are recomputed as fit.
+    Candidates are tried in the order of their lower bounds (:class:`Bound`), until no other can be among the ``top``.
+    Ways to recompute that cannot be faster than one that fits are skipped, and no more whole layers are recomputed
+    than the memory requires.
 
     Args:
         request: model, devices and batches.
@@ -111,9 +111,9 @@ def step_seconds(plan: Plan) -> float:
 
 
 def _least_share(request: PlanRequest, candidate: LayoutCandidate, state: _State) -> float:
-    """Share of the layers that must be recomputed for a candidate to fit, at least, where its memory without is known.
+    """Smallest share of layers to recompute for a candidate to fit; 0 if its memory without recomputation is unknown.
 
-    All layers together save no more than all that layers keep.
+    Recomputing all layers saves at most the bytes that all layers keep.
     """
     plain = candidate.without_recompute
     frugal = plain._replace(vpp=1, schedule=None, micro_batch_size=1)
@@ -149,9 +149,9 @@ def _look_at(request: PlanRequest, candidate: LayoutCandidate, least: float, sta
 
 
 def _with_fewest_layers(request: PlanRequest, candidate: LayoutCandidate, whole: Plan, state: _State) -> Plan | None:
-    """The plan that recomputes few layers of each stage and fits; ``None`` if that is all of them.
+    """The plan that recomputes the fewest layers of each stage and fits; ``None`` if only all layers are enough.
 
-    Memory falls by about as much for each layer, so that two memories tell how many it takes.
+    Every recomputed layer saves about the same, so the memory with none and with all of them gives the first guess.
     """
     choices = with_fewer_layers(request, candidate)
     plain = _memory(request, candidate.without_recompute, state) if choices else None
@@ -167,7 +167,7 @@ def _with_fewest_layers(request: PlanRequest, candidate: LayoutCandidate, whole:
 
 
 def _more_frugal(request: PlanRequest, candidate: LayoutCandidate) -> Iterator[LayoutCandidate]:
-    """Candidates that need no more memory, from the most frugal on: most are shared by many others."""
+    """Candidates that need at most the same memory, the most frugal first; many candidates share them."""
     plain = candidate._replace(vpp=1, schedule=None, recomputed=None)
     yield plain._replace(micro_batch_size=1, recompute=request.fixed.get("recompute", "full"))
     yield plain._replace(micro_batch_size=1)

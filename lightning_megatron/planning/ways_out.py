@@ -19,7 +19,7 @@ from lightning_megatron.planning.settings import strategy_arguments
 
 MOST_CHANGES = 5
 MOST_JOBS = 400
-"""Jobs of which memory is predicted, at most."""
+"""Largest number of jobs whose memory is predicted."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class WayOut:
 
 
 def ways_out(job: PlannedJob, limit: int, device: DeviceSpec | None = None, count: int = 3) -> list[WayOut]:
-    """The cheapest changes with which a job fits on as many devices, global batch kept.
+    """The cheapest changes that make a job fit on the same number of devices, with the same global batch.
 
-    Jobs with one change are looked at first, then those with two, and so on until enough fit. They are ordered by their
-    predicted time where the device is known, else by the number of changes and the memory they use. None makes all the
-    changes of another one and more.
+    Jobs with one change are tried first, then those with two, and so on until enough fit. They are ordered by their
+    predicted time if the device is known, else by the number of changes, then by memory, the largest first. A way
+    that contains all changes of another one is left out.
 
     Args:
         job: job that does not fit.
         limit: bytes that tensors of a rank may take.
-        device: device for the order of equally small changes; ``None`` if unknown.
+        device: device whose predicted times order the ways; ``None`` if unknown.
         count: number of ways.
     """
     seen, row, found, looked_at = {job}, [job], [], 0
@@ -80,7 +80,7 @@ def _cost(way: WayOut) -> tuple[float, ...]:
 
 
 def _distinct(ways: list[WayOut]) -> list[WayOut]:
-    """Ways without those that make all changes of another one and more."""
+    """Ways without those that contain all changes of another one."""
     return [way for way in ways if not any(other.changes.items() < way.changes.items() for other in ways)]
 
 
@@ -140,7 +140,7 @@ def _more_recompute(job: PlannedJob) -> Iterator[str]:
 
 
 def _other_layouts(job: PlannedJob) -> Iterator[dict[str, Any]]:
-    """Twice the ranks on one axis, taken from data parallelism; or experts shared by twice the ranks."""
+    """Twice the ranks on one axis, with half the data parallelism; or experts distributed over twice the ranks."""
     layout, dp = job.layout, job.layout.data_parallel_size
     if layout.ep * 2 <= job.config.num_experts:
         yield {"layout": replace(layout, ep=2 * layout.ep)}
@@ -158,7 +158,7 @@ def _other_layouts(job: PlannedJob) -> Iterator[dict[str, Any]]:
 
 
 def _with_tp(before: ParallelLayout, after: ParallelLayout) -> ParallelLayout:
-    """A layout with another tp, and what follows it by default."""
+    """The layout ``after``, whose tp differs, with etp and sequence parallelism adjusted as their defaults would be."""
     follows = before.expert_tensor_parallel_size == before.tp
     keeps = before.uses_sequence_parallel or before.tp == 1
     return replace(after, etp=after.tp if follows else before.etp, sequence_parallel=keeps)

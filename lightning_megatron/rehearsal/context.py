@@ -1,4 +1,4 @@
-"""Place of a run, as its record of actions and its modules tell it: phase, micro-batch, module, traffic."""
+"""Current place of a run, from its action log and hooks of its modules: phase, micro-batch, module, traffic."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Traffic:
 
 
 class PlaceLog(ActionLog):
-    """Log of actions that knows what the rank is doing, and adds up what it sends.
+    """Action log that tracks the rank's current phase, and sums up its traffic.
 
-    It takes the place of a recorder's log before the mesh is made.
+    It replaces the recorder's log (``recorder.main``) before the mesh is created.
 
     Args:
         recorder: recorder of the rank.
@@ -55,7 +55,7 @@ class PlaceLog(ActionLog):
     Attributes:
         group: number of the group of the newest collective.
         collective: kind of the newest collective; ``None`` before the first one.
-        forwards: number of forwards that have ended.
+        ends_forward: function called when a forward ends; ``None`` for none.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -69,7 +69,7 @@ class PlaceLog(ActionLog):
     def begin(
         self, kind: int, group: int = 0, size: int = 0, peer: int = -1, waits: bool = True, detail: bool = False
     ) -> int:
-        """Note that an action begins."""
+        """Log the beginning of an action."""
         token = super().begin(kind, group, size, peer, waits, detail)
         if kind >= Kind.ALL_REDUCE:
             self.group, self.collective = group, Kind(kind)
@@ -81,7 +81,7 @@ class PlaceLog(ActionLog):
         return token
 
     def end(self, token: int) -> None:
-        """Note that an action has ended, and with it those nested in it."""
+        """Log the end of an action, and of those nested in it."""
         number = token >> 4
         if any(begun == number for begun, _ in self._phases):
             while True:
@@ -114,7 +114,7 @@ def axes_by_number(mesh: ParallelMesh) -> dict[int, Axis]:
 
 
 class RunningPlace:
-    """Cause of the bytes that are made now, and the name of the moment.
+    """Cause of bytes that are allocated now, and name of the current moment.
 
     Args:
         log: log of the rank's actions.
@@ -144,7 +144,7 @@ class RunningPlace:
         self._stack.clear()
 
     def leave_all(self) -> None:
-        """Forget calls that have ended in an exception, as those of a stage that is not the last do."""
+        """Forget calls that an exception has ended, which is how every stage but the last one ends."""
         self._stack.clear()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -159,12 +159,12 @@ class RunningPlace:
 
     @property
     def routed_experts(self) -> int:
-        """Number of experts inside their router; 0 elsewhere."""
+        """Number of experts if a router runs now; 0 elsewhere."""
         module = self._stack[-1][0] if self._stack else None
         return module.config.num_experts if isinstance(module, Router) else 0
 
     def is_choosing(self, scores: torch.Tensor) -> bool:
-        """True if the best of these scores are a router's choice of experts, and not one of groups before it."""
+        """True if a top-k of these scores is a router's choice of experts, not its preceding choice of groups."""
         return bool(self.routed_experts) and scores.shape[-1] == self.routed_experts
 
     @property
@@ -178,7 +178,7 @@ class RunningPlace:
 
     @property
     def cause(self) -> str:
-        """Cause of the bytes that are made now."""
+        """Cause of bytes that are allocated now."""
         phase, label = self._log.phase, self._label
         if phase in _FORWARDS or (phase in _BACKWARDS and label):  # a forward that is computed again
             return LOGITS if label == "head" else f"{ACTIVATIONS}: {label or 'step'}"

@@ -1,4 +1,4 @@
-"""Micro-batches that a schedule needs to hold as many activations as with all of them."""
+"""Number of micro-batches with which a schedule already holds as many activations as with all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MORE = 2
 
 
 def most_in_flight(actions: Sequence[Action]) -> int:
-    """Most forwards of a rank whose backward has not run, or whose weight gradients are not computed."""
+    """Largest number of micro-batches in flight: their backward, or its weight gradients, has not been computed."""
     splits = any(action.kind == "W" for action in actions)
     ends = "W" if splits else "B"
     found = most = 0
@@ -22,9 +22,9 @@ def most_in_flight(actions: Sequence[Action]) -> int:
 
 
 def enough_micro_batches(name: str | None, pp: int, vpp: int, number: int) -> int:
-    """Fewest micro-batches, of at most ``number``, under which every rank holds as many as under ``number``.
+    """Smallest number of micro-batches with which every rank holds as many in flight as with ``number``.
 
-    Two more are taken than the pipeline is long, so that the steady state is there.
+    It is at least the length of the pipeline plus two, so that the steady state is reached, and at most ``number``.
     """
     if pp == 1:
         return min(number, _MORE)

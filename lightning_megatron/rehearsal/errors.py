@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class RehearsalError(Exception):
-    """A run needs what a rehearsal has not: the values of a tensor, or another rank's part; the text names it."""
+    """A run needs something that a rehearsal lacks, such as a tensor's values or another rank; the text names it."""

@@ -1,8 +1,8 @@
-"""Calls of functions whose work follows from shapes: the first of its kind runs, later ones do as it did.
+"""Cache of calls whose work depends on shapes only: the first call of its kind runs, later ones replay its effects.
 
-The most bytes inside a call, its operations and its results are those of the first call of the same shapes, so a
-rehearsal tells the same figures with and without this. Its time no longer grows with the number of equal layers,
-micro-batches and blocks.
+Peak bytes, operations and results of a call are those of the first call with the same shapes, so a rehearsal reports
+the same figures with and without the cache. With it, the time of a rehearsal does not grow with the number of equal
+layers, micro-batches and blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Like:
 
 @dataclass(frozen=True)
 class _Known:
-    """Deeds of a call.
+    """Recorded effects of a call.
 
     Attributes:
         most: most bytes of its tensors at a time.
@@ -56,7 +56,7 @@ class _Known:
 
 
 class KnownCalls:
-    """Calls that have run, by function and shapes. One of these may serve several ranks of a job."""
+    """Cache of calls by function and shapes; rehearsals of several ranks of a job may share one."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known | None] = {}
@@ -74,7 +74,7 @@ class _RunnerOfRank:
     """Runner of one rank.
 
     Args:
-        known: calls that have run; ``None`` for one that cannot be known.
+        known: effects of calls that have run; ``None`` for one that cannot be replayed.
         tracker: bytes of the rank.
         values: known values of the rank.
     """
@@ -83,12 +83,12 @@ class _RunnerOfRank:
         self._known, self._tracker, self._values = known, tracker, values
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Result of a function: of the function itself, or as that of an equal call."""
+        """Run a function, or replay an equal call."""
         key = function, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), *_shapes((args, kwargs))
         try:
             found = self._known.get(key)
             is_new = key not in self._known
-        except TypeError:  # an argument that is not one value
+        except TypeError:  # an unhashable argument
             return function(*args, **kwargs)
         if found is not None:
             return self._repeat(found)
@@ -100,7 +100,7 @@ class _RunnerOfRank:
         return out
 
     def _learnt(self, watched: Watched, args: Any, kwargs: Any, out: Any) -> _Known | None:
-        """Deeds of a call that has ended; ``None`` if it has left more, or less, than new tensors without values."""
+        """Effects of a call that has ended; ``None`` if they are not just new tensors without known values."""
         storages: dict[int, int] = {}
         for tensor in _tensors(out):
             storages.setdefault(id(tensor.untyped_storage()), len(storages))
@@ -118,7 +118,7 @@ class _RunnerOfRank:
             return tensor.numel() > 0 and self._values.of(tensor) is not None
 
     def _repeat(self, known: _Known) -> Any:
-        """Do as a known call did."""
+        """Replay the effects of a known call."""
         tracker = self._tracker
         tracker.count_work(known.kernels, known.flops)
         storages: dict[int, Tensor] = {}
@@ -130,7 +130,7 @@ class _RunnerOfRank:
             return _replaced(known.results, lambda like: self._make(like, storages))
 
     def _make(self, like: _Like, storages: dict[int, Tensor]) -> Tensor:
-        """A tensor that is like one that the call has made."""
+        """A new tensor like one of the recorded results."""
         whole = storages.get(like.storage)
         if whole is None:
             whole = torch.empty(like.nbytes // like.dtype.itemsize, dtype=like.dtype, device=like.device)
@@ -145,7 +145,7 @@ def _like(tensor: Tensor, number: int) -> _Like:
 
 
 def _shapes(tree: Any) -> Iterator[Hashable]:
-    """A structure of arguments without the values of its tensors."""
+    """Arguments as a sequence of hashable values, with tensors reduced to their shapes and types."""
     if isinstance(tree, Tensor):
         yield tuple(tree.shape), tree.stride(), tree.dtype, tree.device, tree.requires_grad
     elif isinstance(tree, list | tuple):
@@ -161,7 +161,7 @@ def _shapes(tree: Any) -> Iterator[Hashable]:
 
 
 def _replaced(tree: Any, replace: Callable[[Any], Any]) -> Any:
-    """A structure of results with other tensors."""
+    """Copy of a structure of results, with every tensor replaced."""
     if isinstance(tree, Tensor | _Like):
         return replace(tree)
     if isinstance(tree, tuple | list):

@@ -1,4 +1,4 @@
-"""Reading of the tracker at the right moments of a fit, in a rehearsal and in a run."""
+"""Callback that reads the tracker at the right moments of a fit, in a rehearsal and in a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepMeasure(Callback):
         peak: most bytes in a step.
         peaks: most bytes in each step that counts.
         peak_without_pieces: most bytes without those that only a CPU's reduce-scatter receives.
-        moment: that moment.
+        moment: name of the moment of ``peak``.
         by_cause: bytes at that moment, by cause.
         after_step: bytes after the last step.
         after_by_cause: those bytes by cause.
@@ -53,13 +53,13 @@ class StepMeasure(Callback):
         self.traffic: Mapping[str, Mapping[str, Traffic]] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Follow the modules, which are built now."""
+        """Hook the modules, which are built by now."""
         self.setup_peak = self._tracker.peak
         self._place.follow_modules(pl_module)
         self._name_owned(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to count."""
+        """Start measuring at the first batch of a step."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._tracker.restart()
             strategy = trainer.strategy
@@ -69,7 +69,7 @@ class StepMeasure(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the figures of a step."""
+        """Record the figures of a step after its last batch."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         tracker, strategy = self._tracker, trainer.strategy
@@ -86,7 +86,7 @@ class StepMeasure(Callback):
         self.traffic = self._log.take_traffic(strategy.mesh)
 
     def _name_owned(self, trainer: Trainer, module: LightningModule) -> None:
-        """Give tensors that outlive a step their cause."""
+        """Set the cause of tensors that outlive a step."""
         strategy, name = trainer.strategy, self._tracker.name
         assert isinstance(strategy, MegatronStrategy)
         name(PARAMETERS, [*module.parameters(), *module.buffers()])

@@ -5,8 +5,8 @@
 
     found = rehearse(trainer, module, datamodule, rank=0)   # what ``trainer.fit(module, datamodule)`` would run
 
-Nothing may have started process groups in the process. The module is left as it was given. Tensors are fake tensors of
-the CPU, so layers choose what they choose on a CPU.
+``torch.distributed`` must not be initialized in the process. The module is not changed. Tensors are fake CPU tensors,
+so layers choose the implementations that they choose on a CPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lightning_megatron.rehearsal.survey import stages_of_others
 from lightning_megatron.rehearsal.world import FakeWorld
 
 _STEPS = 2
-"""Steps of a rehearsal: the first, of few micro-batches, makes the optimizer's state, the second is like all others."""
+"""Steps of a rehearsal: the first, of few micro-batches, creates the optimizer's state; the second is a usual one."""
 
 _REPLACED: Mapping[str, Any] = {
     "compile": False,
@@ -60,28 +60,28 @@ _REPLACED: Mapping[str, Any] = {
     "checkpoint_io": None,
     "precision_plugin": None,
 }
-"""Arguments of the strategy that say nothing about a step, or that a rehearsal cannot do."""
+"""Arguments of the strategy that do not affect a step, or that a rehearsal does not support."""
 
 
 _FP8 = (
-    "{}: fp8 products are a Gaudi's, and a rehearsal runs the operations of a CPU; rehearse without them, and see by"
-    " lightning-megatron plan what is kept"
+    "{}: fp8 products need a Gaudi, and a rehearsal runs the operations of a CPU; rehearse without fp8, and let"
+    " lightning-megatron plan predict its memory"
 )
 _OLD_TORCH = (
     f"a rehearsal needs torch 2.10 or newer, and this is {torch.__version__}: rehearse on another machine, since no"
     " device is needed"
 )
-_OTHER_STRATEGY = "a rehearsal is one of MegatronStrategy; the Trainer has {}"
+_OTHER_STRATEGY = "a rehearsal needs MegatronStrategy; the Trainer has {}"
 _WITHOUT_TENSORS = {"ModelSummary", "TQDMProgressBar", "RichProgressBar", "ModelCheckpoint", "LearningRateMonitor"}
-"""Callbacks that keep nothing on the device."""
+"""Callbacks that hold no memory of the device, and need no note."""
 
 
 @runtime_checkable
 class HasExampleBatch(Protocol):
-    """A data module whose batches are others than those of ``MegatronDataModule``."""
+    """A data module whose batches differ from those of ``MegatronDataModule``."""
 
     def example_batch(self, rows: int) -> dict[str, Tensor]:
-        """A batch of so many samples, as its loaders give it."""
+        """A batch of ``rows`` samples, as its loaders return it."""
         ...
 
 
@@ -93,7 +93,7 @@ class _Batches:
         batch_shape: shape of a whole batch of the job, against which the layout is checked.
         batch_size: samples of the largest batch.
         rows: samples of each batch.
-        make: function that makes a batch of so many samples.
+        make: function from a number of samples to a batch.
     """
 
     batch_shape: BatchShape
@@ -119,22 +119,22 @@ def rehearse(
     all_micro_batches: bool = False,
     calls: KnownCalls | None = None,
 ) -> Rehearsal:
-    """Run two steps of one rank on fake tensors, and tell its memory, traffic and work.
+    """Run two steps of one rank on fake tensors, and report its memory, traffic and work.
 
     Args:
-        trainer: Trainer with :class:`MegatronStrategy`; its precision, clipping and accumulation are taken over, its
+        trainer: Trainer with :class:`MegatronStrategy`; its precision, clipping and accumulation are used, its
             callbacks and loggers are not.
-        module: module; its model need not be built, and a built one is built anew.
-        datamodule: data module that tells the shape of its batches, or that :class:`BatchShape` itself.
+        module: module; its model need not be built yet, and is built again in any case.
+        datamodule: data module with the shape of its batches (``batch_shape``), or that :class:`BatchShape` itself.
         rank: global rank.
         world_size: number of ranks; ``None`` for the Trainer's.
         imbalance: tokens of this rank's experts over the mean of all ranks.
-        all_micro_batches: True to run all micro-batches of a step, not only as many as the schedule needs to be full.
-        calls: calls that rehearsals of other ranks have made, and to which this one adds its own.
+        all_micro_batches: True to run all micro-batches of a step, not only as many as reach the schedule's peak.
+        calls: cache of calls to share with rehearsals of other ranks; ``None`` for a new one.
 
     Raises:
         ConfigError: for a job that cannot work.
-        RehearsalError: for a program that needs what fake tensors have not.
+        RehearsalError: for a program that needs the values of fake tensors.
     """
     strategy = trainer.strategy
     if not isinstance(strategy, MegatronStrategy):
@@ -161,7 +161,7 @@ def rehearse_job(job: PlannedJob, pipeline_rank: int = 0, *, all_micro_batches: 
     Args:
         job: job.
         pipeline_rank: position on the pipeline.
-        all_micro_batches: True to run all micro-batches of a step, not only as many as the schedule needs to be full.
+        all_micro_batches: True to run all micro-batches of a step, not only as many as reach the schedule's peak.
 
     Raises:
         ConfigError: for a job that cannot work.
@@ -231,11 +231,11 @@ class _Stage:
 
     Args:
         strategy: strategy.
-        trainer: Trainer, whose settings of a step are taken over.
+        trainer: Trainer whose settings of a step are used.
         module: module.
         shape: shape of a batch.
         nodes: number of nodes, and ranks of each.
-        make: function that makes a batch of so many samples; ``None`` for one of ``MegatronDataModule``.
+        make: function from a number of samples to a batch; ``None`` for batches of ``MegatronDataModule``.
     """
 
     def __init__(
@@ -372,7 +372,7 @@ def _silent(module: LightningModule) -> LightningModule:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """A log that nobody reads."""
+    """Log nothing."""
 
 
 def _vocabulary(module: object) -> int:
@@ -380,7 +380,7 @@ def _vocabulary(module: object) -> int:
 
 
 def example_batch(rows: int, length: int, vocabulary: int) -> dict[str, Tensor]:
-    """A batch as ``MegatronDataModule`` gives it."""
+    """A batch like those of ``MegatronDataModule``."""
     ids = torch.arange(rows * length + 1) % vocabulary
     return {
         "tokens": ids[:-1].view(rows, length),
@@ -392,7 +392,7 @@ def example_batch(rows: int, length: int, vocabulary: int) -> dict[str, Tensor]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Lightning without its lines about the devices of this machine; ranks of this process are as before afterwards."""
+    """Silence Lightning's lines about this machine's devices; restore the ranks of ``rank_zero_only`` at the end."""
     log = logging.getLogger("lightning.pytorch")
     level, ranks = log.level, (rank_zero_only.rank, pl_rank_zero_only.rank)  # type: ignore[attr-defined]
     log.setLevel(logging.ERROR)

@@ -25,11 +25,11 @@ class Rehearsal:
         peak: most bytes at any moment of the steps.
         peak_without_pieces: most bytes without the pieces that a CPU's reduce-scatter receives from every rank, and a
             device's does not.
-        moment: that moment.
+        moment: name of the moment of ``peak``.
         by_cause: bytes at that moment, by cause.
         after_step: bytes between two steps.
         after_step_by_cause: those bytes by cause.
-        setup_peak: most bytes while the model and its optimizer are made.
+        setup_peak: most bytes while the model and its optimizer are created.
         traffic: collectives and messages of the last step, by axis and kind.
         flops: floating-point operations of the last step (matrix products and attention, recomputation too).
         kernels: number of operations of the last step by name.

@@ -1,4 +1,4 @@
-"""Experts that a rehearsal's tokens choose, which in a run depends on their values."""
+"""Assumed choices of experts in a rehearsal; in a run they depend on the values of the tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_megatron.mesh import Axis
 
 
 def choices_on(ep: Axis, shape: torch.Size, num_experts: int, imbalance: float) -> Tensor:
-    """:func:`routed_choices` ``[..., k]`` of a rank on the axis of experts.
+    """:func:`routed_choices` ``[..., k]`` of this rank on the expert-parallel axis.
 
     Args:
-        ep: axis of experts.
+        ep: expert-parallel axis.
         shape: shape of the choices.
         num_experts: number of experts.
         imbalance: choices of this rank's experts over the mean of all ranks.
@@ -25,8 +25,8 @@ def choices_on(ep: Axis, shape: torch.Size, num_experts: int, imbalance: float) 
 def routed_choices(tokens: int, topk: int, num_experts: int, here: range, imbalance: float) -> Tensor:
     """Choices ``[T, k]`` that give the experts of this rank ``imbalance`` times the mean, and spread the rest evenly.
 
-    All ranks are taken to choose like this one, so this rank is the one that gets most. Where one rank holds all
-    experts, the first expert is the one that gets more.
+    All ranks are assumed to choose like this one, so with an imbalance above 1 this rank gets most. If one rank holds
+    all experts, the first expert gets more.
 
     Args:
         tokens: number of tokens ``T``.

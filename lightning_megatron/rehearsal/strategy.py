@@ -1,4 +1,4 @@
-"""The strategy of a rehearsal: the real one, for a rank whose fellows do not exist."""
+"""The strategy of a rehearsal: the real one, on a rank whose peers do not exist."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ class OneOfMany(GivenRanks):
 
 
 class OneRank(JobRanks):
-    """One rank of a job whose other ranks do not exist, and are given the same.
+    """One rank of a job whose other ranks do not exist, and are assumed to have equal arguments.
 
     Attributes:
-        on_mesh: function called with the mesh once it is made.
+        on_mesh: function called with the mesh once it is created.
     """
 
     on_mesh: Callable[[ParallelMesh], None]
 
     def take_device(self) -> None:
-        """Leave the device alone."""
+        """Set the rank without acquiring a device."""
         self.tell_rank()
 
     def meet(self) -> None:
-        """Meet nobody."""
+        """Skip the rendezvous: there are no other ranks."""
 
     def create_mesh(self) -> ParallelMesh:
         """The mesh of a rank among others that do not exist."""
@@ -71,7 +71,7 @@ class OneRank(JobRanks):
         return mesh
 
     def register_end(self) -> None:
-        """No process of others waits."""
+        """Register nothing: no other process waits for this one at its exit."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object."""
@@ -79,7 +79,7 @@ class OneRank(JobRanks):
 
 
 class RehearsedStrategy(MegatronStrategy):
-    """The strategy with the parts left out that only talk to other ranks about what they were given.
+    """The strategy without the parts that only compare arguments and inputs with other ranks.
 
     Model, buffers, optimizer, schedule and steps are the real ones.
 
@@ -96,7 +96,7 @@ class RehearsedStrategy(MegatronStrategy):
         self._ranks.on_mesh = on_mesh
 
     def model_to_device(self) -> None:
-        """Leave the model: it is there already, and torch moves no fake parameters to which others refer."""
+        """Do nothing: the model is on its device, and torch cannot move fake parameters referenced elsewhere."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Put the model on flat buffers; the first steps do not compare gradients with those of other ranks."""

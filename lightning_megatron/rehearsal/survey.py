@@ -1,4 +1,4 @@
-"""Parameters of all stages of a pipeline, which a rank asks the others for when a run begins."""
+"""Parameters of all pipeline stages; in a run, each rank gets them from the others at the start."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def stages_of_others(
     Args:
         module: module of the user.
         layout: resolved layout.
-        split: share of each stage in the layers.
+        split: split of the layers over stages.
         recompute: plan of recomputation.
 
     Raises:
-        RehearsalError: for a pipeline of a module that builds its stages itself.
+        RehearsalError: for a pipeline whose module builds its stages itself.
     """
     if layout.pp == 1:
         return RehearsedRanks()
     usual = TransformerModule.configure_model
     if not isinstance(module, TransformerModule) or type(module).configure_model is not usual:
         raise RehearsalError(
-            f"{type(module).__name__} builds its pipeline stages itself: the stages of other ranks, which this one asks"
-            " for their parameters, are known for this package's modules and their subclasses with its configure_model"
+            f"{type(module).__name__} builds its pipeline stages itself: a rehearsal knows the parameters of other"
+            " stages only for this package's modules and for subclasses that do not override configure_model"
         )
     config, held, tied = module.config, [], set()
     stages = split.stages(config.num_layers, layout.pp, layout.vpp, config.loss_cost)

@@ -45,9 +45,9 @@ def _formula_of(operation: Any) -> Any:
 
 
 def _sent_nothing(collective: Any, args: Any) -> Any:
-    """Result of a collective that sends nothing, where torch has none of fake tensors.
+    """Run a collective for which torch has no version on fake tensors, without sending data.
 
-    It is called with empty real tensors. What it writes to comes first in its arguments and in its result.
+    It is called with empty real tensors. Its outputs are its first argument and the first item of its result.
     """
     with without_fake_tensors():
         result = collective(*_emptied(args))
@@ -153,7 +153,7 @@ class StorageTracker(TorchDispatchMode):
 
     @contextmanager
     def watched(self) -> Iterator[Watched]:
-        """Context whose work is told at its end; one may be inside another."""
+        """Context that measures the work inside it, known at its end; contexts may be nested."""
         found, before, most = Watched(), self.total, self._most
         flops, kernels = self.flops, self.kernels.copy()
         self._most = before
@@ -170,7 +170,7 @@ class StorageTracker(TorchDispatchMode):
         self.flops += flops
 
     def restart(self) -> None:
-        """Begin to look for a peak, and to count operations, anew."""
+        """Reset the peak to the bytes of now, and the operation counts to 0."""
         self.peak, self.moment = self.total, self._context.moment
         self.peak_without_pieces = self._lower = self.total - self.by_cause[PIECES]
         self._highest: _Storage | None = None
@@ -186,7 +186,7 @@ class StorageTracker(TorchDispatchMode):
         return {cause: size for cause, size in found.items() if size}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE or self._is_paused:  # a question of torch's own, by far the most frequent
+        if func is _DEVICE or self._is_paused:  # torch's own query of a tensor's device, by far the most frequent call
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         if func is ITEM and self._values is not None:
@@ -229,7 +229,7 @@ class StorageTracker(TorchDispatchMode):
             self._name_buffers(name, args)
 
     def see(self, tensor: Tensor) -> None:
-        """Count the bytes of a tensor until its storage ends; one on the meta device has none."""
+        """Count the bytes of a tensor until its storage is freed; one on the meta device has none."""
         if tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
@@ -297,7 +297,7 @@ class StorageTracker(TorchDispatchMode):
             self.peak_without_pieces, self._highest = self._lower, None
 
     def _name_buffers(self, name: str, args: Any) -> None:
-        """Give buffers that are sent or received their cause, if they belong to nothing else."""
+        """Set the cause of buffers that are sent or received, unless they are parameters, gradients or states."""
         is_message = name in _MESSAGES
         for tensor in _tensors(args[:1]):
             known = self._alive.get(id(tensor.untyped_storage()))

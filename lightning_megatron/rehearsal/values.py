@@ -1,9 +1,9 @@
-"""Values of small fake tensors, as far as they follow from what the program itself says.
+"""Values of small fake tensors, as far as they follow from constants of the program and from its batch.
 
 Fake tensors have no values, and a training step reads a few: counts, flags, random seeds, rows for each expert. Here
-the values of small tensors are computed beside the fake ones as long as everything that they come from is known:
-constants, ranges, the batch. Two assumptions go further, and are stated in the docs: every number is finite, and all
-ranks hold the values that this one holds. What is not known after that is refused by name.
+the values of small tensors are computed next to the fake ones as long as all their inputs are known: constants,
+ranges, the batch. Two assumptions go further, and are stated in the docs: every number is finite, and all ranks hold
+the values that this one holds. Reading any other value raises an error that names it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GroupPlace(NamedTuple):
     Attributes:
         rank: position in the group.
         size: ranks of the group.
-        gathers: True for a gather, of which each broadcast fills one rank's piece.
+        gathers: True for an all-gather, in which each broadcast fills one rank's piece.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class _Shadow:
 
 
 class KnownValues:
-    """Values of fake tensors that are known.
+    """Known values of fake tensors.
 
     Args:
         place: function that gives this rank's place in the collective that runs; ``None`` where it is not known.
@@ -184,7 +184,7 @@ class KnownValues:
                 self._follow_local(func, args, kwargs, fresh, written)
 
     def _follow_local(self, func: Any, args: Any, kwargs: Any, fresh: list[Tensor], written: list[Tensor]) -> None:
-        """Values after an operator that no other rank takes part in: of the tensors that it makes, or writes to."""
+        """Values after an operator that is no collective: those of the tensors that it returns or writes to."""
         inputs = list(_tensors((args, kwargs)))
         assumed = _assumed_finite(func, args)
         if assumed is not None:
@@ -221,7 +221,7 @@ class KnownValues:
             self._write(fake, value)
 
     def _stack(self, parts: list[Tensor], out: Tensor, dim: int) -> None:
-        """Values of stacked tensors, of which some may be known."""
+        """Values of stacked tensors, some of which may be unknown."""
         values = [self._read(part) for part in parts]
         if all(value is None for value in values):
             return
@@ -264,7 +264,7 @@ class KnownValues:
                 self._write(fake, value)
 
     def _follow_collective(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Values after a collective, if all ranks hold what this one holds; a message's are not known."""
+        """Values after a collective if all ranks hold the same values; those of a received message are unknown."""
         name = func.name().removeprefix("c10d::")
         with without_fake_tensors():
             if name == "allreduce_":
@@ -285,7 +285,7 @@ class KnownValues:
                     self._write(tensor, None)
 
     def _exchanged(self, sent: Tensor, received_rows: Any, sent_rows: Any) -> Tensor | None:
-        """Pieces of all ranks for this one, if each of them sends what this one sends."""
+        """Pieces that this rank receives from all ranks, if each of them sends the same as this one."""
         value, place = self._read(sent), self._place()
         if value is None or place is None or received_rows or sent_rows:
             return None
@@ -309,7 +309,7 @@ def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _assumed_finite(func: Any, args: tuple[Any, ...]) -> bool | None:
-    """Result of a search for NaN and infinity, none of which is ever found; ``None`` for other operators."""
+    """Result of a check for NaN or infinity, which are assumed never to occur; ``None`` for other operators."""
     if func in (_aten.isnan.default, _aten.isinf.default):
         return False
     if func is _aten.eq.Tensor and args[0] is args[1]:

@@ -57,7 +57,7 @@ class RoutedValues(KnownValues):
             with torch.no_grad(), without_fake_tensors():
                 self._write(out[1], choices_on(self.mesh.ep, out[1].shape, args[0].shape[-1], self._imbalance))
         elif func is _SORT and args[0].ndim == 1 and self.of(args[0]) is None:
-            # Tokens of an expert by their weight: whatever the order, as many of them are within its capacity.
+            # An expert's tokens sorted by weight: the order does not change how many are within its capacity.
             with without_fake_tensors():
                 self._write(out[1], torch.arange(args[0].numel()))
         else:
@@ -71,7 +71,7 @@ class FakeWorld:
         rank: global rank.
         world_size: number of ranks.
         imbalance: choices of this rank's experts over the mean of all ranks.
-        calls: calls that have run; ``None`` for none.
+        calls: cache of calls that have run; ``None`` for a new one.
 
     Attributes:
         recorder: recorder of the rank.
@@ -102,7 +102,7 @@ class FakeWorld:
             RehearsalError: if there is a process group already.
         """
         if dist.is_initialized():
-            raise RehearsalError("a rehearsal makes process groups of its own, and there is one: rehearse elsewhere")
+            raise RehearsalError("torch.distributed is initialized in this process: rehearse in another process")
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

@@ -1,4 +1,4 @@
-"""Memory that a job is predicted to need, held against the memory there is, before its processes start."""
+"""Check, before processes start, of a job's predicted memory against the memory of its devices."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lightning_megatron.machine.byte_size import memory_bytes, told_bytes
 from lightning_megatron.ops.implementation import REFERENCE
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.planning.core.device_file import DeviceSpec, device_names, load_device
-from lightning_megatron.planning.core.job import PRECISIONS, PlannedJob, unplanned_problems
+from lightning_megatron.planning.core.job import PRECISIONS, PlannedJob
 from lightning_megatron.planning.plan import plan_of
 from lightning_megatron.planning.settings import Feed, job_of, layout_words
 from lightning_megatron.planning.ways_out import ways_out
 
 TOLERANCE = 1.05
-"""Factor by which a prediction may exceed a device's own memory: nobody has asked for that check, and it may err."""
+"""Factor by which a prediction, which may err, may exceed a device's memory if the user gives no ``max_memory``."""
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model that a module trains, as far as memory depends on it.
+    """The properties of a module's trained model on which memory depends.
 
     Attributes:
         config: its shape; all parameters are trained.
@@ -56,7 +56,7 @@ class MemoryLimit:
 
     Attributes:
         size: bytes; ``None`` if unknown.
-        device: name of the device, as its software tells it.
+        device: name of the device, as its software reports it.
         asked: True if the user has given the size as ``max_memory``.
     """
 
@@ -71,7 +71,7 @@ UNKNOWN = MemoryLimit()
 def planned_job(
     settings: JobSettings, layout: ParallelLayout, ops: Ops, batch: BatchShape, objects: tuple[object, ...]
 ) -> PlannedJob | None:
-    """The job in numbers; ``None`` unless module, batches, precision and Trainer are known, and all of it is trained.
+    """The job in numbers; ``None`` unless module, batches, precision and Trainer are known, and nothing is frozen.
 
     Args:
         settings: settings of the strategy.
@@ -82,14 +82,14 @@ def planned_job(
     """
     model = next((item.trained_model for item in objects if isinstance(item, HasTrainedModel)), None)
     trainer = next((item for item in objects if isinstance(item, Trainer)), None)
-    if model is None or unplanned_problems(model.config) or trainer is None or not _trains_all(trainer):
+    if model is None or trainer is None or not _trains_all(trainer):
         return None
     precision = str(trainer.precision)
     if layout.dp is None or not batch.batch_size or not batch.seq_length or precision not in PRECISIONS:
         return None
     feed = Feed(layout.world_size, batch.seq_length, batch.batch_size, trainer.accumulate_grad_batches, precision)
     attention = "reference" if ops.choose("attention").implementation == REFERENCE else "flash"
-    with suppress(ConfigError):  # told by the checks of the layout
+    with suppress(ConfigError):  # reported by the checks of the layout
         return job_of(
             model.config,
             feed,
@@ -108,13 +108,13 @@ def _trains_all(trainer: Trainer) -> bool:
 
 
 def limit_of(settings: JobSettings, device_bytes: int | None, name: str) -> MemoryLimit:
-    """The memory that there is: what the user allows, else what the device has."""
+    """Memory that a rank may use: the user's ``max_memory``, else the memory of the device."""
     asked = memory_bytes(settings.max_memory)
     return MemoryLimit(device_bytes if asked is None else asked, name, asked is not None)
 
 
 def memory_problem(job: PlannedJob, limit: MemoryLimit) -> list[Problem]:
-    """The fault of a layout that cannot fit, with the nearest ones that do."""
+    """The fault of a layout that does not fit, with changes that would make it fit."""
     if limit.size is None:
         return []
     device = device_called(limit.device)
@@ -135,7 +135,7 @@ def memory_problem(job: PlannedJob, limit: MemoryLimit) -> list[Problem]:
 
 
 def device_called(name: str) -> DeviceSpec | None:
-    """Data about the device whose software tells this name; ``None`` if there are none."""
+    """Specification of a device by the name that its software reports; ``None`` if there is none."""
     told = name.upper().replace(" ", "").replace("-", "")
     known = sorted(device_names(), key=lambda each: -len(each))
     found = next((each for each in known if each.split("-")[0].upper() in told), None)

@@ -1,1 +1,1 @@
-"""A job, its parameters and its device: what the formulas of memory and time share."""
+"""A job, its parameters and its device: inputs of the formulas of both memory and time."""

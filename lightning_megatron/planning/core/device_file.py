@@ -1,6 +1,6 @@
-"""Devices as data: what a datasheet, or a calibration, says about one kind of device and its links.
+"""Device files: figures of one kind of device and its links, from a datasheet or a calibration.
 
-A device file is JSON. Those of ``devices/`` are named by :func:`load_device`; ``plan --calibrate`` writes another.
+A device file is JSON. :func:`load_device` finds those of ``devices/`` by name; ``plan --calibrate`` writes another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Link:
     """A path between devices.
 
     Attributes:
-        bandwidth: bytes a second that a device sends while it receives as many.
+        bandwidth: bytes a second in one direction, while the same number travels in the other.
         latency: seconds of one message, however small.
     """
 
@@ -44,7 +44,7 @@ class Efficiency:
     Attributes:
         matmul: share of the peak FLOP/s that a large matrix product reaches.
         attention: share of the peak FLOP/s that fused attention reaches, forward and backward together.
-        memory: share of the memory's bandwidth that kernels reach which compute little.
+        memory: share of the memory bandwidth that memory-bound kernels reach.
     """
 
     matmul: float
@@ -69,7 +69,7 @@ _RULES: Rules = {
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One kind of device, with the links of a usual node of it.
+    """One kind of device, with the links of a typical node.
 
     Attributes:
         name: name on the command line.
@@ -85,7 +85,7 @@ class DeviceSpec:
         link_efficiency: share of a link's bandwidth that a collective reaches.
         kernel_seconds: time in which the host starts one kernel.
         step_seconds: time of a step in the host's own loop.
-        asynchronous: True if a device computes while the host starts more kernels, and communicates meanwhile.
+        asynchronous: True if the host launches kernels ahead, and communication overlaps with computation.
         sources: origin of each figure.
     """
 
@@ -120,11 +120,11 @@ class DeviceSpec:
         return hash((self.name, self.title, self.memory_bytes, tuple(sorted(self.efficiency.items(), key=str))))
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of a number format; of the next wider one where the device does not multiply in it."""
+        """FLOP/s of a number format, or of the nearest one that has a figure."""
         return self.flops[self._known(dtype, self.flops)]
 
     def constants(self, dtype: str) -> Efficiency:
-        """Fitted constants of a number format, or of the next one that was fitted."""
+        """Fitted constants of a number format, or of the nearest one that has any."""
         return self.efficiency[self._known(dtype, self.efficiency)]
 
     @staticmethod
@@ -149,13 +149,13 @@ def device_names() -> list[str]:
 
 @cache
 def load_device(name: str) -> DeviceSpec:
-    """The device of that name, or of that device file.
+    """Load a device by its name, or from a device file.
 
     Args:
         name: name in :func:`device_names`, or the path of a device file.
 
     Raises:
-        ConfigError: for an unknown name, or a file with faults: all of them.
+        ConfigError: for an unknown name; for a faulty file, with every fault.
     """
     path = FOLDER / f"{name}.json"
     if not path.exists():
@@ -188,7 +188,7 @@ def read_device(path: str | Path) -> DeviceSpec:
 
 
 def _parts(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a device, parts of it as what they are."""
+    """Fields of a device, with nested objects converted to :class:`Link` and :class:`Efficiency`."""
     made = dict(given)
     try:
         made["within_node"], made["between_nodes"] = Link(**given["within_node"]), Link(**given["between_nodes"])

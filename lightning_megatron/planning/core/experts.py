@@ -1,4 +1,4 @@
-"""Rows that the experts of a rank compute, which memory and time depend on."""
+"""Number of rows that the experts of a rank compute; memory and time depend on it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def gathers_tokens(config: TransformerConfig) -> bool:
 
 
 def expert_rows(config: TransformerConfig, layout: ParallelLayout, tokens: int, imbalance: float) -> int:
-    """Rows that this rank's experts compute for one micro-batch; as many leave each rank.
+    """Rows that this rank's experts compute for one micro-batch; each rank also sends this number.
 
     Args:
         config: shape of the model.
         layout: layout of the job.
         tokens: tokens whose residual stream a rank holds.
-        imbalance: tokens of the fullest rank's experts over the mean.
+        imbalance: tokens of the most loaded rank's experts over the mean.
     """
     etp = layout.expert_tensor_parallel_size
     if not gathers_tokens(config):

@@ -40,7 +40,7 @@ RULES: Rules = {
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A training job that need not exist; arguments of ``MegatronStrategy`` explain the fields without a word here.
+    """Description of a training job, real or planned; most fields are arguments of ``MegatronStrategy``.
 
     Attributes:
         config: shape of the model.
@@ -51,19 +51,19 @@ class PlannedJob:
         precision: one of ``PRECISIONS``.
         fp8: True if linear layers multiply in fp8.
         schedule: name of the pipeline schedule; ``None`` for the strategy's default.
-        split: share of each pipeline stage in the layers.
-        recompute: activations that are computed again.
-        distributed_optimizer: True if optimizer states are cut over data-parallel ranks.
-        overlap_grad_reduce: True if gradients are sent during the last backward.
+        split: split of the layers over pipeline stages.
+        recompute: activations that are recomputed.
+        distributed_optimizer: True if optimizer states are sharded over data-parallel ranks.
+        overlap_grad_reduce: True if gradients are reduced during the last backward.
         overlap_param_gather: True if parameters are gathered during the next forward.
         grad_reduce_dtype: dtype in which gradients are summed over ranks; ``None`` for that of the gradients.
-        bucket_size: elements sent at once; ``None`` for the strategy's default.
+        bucket_size: elements of a bucket; ``None`` for the strategy's default.
         optimizer_states: values that the optimizer keeps for each parameter (Adam: 2).
-        expert_imbalance: tokens of the rank whose experts get most, over the mean of all ranks.
-        attention: attention that is run: ``"flash"`` keeps no scores, ``"reference"`` keeps them.
+        expert_imbalance: tokens of the most loaded rank's experts over the mean of all ranks.
+        attention: implementation of attention: ``"flash"`` keeps no scores, ``"reference"`` keeps them.
 
     Raises:
-        ConfigError: with every fault of the sizes, alone and together.
+        ConfigError: with every invalid size and every conflict between sizes.
     """
 
     config: TransformerConfig
@@ -140,19 +140,8 @@ class PlannedJob:
 
     @property
     def actions(self) -> Schedule:
-        """Actions of every pipeline rank; long for many micro-batches."""
+        """Actions of every pipeline rank; a long list for many micro-batches."""
         return _actions(self.schedule, self.layout.pp, self.layout.vpp, self.num_micro_batches)
-
-
-def unplanned_problems(config: TransformerConfig) -> list[Problem]:
-    """Parts of a model for which there are no formulas; a job of it can be rehearsed, and not be planned."""
-    advice = "there are no formulas for it yet: measure the job without devices, with lightning-megatron rehearse"
-    latents = "attention with latents keeps other tensors, and "
-    found = [Problem("kv_lora_rank", config.kv_lora_rank, latents + advice, (0,))] if config.has_latents else []
-    if config.mtp_num_layers:
-        further = "modules for further tokens add to the last stage, and "
-        found.append(Problem("mtp_num_layers", config.mtp_num_layers, further + advice, (0,)))
-    return found
 
 
 @lru_cache(maxsize=32)

@@ -1,6 +1,6 @@
 """Parameters of a pipeline rank: which tensors it holds, how large its shard of each is, and how each is reduced.
 
-The list repeats what the layers declare in their ``param_specs``; ``tests/unit/planning`` holds it against real models.
+The list repeats the layers' ``param_specs``; ``tests/unit/planning`` compares it with real models.
 """
 
 from __future__ import annotations
@@ -11,12 +11,22 @@ from functools import lru_cache
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import GATED, TransformerConfig
-from lightning_megatron.errors import raise_if_any
-from lightning_megatron.planning.core.job import PlannedJob, unplanned_problems
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.stage import StageLayers
 
-KINDS = ("embedding", "positions", "attention", "mlp", "norms", "router", "experts", "shared experts", "head")
-"""Kinds of parameters."""
+KINDS = (
+    "embedding",
+    "positions",
+    "attention",
+    "latents",
+    "mlp",
+    "norms",
+    "router",
+    "experts",
+    "shared experts",
+    "head",
+)
+"""Kinds of parameters; ``latents`` are matrices to latents and from them."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +41,8 @@ class PlannedParameter:
         replicated_over_tp: True if every tensor-parallel rank holds all of it.
         grad_sum_over_tp: True if its gradient is summed over tensor-parallel ranks.
         expert: True if it belongs to a routed expert.
-        tied_copy: True if it repeats a parameter of another pipeline stage.
-        reduce_late: True if its gradient still changes after backward.
+        tied_copy: True if it is a copy of a parameter of another pipeline stage.
+        reduce_late: True if its gradient still changes after the backward pass (tied embeddings).
     """
 
     kind: str
@@ -61,12 +71,7 @@ def padded_vocabulary(config: TransformerConfig, tp: int) -> int:
 def rank_parameters(
     config: TransformerConfig, layout: ParallelLayout, stages: tuple[StageLayers, ...]
 ) -> tuple[PlannedParameter, ...]:
-    """Parameters of some stages, in the order in which the model defines them.
-
-    Raises:
-        ConfigError: for a model without formulas.
-    """
-    raise_if_any(unplanned_problems(config))
+    """Parameters of some stages, in the order in which the model defines them."""
     shards = _Shards(config, layout)
     found: list[PlannedParameter] = []
     embeds = any(stage.has_embedding for stage in stages)
@@ -78,6 +83,8 @@ def rank_parameters(
             found += sparse if config.has_experts(number) else dense
     if predicts:
         found += shards.head()
+        for _ in range(config.mtp_num_layers):
+            found += shards.further()
     return tuple(found)
 
 
@@ -94,11 +101,11 @@ class _Shards:
     layout: ParallelLayout
 
     def _cut(self, kind: str, whole: int, *, decay: bool = True) -> PlannedParameter:
-        """A tensor that tensor-parallel ranks share."""
+        """A tensor that is sharded over tensor-parallel ranks."""
         return PlannedParameter(kind, whole // self.layout.tp, whole, decay)
 
     def _whole(self, kind: str, size: int, *, decay: bool = False) -> PlannedParameter:
-        """A tensor that every tensor-parallel rank holds."""
+        """A tensor of which every tensor-parallel rank holds a copy."""
         shared = self.layout.tp > 1
         return PlannedParameter(kind, size, size, decay, shared, shared and self.layout.uses_sequence_parallel)
 
@@ -114,10 +121,11 @@ class _Shards:
         return PlannedParameter(kind, size, whole, tied_copy=tied_copy, reduce_late=reduce_late)
 
     def embedding(self, embeds: bool, predicts: bool) -> Iterator[PlannedParameter]:
-        """Embeddings of a rank; the last stage of a model with tied embeddings has a copy."""
+        """Embeddings of a rank; the last stage has a copy if its output layer or modules for further tokens need it."""
         c = self.config
-        late = c.tie_embeddings and self.layout.pp > 1
-        if embeds or (predicts and c.tie_embeddings):
+        shares = c.tie_embeddings or c.mtp_num_layers > 0
+        late = shares and self.layout.pp > 1
+        if embeds or (predicts and shares):
             yield self._vocabulary("embedding", tied_copy=not embeds, reduce_late=late)
         if embeds and c.position_embedding == "learned":
             yield self._whole("positions", c.max_position_embeddings * c.hidden_size, decay=True)
@@ -130,18 +138,20 @@ class _Shards:
         if not self.config.tie_embeddings:
             yield self._vocabulary("head")
 
+    def further(self) -> Iterator[PlannedParameter]:
+        """Module for a further token: two norms, a projection, a block like the last one, a norm."""
+        c = self.config
+        yield from (*self._norm(), *self._norm())
+        yield self._whole("head", 2 * c.hidden_size**2, decay=True)
+        yield from (*self.layer(c.has_experts(c.num_layers - 1)), *self._norm())
+
     def layer(self, has_experts: bool) -> Iterator[PlannedParameter]:
         """One transformer block."""
         c = self.config
         if has_experts and not c.num_experts:
             return
-        queries, groups = c.num_attention_heads * c.head_dim, c.num_query_groups * c.head_dim
         yield from self._norm()
-        if c.attention_sinks:
-            yield self._cut("attention", c.num_attention_heads, decay=False)
-        yield from self._linears("attention", queries + 2 * groups, queries, c.has_qkv_bias, c.has_attention_out_bias)
-        if c.qk_norm:
-            yield from self._head_norms()
+        yield from self._latents() if c.has_latents else self._heads()
         for _ in range(2 if c.post_norms else 1):
             yield from self._norm()
         if has_experts:
@@ -152,12 +162,40 @@ class _Shards:
         if c.post_norms:
             yield from self._norm()
 
+    def _heads(self) -> Iterator[PlannedParameter]:
+        """Attention with one matrix to queries, keys and values."""
+        c = self.config
+        queries, groups = c.num_attention_heads * c.head_dim, c.num_query_groups * c.head_dim
+        if c.attention_sinks:
+            yield self._cut("attention", c.num_attention_heads, decay=False)
+        yield from self._linears("attention", queries + 2 * groups, queries, c.has_qkv_bias, c.has_attention_out_bias)
+        if c.qk_norm:
+            yield from self._head_norms()
+
+    def _latents(self) -> Iterator[PlannedParameter]:
+        """Attention with latents: matrices to them are whole, those from them are cut by heads."""
+        c, n = self.config, self.config.num_attention_heads
+        unturned = c.head_dim - c.rotary_dim
+        for rank, down, up in (
+            (c.q_lora_rank, c.q_lora_rank, c.head_dim),
+            (c.kv_lora_rank, c.kv_lora_rank + c.rotary_dim, unturned + c.value_dim),
+        ):
+            if rank:
+                yield self._whole("latents", down * c.hidden_size, decay=True)
+                if c.has_qkv_bias:
+                    yield self._whole("latents", down)
+                yield self._whole("norms", rank)
+            yield self._cut("latents", (rank or c.hidden_size) * n * up)
+        yield self._cut("attention", n * c.value_dim * c.hidden_size)
+        if c.has_attention_out_bias:
+            yield self._whole("attention", c.hidden_size)
+
     @property
     def _gates(self) -> int:
         return 2 if self.config.activation in GATED else 1
 
     def _head_norms(self) -> Iterator[PlannedParameter]:
-        """Norms of queries and keys; each tensor-parallel rank has other heads, whatever the sequence does."""
+        """Norms of queries and keys: gradients are summed over tp, since each rank normalizes other heads."""
         c, shared = self.config, self.layout.tp > 1
         for _ in range(2 if c.norm == "rmsnorm" else 4):
             yield PlannedParameter("norms", c.head_dim, c.head_dim, False, shared, shared)
@@ -197,7 +235,7 @@ def _etp(layout: ParallelLayout) -> int:
 
 
 def fp8_weights(job: PlannedJob, pipeline_rank: int) -> int:
-    """Elements of the weights on a rank that are multiplied in fp8."""
+    """Elements of this rank's weights that are multiplied in fp8."""
     if not job.fp8:
         return 0
     shards, config = _Shards(job.config, job.layout), job.config

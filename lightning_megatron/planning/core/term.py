@@ -1,4 +1,4 @@
-"""Terms of a formula, told as text."""
+"""Terms of an estimate, with their formulas as text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Names of what takes memory that a formula and a rehearsal have in common.
+"""Causes of memory that both a formula and a rehearsal can name.
 
-A formula knows what a tensor is for, a rehearsal which module made it. What both can tell apart are these causes.
+A formula knows the purpose of a tensor, a rehearsal the module that made it; these causes are common to both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OWNED = ("parameters", "gradients", "main parameters", "optimizer state")
 WORK = "activations, their gradients, temporaries"
 REST = "batch, tables and all else"
 COMMON = (*OWNED, FP8, WORK, PIPELINE, COMMUNICATION, REST)
-"""The causes, in the order in which they are told."""
+"""The causes, in the order in which reports list them."""
 _REST = {BATCH, "other", "setup", "optimizer step"}
 
 
@@ -28,7 +28,7 @@ def common_cause(cause: str) -> str:
 
 
 def by_common_cause(by_cause: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by common cause, those with any."""
+    """Bytes by common cause, without causes of 0 bytes."""
     found: Counter[str] = Counter()
     for cause, size in by_cause.items():
         found[common_cause(cause)] += size

@@ -9,7 +9,7 @@ from lightning_megatron.planning.memory.shapes import Shapes
 LOGITS = "logits and loss"
 EMBEDDING = "activations of embedding"
 BLOCK_OF_LOGITS = 2 << 20
-"""Bytes of the fp32 logits that a CPU takes at a time, for one thread, as in ``device/memory.py``."""
+"""Bytes of fp32 logits that one CPU thread processes at a time, as in ``device/memory.py``."""
 
 
 class End(NamedTuple):
@@ -17,8 +17,8 @@ class End(NamedTuple):
 
     Attributes:
         kept: bytes that stay until its backward.
-        forward: most bytes of its forward beyond those before it.
-        backward: most bytes of its backward beyond those before it, among which is what it keeps.
+        forward: most bytes of its forward, on top of those before it.
+        backward: most bytes of its backward, on top of those before it, which include ``kept``.
     """
 
     kept: int
@@ -55,7 +55,7 @@ def embedding_end(x: Shapes, *, is_tied: bool = False) -> End:
 
 
 def waiting_gradient(x: Shapes) -> int:
-    """Gradient of the output layer, which waits for that of the embedding if both have one weight."""
+    """Gradient of the output layer, held until that of the embedding is ready if both share one weight."""
     return 0 if x.kernels.adds_gradients else x.grad_item * x.vocabulary
 
 
@@ -65,7 +65,7 @@ def loss_end(x: Shapes) -> End:
     tokens, rows = x.logits_chunk, x.vocabulary_rows
     streams = x.kernels.blocks_of_logits and x.tp == 1
     at_a_time = min(tokens, max(1, BLOCK_OF_LOGITS // (4 * rows))) if streams else tokens
-    copies = (x.item < 4) + bool(x.config.logit_softcap)  # in fp32: the logits, and how steep their bound is
+    copies = (x.item < 4) + bool(x.config.logit_softcap)  # in fp32: the logits, and the derivative of their soft cap
     chunk = max(tokens * rows * x.item + 4 * at_a_time * rows * copies, tokens * (rows + x.config.hidden_size) * x.item)
     normed = x.gathered or x.residual
     forward = max(x.norm_copies + x.residual, x.residual + x.gathered, normed + kept + chunk)

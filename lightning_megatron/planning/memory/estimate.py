@@ -10,7 +10,7 @@ from lightning_megatron.planning.core.term import Term
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of tensors on one rank at the fullest moment of a step; the device's own workspace is not in it.
+    """Bytes of tensors on one rank at the fullest moment of a step, without the device's own workspace.
 
     Attributes:
         by_cause: bytes at that moment by cause, such as ``"parameters"``, ``"gradients"``, ``"activations of

@@ -60,29 +60,38 @@ def _experts(x: Shapes, recomputes: bool) -> Half:
         tokens = x.tokens * etp * x.layout.ep * h * x.item if etp * x.layout.ep > 1 else 0
         results, local = row_in, tokens + rows * h * (4 + x.item) + 2 * tokens
     else:
-        results, local = picked, row_in * (2 if several else 1) + picked * (2 if x.layout.ep * etp > 1 else 1)
+        results, local = picked, row_in * (2 if several else 1) + picked * (1 + etp if x.layout.ep * etp > 1 else 1)
         local += choices * h * 4
     inside = row_in + kept_product + inner + results
     again = inside if recomputes else 0
-    shared_kept, deferred = 0, 0
+    shared = shared_kept = deferred = beside = 0
     if c.moe_shared_expert_ffn_hidden_size:
         shared = (x.gates + 1) * x.inner(c.moe_shared_expert_ffn_hidden_size)
         shared_kept, deferred = shared + x.residual, shared + 2 * x.whole
+        beside = x.residual + x.whole + x.summed  # the routed experts' result, and the sum of the shared ones'
     copy = x.residual if x.item < 4 else 0
     y = copy if recomputes and not shared_kept else 0
     experts = inside - again + y + shared_kept + x.mask + x.post_norm
     kept = {RESIDUAL: x.residual, ROUTER: router, EXPERTS: experts}
-    forward = max(x.norm_copies + x.residual, copy + router + inside + local, copy + router + inside + shared_kept)
-    here = c.num_experts // x.layout.ep * features * h
+    forward = max(
+        x.norm_copies + x.residual, copy + router + inside + local, copy + router + inside + shared_kept + beside
+    )
+    # Weights whose gradients exist beside their sums in the buffer.
+    here = 0 if x.kernels.fuses_experts else c.num_experts // x.layout.ep * features * h
     column = here * x.gates
     combined = choices * h * (8 + 2 * x.item)
     freed = kept_product + inner + results
-    backward = again + max(
-        combined,
-        row_in + inner + x.item * here - results,
-        row_in - results + x.returned(here),
-        row_in + (4 * inner if x.gates == 2 else product) - results,
-        product - freed + row_in + x.item * column,
-        row_in - freed + x.returned(column),
+    # The shared experts' backward comes first, and frees what they have kept.
+    backward = (
+        again
+        - shared
+        + max(
+            combined,
+            row_in + inner + x.item * here - results,
+            row_in - results + x.returned(here),
+            row_in + (4 * inner if x.gates == 2 else product) - results,
+            product - freed + row_in + x.item * column,
+            row_in - freed + x.returned(column),
+        )
     )
     return Half(kept, forward, max(forward, backward) if recomputes else backward, deferred, again=again)

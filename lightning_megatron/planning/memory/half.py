@@ -17,17 +17,17 @@ OF_LAYERS = (RESIDUAL, ATTENTION, MLP, EXPERTS, ROUTER)
 
 @dataclass(frozen=True)
 class Half:
-    """Bytes of one half of a layer; its input is a residual stream that is there before it.
+    """Bytes of one half of a layer; its input, the residual stream, is allocated before it.
 
     Attributes:
-        kept: bytes that stay until its backward by cause; its input is among them, its output is not.
-        forward: most bytes during its forward beyond those before it.
-        backward: most bytes during its backward beyond those before it, which include what it keeps and the gradient of
+        kept: bytes that stay until its backward, by cause; its input is included, its output is not.
+        forward: most bytes during its forward, on top of those before it.
+        backward: most bytes during its backward, on top of those before it, which include ``kept`` and the gradient of
             its output.
         deferred: bytes that a split backward keeps for the gradients of its weights.
-        gradient: largest temporary of a weight's gradient that is deferred.
-        held: bytes that a split backward cannot free before the fullest moment, as it still needs them.
-        again: bytes that its backward makes by a recomputation first; they are part of ``backward``.
+        gradient: largest temporary of a deferred weight gradient.
+        held: bytes that a split backward still needs, and so cannot free, at its fullest moment.
+        again: bytes that its backward recomputes first; they are part of ``backward``.
     """
 
     kept: Mapping[str, int]
@@ -45,7 +45,7 @@ class Half:
 
 
 def recomputed_half(half: Half, kept: Mapping[str, int]) -> Half:
-    """The half if it is recomputed as a whole.
+    """Bytes of a half that is recomputed as a whole.
 
     Args:
         half: the half without recomputation.

@@ -1,7 +1,7 @@
 """The fullest moment of a training step on one rank.
 
-The actions of the rank are those that ``pipeline/runtime.py`` runs: beside each there are activations of forwards whose
-backward is still to come, and messages that have arrived or are being sent.
+The actions of the rank are those that ``pipeline/runtime.py`` runs. During each action the rank also holds activations
+of forwards whose backward has not run, and messages that have arrived or are being sent.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def worst_memory(
 
 
 def most_loaded_ranks(job: PlannedJob) -> tuple[int, ...]:
-    """Pipeline ranks of which one needs most: the first, the second, the last, and the first of each number of layers.
+    """Pipeline ranks, one of which needs most memory: the last, and the first of each kind of stages.
 
-    Of ranks with as many layers, no embedding and no loss, an earlier one has as many activations in flight or more.
+    Of ranks with the same kind of stages, an earlier one has at least as many activations in flight.
     """
     pp = job.layout.pp
     seen: dict[tuple[object, ...], int] = {}
@@ -105,7 +105,7 @@ def _batch_bytes(job: PlannedJob) -> int:
 
 
 def _end_of_step(job: PlannedJob, rank: int, states: StateBytes, kernels: Kernels) -> int:
-    """Temporary bytes while gradients are summed over ranks, beyond those that last."""
+    """Temporary bytes while gradients are summed over ranks, on top of the persistent ones."""
     grads, item = PRECISION_BYTES[job.precision].grads, _sent_item(job)
     copies = states.sizes.sent * item if item != grads else 0
     received = states.sizes.sent * item if kernels.copies_pieces and job.distributed_optimizer else 0
@@ -113,7 +113,7 @@ def _end_of_step(job: PlannedJob, rank: int, states: StateBytes, kernels: Kernel
     stages = job.stages_of(rank)
     if not (received and _sends_in_backward(job) and stages[0].has_embedding):
         return found
-    # The other buckets are under way when the last gradient, that of the embedding, is computed.
+    # The other buckets are being sent when the last gradient, that of the embedding, is computed.
     x = shapes_of(job, replace(kernels, adds_gradients=False))
     is_tied = job.config.tie_embeddings and stages[-1].has_loss
     working = embedding_end(x, is_tied=is_tied).backward + (waiting_gradient(x) if is_tied else 0)
@@ -135,7 +135,7 @@ def _sends_in_backward(job: PlannedJob) -> bool:
 
 
 class _RankPeak:
-    """The fullest of the moments of a rank.
+    """The moment of a step at which a rank holds most bytes.
 
     Args:
         job: the training job.
@@ -143,7 +143,7 @@ class _RankPeak:
         kernels: kernels of the device.
 
     Attributes:
-        most: most bytes beside those that last.
+        most: bytes at that moment, on top of the persistent ones.
         moment: name of the moment.
     """
 
@@ -152,7 +152,7 @@ class _RankPeak:
         last = replace(kernels, adds_gradients=False) if _sends_in_backward(job) else kernels
         splits = schedule_kind(job.schedule, job.layout.vpp).splits_backward and job.layout.pp > 1
         shapes, stages = shapes_of(job, last), job.stages_of(rank)
-        # The first stage's halves of a backward follow each other, and stay one.
+        # The first stage runs both halves of a backward one after the other, and so defers nothing.
         deferring = {stage.stage: splits and stage.stage > 0 for stage in stages}
         self._stages = {s.stage: stage_bytes(self._x, job.recompute, s, deferring[s.stage]) for s in stages}
         self._last = {s.stage: stage_bytes(shapes, job.recompute, s, deferring[s.stage]) for s in stages}
@@ -168,7 +168,7 @@ class _RankPeak:
         self.most = self._bytes(self._fullest)
 
     def _bytes(self, moment: Moment) -> int:
-        """Bytes of a moment beside those that last."""
+        """Bytes of a moment, on top of the persistent ones."""
         held = sum(map(mul, moment.held, self._kept))
         deferred = sum(map(mul, moment.deferred, self._deferred))
         return held + deferred + moment.messages * self._x.residual + self._working(moment)

@@ -8,9 +8,8 @@ from math import gcd
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import GATED, TransformerConfig
-from lightning_megatron.errors import raise_if_any
 from lightning_megatron.planning.core.experts import expert_rows, gathers_tokens
-from lightning_megatron.planning.core.job import AttentionKind, PlannedJob, unplanned_problems
+from lightning_megatron.planning.core.job import AttentionKind, PlannedJob
 from lightning_megatron.planning.core.parameters import padded_vocabulary
 from lightning_megatron.planning.memory.states import PRECISION_BYTES
 
@@ -27,19 +26,23 @@ class Kernels:
     Attributes:
         fuses_norm: True if a norm makes no fp32 copies of its input.
         adds_gradients: True if layers add a weight's gradient to the buffer themselves, before the last backward.
+        fuses_experts: True if the experts' products add gradients to the buffer themselves (Transformer Engine's do).
         copies_pieces: True if a reduce-scatter receives a piece from every rank before it adds them up.
-        blocks_of_logits: True if softmax takes a few rows of logits at a time, where the vocabulary is not cut.
+        pads_values: True if a fused attention kernel takes only values of the keys' size, so that others are padded.
+        blocks_of_logits: True if softmax processes a few rows of logits at a time, where the vocabulary is not sharded.
     """
 
     fuses_norm: bool = True
     adds_gradients: bool = False
+    fuses_experts: bool = False
     copies_pieces: bool = False
+    pads_values: bool = False
     blocks_of_logits: bool = False
 
 
 ACCELERATOR = Kernels()
 """Kernels of accelerators."""
-HOST = Kernels(fuses_norm=False, adds_gradients=True, copies_pieces=True, blocks_of_logits=True)
+HOST = Kernels(fuses_norm=False, adds_gradients=True, copies_pieces=True, pads_values=True, blocks_of_logits=True)
 """Kernels and collectives of a CPU: what a rehearsal on fake CPU tensors runs."""
 
 
@@ -56,8 +59,8 @@ class Shapes:
         micro_batch_size: samples.
         item: bytes of a value.
         grad_item: bytes of a value of an accumulated gradient.
-        imbalance: tokens of the fullest rank's experts over the mean.
-        attention: attention that is run.
+        imbalance: tokens of the most loaded rank's experts over the mean.
+        attention: implementation of attention.
         kernels: kernels of the device.
     """
 
@@ -108,14 +111,14 @@ class Shapes:
 
     @cached_property
     def summed(self) -> int:
-        """Result of a sum over tensor-parallel ranks, beside its input."""
+        """Buffers of a sum over tensor-parallel ranks, without its input."""
         if self.tp == 1:
             return 0
         received = self.whole if self.is_sharded and self.kernels.copies_pieces else 0
         return self.residual + received
 
     def column_gradients(self, weight: int) -> int:
-        """Temporaries of a column-parallel layer's backward: its input again, its gradient, that of the weight.
+        """Temporaries of a column-parallel layer's backward: input gathered again, input gradient, weight gradient.
 
         Args:
             weight: elements of the weight.
@@ -137,13 +140,23 @@ class Shapes:
 
     @cached_property
     def keys(self) -> int:
-        """Keys (or values) of this rank's heads."""
+        """Keys of this rank's heads."""
         c = self.config
         return self.positions * c.num_query_groups // self.tp * c.head_dim * self.item
 
     @cached_property
+    def values(self) -> int:
+        """Values of this rank's heads."""
+        return self.keys // self.config.head_dim * self.config.value_dim
+
+    @cached_property
+    def outputs(self) -> int:
+        """Output of this rank's heads."""
+        return self.queries // self.config.head_dim * self.config.value_dim
+
+    @cached_property
     def head_norms(self) -> int:
-        """Queries and keys before their norms, which keep them, and a number for each head; 0 without such norms."""
+        """Inputs and statistics that the norms of queries and keys keep for backward; 0 without such norms."""
         heads = self.config.num_attention_heads + self.config.num_query_groups
         return (self.queries + self.keys + 4 * self.positions * heads // self.tp) * self.config.qk_norm
 
@@ -152,6 +165,11 @@ class Shapes:
         """Keys that an all-to-all over cp sends; heads that do not split are repeated."""
         groups = self.config.num_query_groups // self.tp
         return self.keys * (self.layout.cp // gcd(groups, self.layout.cp))
+
+    @cached_property
+    def exchanged_values(self) -> int:
+        """Values that an all-to-all over cp sends."""
+        return self.exchanged_keys // self.config.head_dim * self.config.value_dim
 
     @cached_property
     def log_sums(self) -> int:
@@ -175,7 +193,7 @@ class Shapes:
 
     @cached_property
     def norm_copies(self) -> int:
-        """Temporaries of a norm's forward beside its output."""
+        """Temporaries of a norm's forward, without its output."""
         is_fused = self.kernels.fuses_norm or self.config.norm == "layernorm"
         wide = self.residual * 4 // self.item
         return 0 if is_fused else 2 * wide if self.item < 4 else 0
@@ -209,7 +227,7 @@ class Shapes:
         return self.product(elements) if self.kernels.adds_gradients else self.returned(elements)
 
     def product(self, elements: int) -> int:
-        """Bytes of the product that is a weight's gradient; 0 where the buffer's dtype lets it be added at once."""
+        """Bytes of a weight's gradient as its product returns it; 0 if the product accumulates into the buffer."""
         return 0 if self.kernels.adds_gradients and not self.cast else self.item * elements
 
     def returned(self, elements: int) -> int:
@@ -218,7 +236,7 @@ class Shapes:
 
     @cached_property
     def cast(self) -> int:
-        """Bytes of an element of the copy in which a gradient is added up; 0 where dtypes agree."""
+        """Bytes of an element of a gradient's copy in the buffer's dtype; 0 where dtypes agree."""
         return self.grad_item if self.grad_item != self.item else 0
 
     @cached_property
@@ -253,12 +271,7 @@ class Shapes:
 
 
 def shapes_of(job: PlannedJob, kernels: Kernels = ACCELERATOR) -> Shapes:
-    """Tensors of a micro-batch of a job.
-
-    Raises:
-        ConfigError: for a model without formulas.
-    """
-    raise_if_any(unplanned_problems(job.config))
+    """Tensors of a micro-batch of a job."""
     b = PRECISION_BYTES[job.precision]
     size = job.seq_length, job.micro_batch_size
     return _shapes(job.config, job.layout, size, (b.params, b.grads), job.expert_imbalance, job.attention, kernels)

@@ -1,4 +1,4 @@
-"""Memory of one pipeline stage for one micro-batch: what its forward keeps, and its fullest moments."""
+"""Memory of one pipeline stage for one micro-batch: bytes that its forward keeps, and peaks of forward and backward."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StageBytes:
 
 
 class _Layers(NamedTuple):
-    """Properties of a stage on which its memory depends: stages that share them have the same.
+    """Properties of a stage that determine its memory: stages with equal ones need the same bytes.
 
     Attributes:
         has_experts: True or False for each layer.
@@ -67,7 +67,7 @@ def stage_bytes(shapes: Shapes, plan: RecomputePlan, stage: StageLayers, defers:
 
     Args:
         shapes: tensors of a micro-batch.
-        plan: activations that are computed again.
+        plan: activations that are recomputed.
         stage: layers of the stage.
         defers: True if the schedule splits backwards.
     """
@@ -85,7 +85,7 @@ class _Group(NamedTuple):
 
     Attributes:
         has_experts: True or False for each layer of one group.
-        recomputed: True if the layers of a group are computed again.
+        recomputed: True if the layers of a group are recomputed.
         times: number of groups.
     """
 
@@ -95,7 +95,7 @@ class _Group(NamedTuple):
 
 
 def _groups(plan: RecomputePlan, layers: _Layers) -> list[_Group]:
-    """Groups of the layers of a stage; layers that are not recomputed are groups of their own."""
+    """Groups of the layers of a stage; each layer that is not recomputed is a group of its own."""
     parts: list[tuple[tuple[bool, ...], bool]] = []
     for group in plan.groups(range(len(layers.has_experts))):
         kinds = tuple(layers.has_experts[number] for number in group.layers)
@@ -108,7 +108,7 @@ class _Walk:
 
     Args:
         shapes: tensors of a micro-batch.
-        plan: activations that are computed again.
+        plan: activations that are recomputed.
         defers: True if the schedule splits backwards.
     """
 
@@ -132,7 +132,7 @@ class _Walk:
         self.most = max(self.most, size)
 
     def _each(self, group: _Group, walk: Callable[[_Group], None]) -> None:
-        """Walk through equal groups: each changes the level as the first does, so the first or the last is fullest."""
+        """Walk through equal groups; each changes the level equally, so the first or the last one reaches the peak."""
         before = self.level
         walk(group)
         if group.times > 1:
@@ -154,7 +154,7 @@ class _Walk:
             kept[EMBEDDING] += embedding.kept
         self.level += x.residual
         if self._plan.shard_saved and groups and groups[0].recomputed and not layers.has_embedding:
-            self.level += x.residual  # what has arrived stays whole, beside its shard
+            self.level += x.residual  # the received activation stays whole, besides its saved shard
             kept[RESIDUAL] += x.residual
         for group in groups:
             self._each(group, self._forward)
@@ -162,10 +162,7 @@ class _Walk:
                 kept[cause] += group.times * size
         output = 0 if layers.has_loss else x.residual
         if layers.has_loss:
-            loss = loss_end(x)
-            self._reach(self.level + loss.forward)
-            kept[LOGITS] += loss.kept
-            kept[RESIDUAL] += x.residual
+            kept.update(self._losses())
         self._reach(self.level)
         forward = self.most
         backward = self._through_backward(layers, groups, sum(kept.values()))
@@ -174,8 +171,68 @@ class _Walk:
         gradient = max((half.gradient for half, _ in halves), default=0)
         return StageBytes(dict(kept), output, forward, backward, deferred, gradient)
 
+    def _losses(self) -> Mapping[str, int]:
+        """Forward of the loss, and of those of further tokens; bytes by cause that stay."""
+        x, loss = self._x, loss_end(self._x)
+        self._reach(self.level + loss.forward)
+        kept = Counter({LOGITS: loss.kept, RESIDUAL: x.residual})
+        self.level += loss.kept if x.config.mtp_num_layers else 0
+        for _ in range(x.config.mtp_num_layers):
+            kept.update(self._further_forward())
+        return kept
+
+    @property
+    def _block(self) -> _Group:
+        """The block of a module for a further token."""
+        config = self._x.config
+        return _Group((config.has_experts(config.num_layers - 1),), self._plan.groups((0,))[0].recomputed, 1)
+
+    def _further_forward(self) -> Mapping[str, int]:
+        """Forward of a module for a further token with its loss; bytes by cause that stay."""
+        x, embedding, loss, block = self._x, embedding_end(self._x), loss_end(self._x), self._block
+        start = self.level
+        self._reach(start + x.residual + embedding.forward)
+        kept = Counter({RESIDUAL: 2 * x.residual, EMBEDDING: embedding.kept})  # normed hidden states, embedded tokens
+        self.level += kept.total()
+        self._reach(self.level + x.norm_copies + 4 * x.residual)
+        self.level += 3 * x.residual  # both side by side, and their projection
+        for half in self._halves(block):
+            self._reach(self.level + half.forward)
+            self.level += half.size
+            if not block.recomputed:
+                kept.update(half.kept)
+        kept[RESIDUAL] += 0 if block.recomputed else self._beside
+        self.level = start + kept.total() + x.residual
+        self._reach(self.level + loss.forward)
+        self.level += loss.kept - x.residual
+        kept[LOGITS] += loss.kept
+        return kept
+
+    @property
+    def _beside(self) -> int:
+        """Bytes that such a module keeps beside its block: the input of the projection, and inputs of norms."""
+        return 3 * self._x.residual + 3 * self._x.norm_statistics
+
+    def _further_backward(self) -> None:
+        """Backward of a module for a further token."""
+        x, embedding, loss, block = self._x, embedding_end(self._x), loss_end(self._x), self._block
+        self._reach(self.level + loss.backward)
+        self.level += x.residual - loss.kept
+        if block.recomputed:
+            self.level += self._beside
+            self._again(block)
+        self._reach(self.level + x.norm_gradients)
+        self.level -= x.residual  # the input of the last norm
+        for half in reversed(list(self._halves(block))):
+            self._reach(self.level + half.backward)
+            self.level -= half.size
+        self._reach(self.level + 2 * x.residual + x.returned(2 * x.config.hidden_size**2))
+        self.level += x.residual - self._beside
+        self._reach(self.level + x.residual + max(x.norm_gradients, embedding.backward))
+        self.level -= embedding.kept + 2 * x.residual
+
     def _rotary(self) -> int:
-        """Angles of a rank's own positions, which each forward takes from the table of the whole sequence."""
+        """Angles of a rank's own positions, which each forward copies from the table of the whole sequence."""
         c, cp = self._x.config, self._x.layout.cp
         if c.position_embedding != "rope" or cp == 1:
             return 0
@@ -206,7 +263,7 @@ class _Walk:
         share = self._input()
         start = self.level + (share if self._plan.shard_saved else 0)
         for i, half in enumerate(self._halves(group)):
-            # Beside the input of the half there are the layer's own, and the group's.
+            # Besides the input of the half, the inputs of its layer and of the group are alive.
             held = residual * (i % 2) + (residual if i > 1 else 0)
             self._reach(start + held + half.forward)
         self.level += share
@@ -216,6 +273,8 @@ class _Walk:
         x = self._x
         self.level, self.most = kept, 0
         if layers.has_loss:
+            for _ in range(x.config.mtp_num_layers):
+                self._further_backward()
             loss = loss_end(x)
             self._reach(self.level + loss.backward)
             self.level -= loss.kept + x.residual
@@ -239,7 +298,7 @@ class _Walk:
             self.level -= self._input()
 
     def _again(self, group: _Group) -> None:
-        """Forward of a group whose activations are needed again."""
+        """Recompute the forward of a group before its backward."""
         x = self._x
         if self._plan.shard_saved:
             self.level += x.residual  # gathered

@@ -48,7 +48,7 @@ class BufferSizes:
         elements: elements of all buffers.
         owned: elements that this rank updates: its share of every bucket, or all without a distributed optimizer.
         sent: elements of buckets that several ranks share, whose gradients are sent.
-        waiting: those of them that are not under way before the gradient of the stage's first parameter is there.
+        waiting: elements of ``sent`` that are sent only after the gradient of the stage's first parameter is computed.
         late: elements of the largest parameter whose gradient two pipeline stages add up after backward.
         buckets: number of buckets.
     """
@@ -81,7 +81,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Sum of the four."""
         return self.parameters + self.gradients + self.main + self.optimizer
 
 
@@ -101,7 +101,7 @@ def _sizes(
 ) -> BufferSizes:
     dense = layout.data_parallel_size * layout.cp
     replicas = layout.expert_data_parallel_size
-    # Replicas of an expert are those of dense layers where the experts are shared out as the tensors are.
+    # With ep x etp = tp, an expert is replicated over the same ranks as dense layers.
     apart = layout.ep * layout.expert_tensor_parallel_size != layout.tp
     parameters = rank_parameters(config, layout, stages)
     buffers: dict[tuple[bool, ...], list[int]] = {}

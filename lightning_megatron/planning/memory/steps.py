@@ -1,8 +1,8 @@
-"""Moments at which a pipeline rank may be fullest, of as many micro-batches as show the fullest one.
+"""Moments at which a pipeline rank may reach its peak memory, from as few micro-batches as show the peak.
 
 From some micro-batch on, a schedule repeats itself, and no more activations are in flight than before. So a schedule of
-a thousand micro-batches is as full as one of a few; only GPipe holds all of them. What a rank holds at a moment does
-not depend on the model: it is counted once for each schedule.
+a thousand micro-batches needs no more than one of a few; only GPipe holds all of them. The numbers of activations and
+messages at a moment do not depend on the model: they are counted once for each schedule.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from lightning_megatron.pipeline.send_recv import Step, add_transfers
 GROUPS = 3
 """Number of groups of micro-batches after which an interleaved schedule repeats itself."""
 MOST_SENDING = 4
-"""Largest number of unfinished sends of a rank, as in ``pipeline/runtime.py``: taken as reached."""
+"""Largest number of unfinished sends of a rank, as in ``pipeline/runtime.py``; assumed to be reached."""
 
 
 class Moment(NamedTuple):
-    """An action of a rank, with what the rank holds while it runs.
+    """An action of a rank, with the activations and messages that the rank holds while it runs.
 
     Attributes:
         kind: ``F`` forward, ``B`` backward or its first half, ``W`` gradients of weights.
         stage: stage that runs.
         ends: True for the last micro-batch, after which gradients are sent.
-        held: micro-batches by chunk whose forward has begun and whose backward is not done.
-        messages: activations and gradients that have arrived or are being sent.
-        deferred: micro-batches by chunk whose gradients of weights are still to come.
+        held: number of micro-batches whose forward has started and whose backward has not ended, by chunk.
+        messages: number of activations and gradients that have arrived or are being sent.
+        deferred: number of micro-batches whose weight gradients are deferred, by chunk.
     """
 
     kind: str
@@ -41,13 +41,13 @@ class Moment(NamedTuple):
     deferred: tuple[int, ...]
 
     def holds_all_of(self, other: Moment) -> bool:
-        """True if the rank holds at least what it holds at another moment, in each of its parts."""
+        """True if each of the counts is at least that of the other moment."""
         counts = (*self.held, self.messages, *self.deferred)
         return all(map(int.__ge__, counts, (*other.held, other.messages, *other.deferred)))
 
 
 def moments_of(name: str, pp: int, vpp: int, num_micro_batches: int, rank: int) -> tuple[Moment, ...]:
-    """Moments of a pipeline rank in order, without those of an action that holds more at another time.
+    """Moments of a pipeline rank in order, without those at which the same action holds no more than at another time.
 
     Args:
         name: name of the schedule.
@@ -60,7 +60,7 @@ def moments_of(name: str, pp: int, vpp: int, num_micro_batches: int, rank: int) 
     moments = _moments(name, pp, vpp, shown, rank)
     if pp == 1 or schedule_kind(name, vpp).alternates:
         return moments
-    # Micro-batches that are left out are in flight at the fullest moment nevertheless.
+    # GPipe holds all micro-batches at its peak, those that were left out here too.
     more = num_micro_batches - shown
     return tuple(moment._replace(held=(moment.held[0] + more,)) for moment in moments)
 
@@ -97,7 +97,7 @@ def _walk(steps: tuple[Step, ...], pp: int, vpp: int) -> Iterator[Moment]:
             if not step.sends:
                 messages += 1
             elif sending == MOST_SENDING:
-                messages -= 1  # the oldest one is waited for
+                messages -= 1  # the rank waits for the oldest send
             else:
                 sending += 1
             continue
@@ -120,7 +120,7 @@ def _walk(steps: tuple[Step, ...], pp: int, vpp: int) -> Iterator[Moment]:
 
 
 def _fullest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    """The moments without those of the same action that hold no more than another one."""
+    """Drop moments that hold no more than another moment of the same action."""
     by_action: dict[tuple[str, int, bool], list[tuple[int, Moment]]] = {}
     for number, moment in enumerate(dict.fromkeys(moments)):
         kept = by_action.setdefault(moment[:3], [])

@@ -1,1 +1,1 @@
-"""Time of a training step by closed formulas: one file a subject, ``step.time_of`` puts them together."""
+"""Time of a training step by closed formulas: one file for each subject, combined by ``step.time_of``."""

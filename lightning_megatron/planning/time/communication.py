@@ -1,4 +1,4 @@
-"""Time of collectives, by the links that a group of ranks goes over, and what of it nothing hides.
+"""Time of collectives on the links that a group of ranks uses, and the part that no computation hides.
 
 A ring moves ``(n - 1) / n`` of a tensor in ``n - 1`` messages (https://arxiv.org/abs/1909.09756 for the counts). Ranks
 are numbered tp - cp - ep - dp - pp, tp fastest. A group with ``r`` members in each node sends ``1 / r`` of what leaves
@@ -49,7 +49,7 @@ class Group:
         return (members - 1) * device.within_node.latency + steps * device.between_nodes.latency
 
     def gather(self, device: DeviceSpec, bytes_: float) -> float:
-        """Seconds of an all-gather to, or a reduce-scatter of, a tensor of that many bytes."""
+        """Seconds of an all-gather to, or a reduce-scatter of, a tensor of ``bytes_`` bytes."""
         if self.size == 1:
             return 0.0
         return bytes_ * (self.size - 1) / self.size / self.rate(device) + self.latency(device)
@@ -59,7 +59,7 @@ class Group:
         return 2 * self.gather(device, bytes_)
 
     def all_to_all(self, device: DeviceSpec, bytes_: float) -> float:
-        """Seconds in which a rank sends that many bytes, equal parts to all; links of both kinds work side by side."""
+        """Seconds in which a rank sends ``bytes_`` in equal parts to all; both kinds of links work in parallel."""
         if self.size == 1:
             return 0.0
         members = self.in_a_node(device)
@@ -141,11 +141,11 @@ def layer_communication(
 
 
 def repeated_communication(sizes: Sizes, exposed: Exposed, has_experts: bool) -> float:
-    """Seconds of a layer's communication that the backward runs again for the parts that the plan names.
+    """Seconds of a layer's communication that the backward repeats for recomputed parts of the layer.
 
-    A part that is computed again gathers its input again over tp, and keys and values over cp; recomputation ends with
-    the last tensor that the backward needs, which is before the part's output is scattered. Tokens go to their experts
-    and back once more, since the weights of a token's experts multiply what came back.
+    A recomputed part gathers its input again over tp, and keys and values over cp; recomputation ends with the last
+    tensor that the backward needs, which is before the part's output is scattered. Tokens go to their experts and back
+    once more, since the routing weights multiply the returned results.
 
     Args:
         sizes: sizes of the rank.
@@ -170,20 +170,25 @@ def tensor_parallel(
     """Seconds of forward and backward.
 
     A column-parallel layer gathers its input, a row-parallel one scatters its output (without sequence parallelism the
-    latter sums it). In the backward the gradient of the row-parallel layer's output is gathered with nothing beside it;
-    the input is gathered again beside one product, and the gradient of the input scattered beside another.
+    latter sums it). In the backward the gather of the row-parallel layer's output gradient overlaps with nothing; the
+    second gather of the input overlaps with one product, and the scatter of the input's gradient with another.
     """
     group = Groups(sizes).tp
     if group.size == 1:
         return 0.0, 0.0
-    one = group.gather(device, sizes.tokens * sizes.config.hidden_size * sizes.value_bytes)
+    token = sizes.tokens * sizes.value_bytes
+    one = group.gather(device, token * sizes.config.hidden_size)
+    latents = group.gather(device, token * sizes.attention_inputs)  # what attention gathers, if it makes latents first
     pairs = _pairs(sizes, has_experts)
     beside = _product_seconds(work, sizes, device) / pairs
-    left = max(0.0, one - beside) if device.asynchronous else one
+    left, own = (max(0.0, each - beside) if device.asynchronous else each for each in (one, latents))
     shown = 1.0 - software.tp_overlap
+    forward, backward = 2 * pairs * one + latents - one, 2 * ((pairs - 1) * left + own)
     if sizes.layout.uses_sequence_parallel:
-        return 2 * pairs * one * shown, pairs * (one + 2 * left) * shown
-    return 2 * pairs * one * shown, pairs * 2 * left * shown
+        backward += pairs * one
+    elif sizes.config.has_latents:
+        forward = 2 * pairs * one
+    return forward * shown, backward * shown
 
 
 def _product_seconds(work: LayerWork, sizes: Sizes, device: DeviceSpec) -> float:
@@ -197,12 +202,13 @@ def context_parallel(sizes: Sizes, device: DeviceSpec, work: LayerWork) -> tuple
     group, kind = Groups(sizes).cp, sizes.layout.cp_comm_type
     if group.size == 1:
         return 0.0, 0.0
-    kv = sizes.tokens * 2 * sizes.group_features * sizes.value_bytes  # keys and values of a rank
+    kv = sizes.tokens * (sizes.group_features + sizes.value_features) * sizes.value_bytes  # keys and values of a rank
     if kind == "all_gather":
         one = group.gather(device, kv * group.size)
         return one, 2 * one  # gathered again, and their gradients scattered
     if kind == "a2a":
-        moved = sizes.tokens * 2 * (sizes.head_features + sizes.group_features) * sizes.value_bytes
+        both = sizes.head_features + sizes.group_features + sizes.value_features + sizes.output_features
+        moved = sizes.tokens * both * sizes.value_bytes
         one = group.all_to_all(device, moved) + group.latency(device)
         return one, one
     steps, message = group.size - 1, group.neighbour(device, kv)
@@ -210,7 +216,7 @@ def context_parallel(sizes: Sizes, device: DeviceSpec, work: LayerWork) -> tuple
         return steps * message, 2 * steps * message
     forward = work.core.forward.seconds(device, sizes) / group.size
     backward = work.core.backward.seconds(device, sizes) / group.size
-    # The last message of the gradients has nothing beside it.
+    # The last message of the gradients overlaps with nothing.
     return steps * max(0.0, message - forward), steps * max(0.0, 2 * message - backward) + message
 
 

@@ -31,7 +31,7 @@ class Work:
         bytes: bytes read and written in the memory, by all kernels.
         kernels: number of kernels.
         stalls: kernels before which the device has nothing to do, since the host has waited for a number from it.
-        narrow: share of ``matmul`` that runs in the linear layers' format (fp8, if that is on), the rest does not.
+        narrow: FLOPs of ``matmul`` that run in the linear layers' format (fp8, if that is on).
     """
 
     matmul: float = 0.0
@@ -63,7 +63,7 @@ class Work:
         )
 
     def seconds(self, device: DeviceSpec, sizes: Sizes) -> float:
-        """Time of the work; where the device is asynchronous the host's part of it only counts where it is longer."""
+        """Time of the work; on an asynchronous device the longer of the device's time and the host's."""
         wide, narrow = device.constants(sizes.dtype), device.constants(sizes.matmul_dtype)
         busy = (
             self.narrow / (device.peak(sizes.matmul_dtype) * narrow.matmul)
@@ -106,7 +106,7 @@ def linear_work(sizes: Sizes, software: Software, rows: float, k: float, n: floa
         rows: rows of all matrices together.
         k: features of the input.
         n: features of the output.
-        matrices: number of weights among which the rows are shared.
+        matrices: number of weights over which the rows are split.
     """
     flops = 2.0 * rows * k * n
     values = rows * (k + n) + matrices * k * n
@@ -121,7 +121,7 @@ def linear_work(sizes: Sizes, software: Software, rows: float, k: float, n: floa
 
 
 def _adds_in_blocks(sizes: Sizes, software: Software) -> bool:
-    """True if each block of a weight's gradient is a kernel: sums of another format than the product's, not fused."""
+    """True if a kernel adds each block of a weight's gradient: not fused, and into a sum of another dtype."""
     return software.sum_block > 0 and not software.fused_sum and sizes.grad_bytes != sizes.value_bytes
 
 
@@ -135,8 +135,9 @@ def core_attention_work(sizes: Sizes, software: Software) -> Pass:
     """``softmax(q k^T) v`` under the causal mask, and its rotary embedding."""
     job, config = sizes.job, sizes.config
     scores = config.mean_seen(job.seq_length) * sizes.tokens  # of one head
-    flops = 4.0 * scores * sizes.head_features
-    values = sizes.tokens * 2 * (sizes.head_features + sizes.group_features)
+    flops = 2.0 * scores * (sizes.head_features + sizes.output_features)
+    read = sizes.head_features + sizes.group_features + sizes.value_features
+    values = sizes.tokens * (read + sizes.output_features)
     forward = Work(attention=flops, bytes=values * sizes.value_bytes)
     backward = Work(attention=ATTENTION_BACKWARD * flops, bytes=3 * values * sizes.value_bytes)
     fused = Pass(forward, backward)
@@ -151,13 +152,34 @@ def core_attention_work(sizes: Sizes, software: Software) -> Pass:
 
 def attention_layer(sizes: Sizes, software: Software) -> Pass:
     """A layer's attention without :func:`core_attention_work`: norm, projections, rotation and the residual sum."""
-    h, q, g = sizes.config.hidden_size, sizes.head_features, sizes.group_features
+    config, h, q, g = sizes.config, sizes.config.hidden_size, sizes.head_features, sizes.group_features
+    normed = sizes.norm_passes * sizes.rows * h
+    if config.has_latents:
+        return _from_latents(sizes, software) + elementwise(sizes, software, normed)
     projections = linear_work(sizes, software, sizes.tokens, h, q + 2 * g) + linear_work(
         sizes, software, sizes.tokens, q, h
     )
-    rotated = 2 * sizes.tokens * (q + g) if sizes.config.position_embedding == "rope" else 0
-    normed = 4 * sizes.tokens * (q + g) * sizes.config.qk_norm  # copied, read and written
-    return projections + elementwise(sizes, software, sizes.norm_passes * sizes.rows * h + rotated + normed)
+    rotated = 2 * sizes.tokens * (q + g) if config.position_embedding == "rope" else 0
+    heads = 4 * sizes.tokens * (q + g) * config.qk_norm  # copied, read and written
+    return projections + elementwise(sizes, software, normed + rotated + heads)
+
+
+def _from_latents(sizes: Sizes, software: Software) -> Pass:
+    """Matrices to the latents of this rank's tokens, their norms, those to the heads, and rotation of a part."""
+    config, rows, tokens = sizes.config, sizes.rows, sizes.tokens
+    h, latent, turned = config.hidden_size, config.kv_lora_rank, config.rotary_dim
+    heads = config.num_attention_heads / sizes.layout.tp
+    unturned = config.head_dim - turned
+    made = linear_work(sizes, software, rows, h, latent + turned)
+    made += linear_work(sizes, software, tokens, latent, heads * (unturned + config.value_dim))
+    if config.q_lora_rank:
+        made += linear_work(sizes, software, rows, h, config.q_lora_rank)
+    made += linear_work(sizes, software, tokens, config.q_lora_rank or h, sizes.head_features)
+    made = _wide(made) + linear_work(sizes, software, tokens, sizes.output_features, h)
+    normed = 4 * rows * (config.q_lora_rank + latent)
+    # The turned part is read and written, then queries, keys and values are put together.
+    together = 2 * tokens * (turned * (heads + 1) + sizes.head_features + sizes.group_features + sizes.value_features)
+    return made + elementwise(sizes, software, normed + together)
 
 
 def feed_forward(sizes: Sizes, software: Software, features: int, parts: int) -> Pass:
@@ -204,6 +226,12 @@ def embedding(sizes: Sizes, software: Software) -> Pass:
     """Rows of the table, read and summed, and a norm's; the backward adds them to the table's gradient."""
     rows = sizes.tokens + (sizes.rows if sizes.config.embedding_norm else 0)
     return elementwise(sizes, software, 2 * rows * sizes.config.hidden_size)
+
+
+def joined_tokens(sizes: Sizes, software: Software) -> Pass:
+    """Norms of hidden states and of further tokens, both side by side, and their projection."""
+    h, rows = sizes.config.hidden_size, sizes.rows
+    return _wide(linear_work(sizes, software, rows, 2 * h, h)) + elementwise(sizes, software, 8 * rows * h)
 
 
 def output_layer(sizes: Sizes, software: Software) -> Pass:
@@ -257,7 +285,7 @@ class LayerWork:
         return self.core.backward + self.attention.backward + self.feed_forward.backward
 
     def again(self, sizes: Sizes, has_experts: bool) -> Work:
-        """Work of parts that the backward computes again, where the plan names parts."""
+        """Work of the parts that the backward recomputes; recomputed whole layers are not counted here."""
         plan = sizes.job.recompute
         done = Work()
         if plan.wraps("attention"):
@@ -270,7 +298,7 @@ class LayerWork:
 
 
 def layer_work(sizes: Sizes, software: Software, has_experts: bool) -> LayerWork:
-    """Work of a layer of one of the two kinds."""
+    """Work of a layer, with or without experts."""
     inside = (
         experts(sizes, software)
         if has_experts

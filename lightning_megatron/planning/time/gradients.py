@@ -1,8 +1,8 @@
-"""Time in which gradients are summed and parameters gathered over data-parallel ranks, and what the step waits for.
+"""Time of summing gradients and gathering parameters over data-parallel ranks, and the part that a step waits for.
 
 Buckets of gradients are sent while the last micro-batch's backward makes the next ones, and buckets of parameters are
-gathered while the first forward runs. So a step waits for what takes longer than that computation, and for one bucket
-that has nothing beside it.
+gathered while the first forward runs. So a step waits only for the part that exceeds that computation, and for one
+bucket that overlaps with nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def gradient_seconds(
     sums = sum(_seconds(group, device, count, bucket, sizes.sent_grad_bytes) for group, count in parts)
     gathers = sum(_seconds(group, device, count, bucket, sizes.value_bytes) for group, count in parts)
     if not job.distributed_optimizer:
-        # An all-reduce is both, of gradients, and there is nothing to gather afterwards.
+        # An all-reduce takes twice as long as a reduce-scatter, and no parameters are gathered afterwards.
         return _waited(
             2 * sums, beside.backward, bucket, parts, job.overlap_grad_reduce and device.asynchronous
         ), 2 * sums

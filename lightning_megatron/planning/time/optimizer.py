@@ -1,4 +1,4 @@
-"""Time of an optimizer step: norm, update of a rank's shard, new parameters; and of the data of a step."""
+"""Time of an optimizer step (norm, update of a rank's shard, new parameters), and of moving a step's data."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ def dense_parameters(sizes: Sizes, stage: StageLayers) -> float:
     """Parameters of a stage that all data-parallel ranks share, on one rank."""
     config = sizes.config
     norm = config.hidden_size * (1 if config.norm == "rmsnorm" else 2)
-    small = 2.0 * norm
+    small = 2.0 * norm + (config.q_lora_rank + config.kv_lora_rank) * config.has_latents
     if config.add_bias_linear:  # those of column-parallel layers are cut, those of row-parallel ones are not
         small += 2 * config.hidden_size + sizes.gates * config.ffn_hidden_size / sizes.layout.tp
         small += int(sizes.head_features + 2 * sizes.group_features)
+    layers, further = sizes.layers_of(stage), config.mtp_num_layers * stage.has_loss
     if config.moe_layers:
-        total = sum(sizes.dense_weights(layer) + small for layer in stage.layers)
+        total = sum(sizes.dense_weights(layer) + small for layer in layers)
     else:  # all layers are alike
-        total = len(stage.layers) * (sizes.dense_weights(0) + small)
+        total = len(layers) * (sizes.dense_weights(0) + small)
+    total += further * (2 * config.hidden_size**2 + 3 * norm)
     if stage.has_embedding and config.position_embedding == "learned":
         total += config.max_position_embeddings * config.hidden_size
     total += norm * (stage.has_loss + (stage.has_embedding and config.embedding_norm))
     table = sizes.vocab_rows * config.hidden_size
     whole = stage.has_embedding and stage.has_loss and config.tie_embeddings
-    return total + table * ((stage.has_embedding + stage.has_loss) - whole)
+    copy = further > 0 and not stage.has_embedding and not config.tie_embeddings
+    return total + table * ((stage.has_embedding + stage.has_loss) - whole + copy)
 
 
 def expert_parameters(sizes: Sizes, stage: StageLayers) -> float:
@@ -41,9 +44,10 @@ def expert_layers(sizes: Sizes, stage: StageLayers) -> int:
     config = sizes.config
     if not config.num_experts:
         return 0
+    layers = sizes.layers_of(stage)
     if not config.moe_layers:
-        return len(stage.layers)
-    return sum(config.has_experts(layer) for layer in stage.layers)
+        return len(layers)
+    return sum(config.has_experts(layer) for layer in layers)
 
 
 def bytes_of_update(sizes: Sizes) -> float:
@@ -59,7 +63,7 @@ def bytes_of_update(sizes: Sizes) -> float:
 
 
 def optimizer_seconds(sizes: Sizes, device: DeviceSpec, dense: float, experts: float) -> float:
-    """Seconds of the step.
+    """Seconds of the optimizer step.
 
     Args:
         sizes: sizes of the rank.
@@ -75,5 +79,5 @@ def optimizer_seconds(sizes: Sizes, device: DeviceSpec, dense: float, experts: f
 
 
 def data_seconds(sizes: Sizes) -> float:
-    """Seconds in which the tokens and labels of a step reach the device, 8 bytes each; reading them runs beside."""
+    """Seconds to copy a step's tokens and labels, 8 bytes each, to the device; reading them overlaps with the step."""
     return sizes.job.num_micro_batches * sizes.tokens * 16 / HOST_BANDWIDTH

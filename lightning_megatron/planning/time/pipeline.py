@@ -1,8 +1,8 @@
-"""Time of a pipeline by closed formulas, for any costs of its stages; tests hold them against ``pipeline/simulate.py``.
+"""Time of a pipeline by closed formulas for any stage costs; tests compare them with ``pipeline/simulate.py``.
 
 Each rank's time is a sum: the way of the first activation to it and of the last gradient back from it, its own work,
-and its waits for the ranks behind it, as far as the forwards and backwards that it runs meanwhile do not fill them. The
-step takes as long as the slowest rank by this sum. For equal stages and free messages the sums are the papers' bubbles.
+and its waits for the ranks behind it, less the forwards and backwards that it runs meanwhile. The step takes as long
+as the slowest rank. For equal stages and free messages the formulas give the bubbles of the schedules' papers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def pipeline_seconds(schedule: str, costs: StageCosts, num_micro_batches: int) -
 
 
 def _gpipe(costs: StageCosts, m: int) -> float:
-    """All forwards pass like a queue, then all backwards: the sum of the stages, and the slowest ``m - 1`` times."""
+    """All forwards, then all backwards: each takes the sum of the stages, and ``m - 1`` times the slowest stage."""
     ways = 2 * (costs.pp - 1) * costs.message
     return sum(sum(each) + (m - 1) * max(max(each), 0.0) for each in (costs.forward, costs.backward)) + ways
 
@@ -71,7 +71,7 @@ def _one_f_one_b(costs: StageCosts, m: int, splits: bool) -> float:
     before_f, before_b = _sums_before(f, c), _sums_before(gradient, c)
     slowest = 0.0
     for r in range(pp):
-        ahead = min(pp - 1 - r, m - 1)  # forwards more than the rank behind needs for one
+        ahead = min(pp - 1 - r, m - 1)  # warm-up forwards, which fill the wait
         loop = behind_f[r] + behind_b[r]
         waits = max(0.0, loop - ahead * f[r])
         # With no forward left after the first backward there is one wait, and not a second one at the end.
@@ -102,7 +102,7 @@ def _sums_before(costs: Sequence[float], message: float) -> list[float]:
 
 
 def _interleaved(costs: StageCosts, m: int, deferred: float) -> float:
-    """Interleaved 1F1B: the ways to a rank and back are those of one chunk, its work that of all.
+    """Interleaved 1F1B: the ways to a rank and back pass one chunk of each rank; a rank's work is that of all chunks.
 
     Args:
         costs: seconds of the stages.
@@ -114,7 +114,7 @@ def _interleaved(costs: StageCosts, m: int, deferred: float) -> float:
     waited = [each * (1 - deferred) for each in b]
     before = _sums_before([f[i] + waited[i] for i in range(pp)], 2 * c)
     behind = _sums_behind([f[last + i] + waited[last + i] for i in range(pp)], 2 * c)
-    # A micro-batch passes a rank's chunks on loops of vpp, vpp - 1, ... 1 times pp stages; this many are on their way.
+    # A micro-batch passes a rank's chunks on loops of vpp, vpp - 1, ... 1 times pp stages; ``flying`` are in flight.
     per_chunk = sum(f) / (pp * vpp) + sum(b) / (pp * vpp)
     flying = (vpp + 1) * pp - 1
     turn = vpp * (vpp + 1) / 2 * pp * (per_chunk + 2 * c) / flying

@@ -9,6 +9,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import GATED, TransformerConfig
 from lightning_megatron.planning.core.experts import expert_rows
 from lightning_megatron.planning.core.job import DTYPE_BYTES, PlannedJob
+from lightning_megatron.stage import StageLayers
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Sizes:
     def config(self) -> TransformerConfig:
         """Shape of the model."""
         return self.job.config
+
+    def layers_of(self, stage: StageLayers) -> tuple[int, ...]:
+        """Layers of a stage; a module for a further token has a block like the last one."""
+        further = self.config.mtp_num_layers if stage.has_loss else 0
+        return (*stage.layers, *(self.config.num_layers - 1,) * further)
 
     @property
     def layout(self) -> ParallelLayout:
@@ -43,7 +49,7 @@ class Sizes:
 
     @cached_property
     def expert_rows(self) -> int:
-        """Rows that a rank's experts compute for one micro-batch; as many are sent by each rank."""
+        """Rows that a rank's experts compute for one micro-batch; each rank also sends this number."""
         return expert_rows(self.config, self.layout, int(self.rows), self.job.expert_imbalance)
 
     @cached_property
@@ -74,7 +80,7 @@ class Sizes:
 
     @cached_property
     def gates(self) -> int:
-        """Matrices that go up in a feed-forward layer."""
+        """Number of up-projections of a feed-forward layer: 2 if it is gated."""
         return 2 if self.config.activation in GATED else 1
 
     @cached_property
@@ -89,8 +95,26 @@ class Sizes:
 
     @cached_property
     def group_features(self) -> float:
-        """Key features of a rank; as many of values."""
+        """Key features of a rank."""
         return self.config.num_query_groups * self.config.head_dim / self.layout.tp
+
+    @cached_property
+    def value_features(self) -> float:
+        """Value features of a rank."""
+        return self.config.num_query_groups * self.config.value_dim / self.layout.tp
+
+    @cached_property
+    def output_features(self) -> float:
+        """Features of the attention output of a rank."""
+        return self.config.num_attention_heads * self.config.value_dim / self.layout.tp
+
+    @cached_property
+    def attention_inputs(self) -> int:
+        """Features that attention's column-parallel layers gather: of the residual stream, or of its latents."""
+        config = self.config
+        if not config.has_latents:
+            return config.hidden_size
+        return (config.q_lora_rank or config.hidden_size) + config.kv_lora_rank + config.rotary_dim
 
     @cached_property
     def vocab_rows(self) -> float:
@@ -100,8 +124,11 @@ class Sizes:
 
     @cached_property
     def attention_weights(self) -> float:
-        """Weights of a layer's attention on a rank."""
-        return self.config.hidden_size * 2 * (self.head_features + self.group_features)
+        """Weights of a layer's attention on a rank; those that make latents are whole on each."""
+        config, whole = self.config, 0
+        if config.has_latents:
+            whole = config.hidden_size * (config.q_lora_rank + config.kv_lora_rank + config.rotary_dim)
+        return whole + (config.attention_weights - whole) / self.layout.tp
 
     def feed_forward_weights(self, features: int, parts: int) -> float:
         """Weights of a feed-forward layer of ``features`` on one of ``parts`` ranks."""

@@ -1,4 +1,4 @@
-"""Kernels of a program, in numbers: how often elementwise kernels pass over memory, what runs beside what."""
+"""Kernels of a program, in numbers: memory traffic of elementwise kernels, number of launches, fusion, overlap."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Software:
     """Properties of a program's kernels that the time of a step depends on.
 
     Attributes:
-        passes: bytes that elementwise kernels move over those that they would if each norm, sum, rotation and
-            activation were one kernel.
+        passes: bytes that elementwise kernels move, relative to one fused kernel for each norm, sum, rotation and
+            activation.
         kernels: kernels of a layer's forward; a backward has twice as many.
         expert_kernels: kernels that experts add to it.
-        kernels_per_expert: kernels that each expert of the rank adds to them, where each product has one for itself.
-        tp_overlap: share of tensor-parallel communication that runs beside matrix products in both directions.
+        kernels_per_expert: kernels that each expert of the rank adds to it, where every expert has its own products.
+        tp_overlap: share of tensor-parallel communication that overlaps with matrix products, forward and backward.
         loss_in_forward: True if the output layer computes its gradients together with its logits, chunk by chunk.
         fused_loss: True if softmax, loss and gradient are one kernel that writes the gradient over the logits.
         fused_ring: True if the attention of a ring keeps no scores in memory.

@@ -13,7 +13,7 @@ from lightning_megatron.planning.time.communication import (
     message_seconds,
     repeated_communication,
 )
-from lightning_megatron.planning.time.compute import LayerWork, embedding, layer_work, output_layer
+from lightning_megatron.planning.time.compute import LayerWork, embedding, joined_tokens, layer_work, output_layer
 from lightning_megatron.planning.time.gradients import Overlap, gradient_seconds
 from lightning_megatron.planning.time.optimizer import (
     data_seconds,
@@ -52,7 +52,7 @@ class TimeEstimate:
         step: seconds of a step.
         tokens_per_second: tokens a second of the whole job.
         mfu: FLOPs of the model (the causal half of attention counted) over the peak of all devices.
-        hidden: seconds of data-parallel communication that run beside computation.
+        hidden: seconds of data-parallel communication that overlap with computation.
     """
 
     by_cause: dict[str, float]
@@ -165,7 +165,7 @@ def _stage(
     sizes: Sizes, device: DeviceSpec, software: Software, stage: StageLayers, kinds: dict[bool, _Layer]
 ) -> _Stage:
     with_experts = expert_layers(sizes, stage)
-    counts = {True: with_experts, False: len(stage.layers) - with_experts}
+    counts = {True: with_experts, False: len(sizes.layers_of(stage)) - with_experts}
     plan = sizes.job.recompute
     whole = 0.0
     if plan.granularity == "full":
@@ -178,11 +178,13 @@ def _stage(
         made.again += count * (layer.again + whole * layer.again_whole)
         made.axes_forward = _add(made.axes_forward, layer.exposed.forward, count)
         made.axes_backward = _add(made.axes_backward, layer.exposed.backward, count)
-    for part, held in ((embedding, stage.has_embedding), (output_layer, stage.has_loss)):
-        if held:
+    further = sizes.config.mtp_num_layers * stage.has_loss
+    times = {embedding: stage.has_embedding + further, output_layer: stage.has_loss + further, joined_tokens: further}
+    for part, count in times.items():
+        if count:
             work = part(sizes, software)
-            made.forward += work.forward.seconds(device, sizes)
-            made.backward += work.backward.seconds(device, sizes)
+            made.forward += count * work.forward.seconds(device, sizes)
+            made.backward += count * work.backward.seconds(device, sizes)
     return made
 
 

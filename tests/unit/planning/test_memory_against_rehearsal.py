@@ -13,6 +13,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.models.presets import preset
+from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.memory.peak import memory_of
 from lightning_megatron.planning.memory.shapes import HOST
@@ -30,6 +31,12 @@ GEMMA2 = preset("gemma2-tiny").replace(num_layers=2, sliding_window_layers=(0,),
 GEMMA3 = preset("gemma3-tiny").replace(num_layers=2, sliding_window_layers=(0,), vocab_size=8192)
 BLOOM = preset("bloom-tiny").replace(num_layers=2, vocab_size=8192)
 GPT_OSS = preset("gpt-oss-tiny").replace(num_layers=2, sliding_window_layers=(0,), vocab_size=8192)
+DEEPSEEK = LLAMA.replace(
+    kv_lora_rank=128, q_lora_rank=192, head_dim=96, rope_head_dim=32, v_head_dim=64, num_query_groups=8
+)
+FINE = DEEPSEEK.replace(
+    q_lora_rank=0, num_experts=16, moe_router_topk=4, moe_ffn_hidden_size=128, moe_shared_expert_ffn_hidden_size=256
+)
 MIXTRAL = LLAMA.replace(num_experts=4, moe_router_topk=2)
 MANY = {"num_micro_batches": 8}
 OWNED = ("parameters", "gradients", "main parameters", "optimizer state")
@@ -51,6 +58,15 @@ CASES: list[Case] = [
     (MIXTRAL.replace(moe_capacity_bins=4), {"tp": 2, "ep": 2, "etp": 1}, 0, {}),
     (MIXTRAL.replace(moe_capacity_factor=1.5, moe_pad_to_capacity=True), {"tp": 2, "ep": 2, "etp": 1}, 0, {}),
     (MIXTRAL, {"tp": 2, "ep": 2, "etp": 1}, 0, {"recompute": RecomputePlan("moe")}),
+    (DEEPSEEK, {}, 0, {}),
+    (DEEPSEEK, {"tp": 2}, 0, {"recompute": RecomputePlan("selective")}),
+    (DEEPSEEK.replace(v_head_dim=96), {"tp": 2, "sequence_parallel": False}, 0, {"precision": "32-true"}),
+    (DEEPSEEK, {"pp": 2}, 0, {"schedule": "zero-bubble", **MANY}),
+    (FINE.replace(moe_layers=(1, 2, 3)), {"tp": 2, "ep": 2, "etp": 1}, 0, {}),
+    (FINE, {"tp": 2}, 0, {"recompute": RecomputePlan("attention"), "precision": "bf16-true"}),
+    (LLAMA.replace(mtp_num_layers=1), {}, 0, {}),
+    (LLAMA.replace(mtp_num_layers=2), {"tp": 2}, 0, {"recompute": RecomputePlan("full")}),
+    (FINE.replace(mtp_num_layers=1), {"pp": 2}, 1, {"split": LayerSplit(layout="balanced")}),
 ]
 
 LONG: list[Case] = [

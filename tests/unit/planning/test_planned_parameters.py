@@ -8,15 +8,14 @@ import pytest
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.pretrained.parameter_specs import parameter_specs
 from lightning_megatron.models.presets import PRESETS, preset
+from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.core.parameters import PlannedParameter, rank_parameters
 from lightning_megatron.planning.memory.states import buffer_sizes, state_bytes
-from lightning_megatron.planning.plan import plan_of
 
-PLANNED = [name for name, each in PRESETS.items() if type(each) is TransformerConfig and not each.has_latents]
+PLANNED = [name for name, each in PRESETS.items() if type(each) is TransformerConfig]
 
 
 def job_of(name: str, world_size: int, **sizes: object) -> PlannedJob:
@@ -43,7 +42,18 @@ def test_a_model_in_one_piece_has_the_parameters_of_its_configuration(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama3.2-1b", "mixtral-8x7b", "qwen2.5-0.5b", "qwen3-30b-a3b", "gemma3-1b", "gpt-oss-20b"]
+    "name",
+    [
+        "gpt2",
+        "llama3.2-1b",
+        "mixtral-8x7b",
+        "qwen2.5-0.5b",
+        "qwen3-30b-a3b",
+        "gemma3-1b",
+        "gpt-oss-20b",
+        "deepseek-v2",
+        "deepseek-v2-lite",
+    ],
 )
 def test_the_tensors_are_those_of_the_layers(name):
     expected = [prod(spec.global_shape) for spec in parameter_specs(preset(name)).values()]
@@ -51,13 +61,16 @@ def test_the_tensors_are_those_of_the_layers(name):
     assert sorted(found) == sorted(expected)
 
 
-def test_what_has_no_formulas_is_refused_by_name() -> None:
+def test_modules_for_further_tokens_are_on_the_last_stage_with_a_copy_of_the_embedding():
     config = preset("deepseek-v3").replace(mtp_num_layers=1)
+    expected = [prod(spec.global_shape) for spec in parameter_specs(config).values()]
     job = PlannedJob(config, ParallelLayout().resolve(1), 1024, 1, 1)
-    with pytest.raises(ConfigError, match=r"kv_lora_rank=512: .*lightning-megatron rehearse.*\n.*mtp_num_layers=1: "):
-        parameters_of(job, 0)
-    with pytest.raises(ConfigError, match="kv_lora_rank"):
-        plan_of(job, None)
+    assert sorted(each.whole for each in parameters_of(job, 0)) == sorted(expected)
+    job = PlannedJob(config, ParallelLayout(pp=2).resolve(2), 1024, 1, 1, split=LayerSplit(layout="balanced"))
+    first, last = (parameters_of(job, rank) for rank in range(2))
+    assert whole_size(first) + whole_size(last) == sum(expected)
+    assert [each.kind for each in last if each.tied_copy] == ["embedding"]
+    assert all(each.reduce_late for each in (*first, *last) if each.kind == "embedding")
 
 
 def test_pipeline_ranks_hold_the_model_once():

@@ -13,7 +13,7 @@ from lightning_megatron.models.presets import preset
 from lightning_megatron.planning.core.device_file import Efficiency, load_device
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.time.communication import Group, layer_communication, repeated_communication
-from lightning_megatron.planning.time.compute import layer_work, output_layer
+from lightning_megatron.planning.time.compute import joined_tokens, layer_work, output_layer
 from lightning_megatron.planning.time.optimizer import dense_parameters, expert_parameters
 from lightning_megatron.planning.time.sizes import Sizes
 from lightning_megatron.planning.time.software import COMPILED, EAGER, Software
@@ -29,19 +29,26 @@ def job(model: str = "llama3.1-8b", devices: int = 8, m: int = 8, recompute: Rec
     return PlannedJob(config, split, 4096, 1, m, recompute=plan)
 
 
-@pytest.mark.parametrize("model", ["gpt3-7.5b", "llama3.1-8b", "mixtral-8x7b"])
+MODELS = {name: preset(name) for name in ("gpt3-7.5b", "llama3.1-8b", "mixtral-8x7b", "gpt2", "deepseek-v2")}
+MODELS["further tokens"] = preset("deepseek-v3").replace(mtp_num_layers=2)
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "gpt2"])
 def test_matrix_products_and_attention_are_the_models_flops(model: str) -> None:
     """Layers and output layer together make ``flops_per_token``, attention at 3.5 / 3 of it for its recomputation."""
-    config = preset(model)
+    config = MODELS[model]
     planned = PlannedJob(config, ParallelLayout().resolve(1), 2048, 2, 1)
     sizes = Sizes(planned)
-    work = layer_work(sizes, EAGER, has_experts=bool(config.num_experts))
-    matmul = config.num_layers * (work.forward.matmul + work.backward.matmul)
-    attention = config.num_layers * (work.forward.attention + work.backward.attention)
-    head = output_layer(sizes, EAGER)
-    total = matmul + attention * 3 / 3.5 + head.forward.matmul + head.backward.matmul
-    padded = 6.0 * config.hidden_size * (sizes.vocab_rows - config.vocab_size) * sizes.tokens
-    assert total - padded == pytest.approx(config.flops_per_token(2048) * sizes.tokens, rel=1e-6)
+    layers = [layer_work(sizes, EAGER, config.has_experts(n)) for n in sizes.layers_of(planned.stages[0])]
+    matmul = sum(work.forward.matmul + work.backward.matmul for work in layers)
+    attention = sum(work.forward.attention + work.backward.attention for work in layers)
+    head, joined = output_layer(sizes, EAGER), joined_tokens(sizes, EAGER)
+    further = config.mtp_num_layers
+    matmul += (1 + further) * (head.forward.matmul + head.backward.matmul)
+    matmul += further * (joined.forward.matmul + joined.backward.matmul)
+    padded = 6.0 * config.hidden_size * (sizes.vocab_rows - config.vocab_size) * sizes.tokens * (1 + further)
+    total = matmul + attention * 3 / 3.5 - padded
+    assert total == pytest.approx(config.flops_per_token(2048) * sizes.tokens, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", [{"tp": 4}, {"cp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "tp": 2}])
@@ -171,12 +178,25 @@ def test_our_own_steps_on_an_h100(software: Software, measured: int) -> None:
     assert time_of(planned, H100, software).tokens_per_second == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("model", ["gpt3-7.5b", "llama3.1-8b", "mixtral-8x7b", "gpt2"])
+@pytest.mark.parametrize("model", MODELS)
 def test_parameters_of_all_ranks_are_those_of_the_model(model: str) -> None:
-    config = preset(model)
+    config = MODELS[model]
     planned = PlannedJob(config, ParallelLayout().resolve(1), 1024, 1, 1)
     sizes = Sizes(planned)
     stage = planned.stages[0]
     padding = (sizes.vocab_rows - config.vocab_size) * config.hidden_size * (1 if config.tie_embeddings else 2)
     found = dense_parameters(sizes, stage) + expert_parameters(sizes, stage) - padding
     assert found == config.num_parameters()
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4}, {"tp": 2, "cp": 2}])
+def test_matrices_to_latents_are_whole_on_every_rank_and_their_rows_are_not(layout: dict[str, int]) -> None:
+    """Under sequence parallelism each rank makes the latents of its own tokens: no product is made twice."""
+    whole, shared = Sizes(job("deepseek-v2", 1)), Sizes(job("deepseek-v2", 8, **layout))
+    one, part = layer_work(whole, EAGER, False), layer_work(shared, EAGER, False)
+    ranks = shared.layout.tp * shared.layout.cp
+    assert part.attention.forward.matmul * ranks == pytest.approx(one.attention.forward.matmul)
+    assert part.core.forward.attention * ranks == pytest.approx(one.core.forward.attention)
+    config = shared.config
+    copied = config.hidden_size * (config.q_lora_rank + config.kv_lora_rank + config.rotary_dim)
+    assert shared.attention_weights * shared.layout.tp - whole.attention_weights == copied * (shared.layout.tp - 1)
