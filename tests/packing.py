@@ -96,7 +96,7 @@ def halves(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def one_by_one(model: GPTModel, packing: Packing) -> dict[str, Tensor]:
     """Loss and gradients of the mean of micro-batches' losses, from a forward for each document, in one process."""
     model.zero_grad()
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=next(model.parameters()).dtype)
     for half, batch in enumerate(halves(packing.batch(model.config.vocab_size))):
         weight = (batch["loss_mask"] * (batch["segment_ids"] != 0)).sum()
         for row in range(len(batch["tokens"])):

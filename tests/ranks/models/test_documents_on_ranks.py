@@ -1,14 +1,15 @@
 """Packed documents in every kind of layout against the same documents one by one in one process.
 
-Loss and all gradients: fp32 with sums in another order, 1e-5 of the largest element of each tensor, 2e-5 where tensor
-parallelism splits more of them, as without documents. The gradient of a document's loss with respect to what any other
-document is embedded as is exactly 0: nothing is added to it.
+Loss and all gradients: a few packings in fp32 with sums in another order, 1e-5 of the largest element of each tensor,
+2e-5 where tensor parallelism splits more of them, as without documents. Any packing in fp64: 1e-6, as losses and the
+factors before their gradients stay in fp32, and 5e-6 with experts, as routers do too. The gradient of a document's loss
+with respect to what any other document is embedded as is exactly 0: nothing is added to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -52,7 +53,8 @@ class Case:
     model: str = "llama"
     recompute: RecomputePlan = NO_RECOMPUTE
     schedule: str | None = None
-    rtol: float = field(default=1e-5)
+    rtol: float = 1e-5
+    dtype: torch.dtype = torch.float32
 
     @property
     def world_size(self) -> int:
@@ -115,13 +117,13 @@ def reference_of(name: str) -> GPTModel:
 
 
 @lru_cache(maxsize=2048)
-def expected_of(name: str, packing: Packing) -> dict[str, Tensor]:
-    return one_by_one(_reference(name), packing)
+def expected_of(name: str, packing: Packing, dtype: torch.dtype) -> dict[str, Tensor]:
+    return one_by_one(_reference(name, dtype), packing)
 
 
 @lru_cache
-def _reference(name: str) -> GPTModel:
-    return reference_of(name)
+def _reference(name: str, dtype: torch.dtype) -> GPTModel:
+    return reference_of(name).to(dtype)
 
 
 def module_on(mesh: ParallelMesh, case: Case) -> tuple[Plain, StageBoundary | None]:
@@ -134,14 +136,14 @@ def module_on(mesh: ParallelMesh, case: Case) -> tuple[Plain, StageBoundary | No
         boundary = StageBoundary(len(stages))
     module.model = GPTModel(module.config, mesh, parts, boundary, case.recompute)
     load_whole(module.model, dict(reference.named_parameters()), mesh)
-    return module, boundary
+    return module.to(case.dtype), boundary
 
 
 def check(case: Case, packings_: Sequence[Packing], wanted: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
     """Differences of this rank from the documents one by one, by packing; empty if there are none."""
     mesh = ParallelMesh.create(case.layout, CPU)
     module, boundary = module_on(mesh, case)
-    engine = StepEngine(mesh, boundary, case.schedule, 2, CPU, torch.float32)
+    engine = StepEngine(mesh, boundary, case.schedule, 2, CPU, case.dtype)
     found = {}
     for packing, expected in zip(packings_, wanted, strict=True):
         faults = _differences(module, engine, mesh, packing, expected, case.rtol)
@@ -185,7 +187,7 @@ def _kept(out: Tensor) -> Tensor:
 
 
 def run(ranks: Ranks, case: Case, some: Sequence[Packing]) -> None:
-    wanted = [expected_of(case.model, packing) for packing in some]
+    wanted = [expected_of(case.model, packing, case.dtype) for packing in some]
     assert ranks(case.world_size, check, case, list(some), wanted) == [{}] * case.world_size
 
 
@@ -208,11 +210,9 @@ def test_a_few_packings_equal_their_documents_one_by_one(ranks: Ranks, name: str
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_any_packing_equals_its_documents_one_by_one(ranks: Ranks, name: str) -> None:
-    """500 packings in each layout, 25 to a call; what fails is made as small as it can be.
-
-    The worst of them are 1.3e-5 apart in fp32, and a tenth of that with weights in fp64.
-    """
-    case = replace(CASES[name], rtol=2 * CASES[name].rtol)
+    """500 packings in each layout, 25 to a call; what fails is made as small as it can be."""
+    rtol = 5e-6 if CASES[name].model == "mixtral" else 1e-6
+    case = replace(CASES[name], rtol=rtol, dtype=torch.float64)
 
     @settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(packings(case.multiple), min_size=25, max_size=25))
