@@ -24,7 +24,7 @@ from lightning_megatron.testing.workers import WorkerError
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint", "ignore:Found keys that are")
 Ranks = Callable[..., list[Any]]
 BATCH, STEPS, MORE = 4, 3, 5
-EPS = 1e-5  # of AdamW: with less, it makes a step of the last bit of a gradient that is nearly zero
+EPS = 1e-4  # of AdamW: with less, it makes a step of the last bit of a gradient that is nearly zero
 VOCABULARY = 60  # padded to 64 on one rank, and to 128 on two
 TINY: dict[str, Any] = {
     "num_layers": 4,
@@ -334,8 +334,8 @@ def test_a_damaged_file_is_found(tmp_path: Path) -> None:
 )
 def test_a_file_that_lies_of_itself_is_told(tmp_path: Path, note: Any) -> None:
     torch.save({"state_dict": {}, "lightning_megatron": note}, tmp_path / "a.ckpt")
-    assert "says of itself is damaged" in str(verify(tmp_path / "a.ckpt")[0])
-    with pytest.raises(CheckpointError, match="says of itself is damaged"):
+    assert "the file's metadata is damaged" in str(verify(tmp_path / "a.ckpt")[0])
+    with pytest.raises(CheckpointError, match="the file's metadata is damaged"):
         open_checkpoint(tmp_path / "a.ckpt")
 
 
@@ -349,7 +349,7 @@ def test_a_directory_and_a_file_take_each_others_place(tmp_path: Path) -> None:
 
 
 def test_an_order_that_no_stage_knows_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="list them in an order of their own, of which a stage knows a part"):
+    with pytest.raises(WorkerError, match="of which each pipeline stage knows only a part"):
         ranks(2, fit, LAYOUTS["pp2"][1], "llama", "backwards", STEPS, str(tmp_path / "a.ckpt"))
 
 
