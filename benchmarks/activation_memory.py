@@ -3,9 +3,9 @@
     python benchmarks/activation_memory.py
 
 Two GPT layers in bf16 with dropout 0.1, as a pipeline stage without embedding and loss, on one rank and on two
-tensor-parallel ranks. Measured is all memory of operations' results that is still alive when the forward is over, a
-layer: the layers' input counts, parameters and the output do not. Prints a Markdown table in units of ``s b h``:
-sequence times batch times hidden size.
+tensor-parallel ranks. Measured, for each layer, is the memory of operations' results that is alive after the forward:
+the layers' input counts, parameters and the output do not. Prints a Markdown table in units of ``s b h``: sequence
+times batch times hidden size.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Case:
 
     Attributes:
         name: name of the plan.
-        plan: what is recomputed.
+        plan: plan of recomputation.
         t: tensor-parallel ranks.
         sp: sequence parallelism.
         drops: dropout of attention weights, for which a CPU has no fused kernel, so that core attention keeps scores as
-            in the paper; without it it keeps none.
+            in the paper; without dropout it keeps none.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Case:
     drops: bool = False
 
     def formula(self, shape: Shape) -> float:
-        """Bytes of a layer over ``s b h``; what is sharded is divided by ``t``."""
+        """Bytes of a layer over ``s b h``; sharded parts are divided by ``t``."""
         t, cut = self.t, self.t if self.sp or self.plan.shard_saved else 1
         whole = 10 / cut + 24 / t
         if self.plan.granularity == "full" and self.plan.method == "block":

@@ -1,7 +1,7 @@
 """Trains ours and its peers in turns on the same weights and tokens, and compares their medians.
 
     python benchmarks/bench.py                                  # a short comparison: one process, all peers
-    python benchmarks/bench.py --rows all --rounds 6 --resume   # every row for CPUs; goes on where it was cut off
+    python benchmarks/bench.py --rows all --rounds 6 --resume   # every row for CPUs; resumes after an interruption
     python benchmarks/bench.py --rows all --minutes 20          # fewer rounds of slow rows, as the time allows
     python benchmarks/bench.py --rows llama-tiny/bf16/tp2       # one row, with all its peers
     python benchmarks/bench.py --peers --checkout ../before     # another checkout of ours, such as one before a change
@@ -12,8 +12,8 @@ A row is a model, a precision and a layout (``sizes.py``). Peers are installed f
 environments of their own (``.bench/envs``), with the torch of this environment. On a CPU contestants take turns, a
 round of steps each, so that a busy machine slows all alike: quote the ratios, which are medians over rounds, and no
 absolute figure. On a device, whose memory they cannot share, one follows the other. All contestants of a row begin with
-the same Hugging Face weights; losses that do not agree are told below the table. A peer that fails or is not able to
-train a row is told there too, and the others go on.
+the same Hugging Face weights; losses that do not agree are listed below the table. A peer that fails or cannot train a
+row is listed there too, and the others continue.
 
 Written under ``--out`` after every row: ``rounds.jsonl`` with every round, ``table.md`` and ``chart.png`` (with
 matplotlib) from all rows in it. ``results.py`` makes a page for the repository from ``rounds.jsonl``.
@@ -85,8 +85,8 @@ def entries_of(
 ) -> tuple[list[Entry], list[str]]:
     """Contestants of a row, ours first, and sentences about those that cannot train it.
 
-    Beside a layout that shares the sequence, ours also trains with tensor parallelism of the same size, since no peer
-    here has it.
+    For a context-parallel layout, ours also trains with tensor parallelism of the same size, since no peer here has
+    context parallelism.
 
     Args:
         row: name of the row.
@@ -116,9 +116,9 @@ def entries_of(
 
 
 def matmul_gflops(row: str, job: Job, seconds: float = 0.5) -> float:
-    """Rate of torch's product of the row's size and precision, in GFLOP/s.
+    """Rate of torch's matrix product of the row's size and precision, in GFLOP/s.
 
-    Of all processors of this machine, or of the row's cards.
+    It is the rate of all processors of this machine, or of the row's cards.
     """
     c = size_of(row.split("/")[0]).config
     dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16
@@ -141,7 +141,7 @@ def compare(
 ) -> Contest:
     """Train a row's contestants.
 
-    A contestant that fails is left out with its last words.
+    A contestant that fails is dropped, and the end of its output is recorded.
 
     Args:
         row: name of the row.
@@ -149,7 +149,7 @@ def compare(
         entries: contestants, ours first.
         rounds: counted rounds, after one to warm up.
         limit: seconds in which a round must end.
-        until: time (``time.monotonic``) after which only few rounds are made.
+        until: time (``time.monotonic``) after which only ``FEWEST_ROUNDS`` are made.
     """
     contest, begun = Contest(row), time.monotonic()
     together = job.accelerator == "cpu"
@@ -228,8 +228,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="models through torch.compile")
     parser.add_argument("--limit", type=float, default=600, help="seconds in which a round must end")
     parser.add_argument("--resume", action="store_true", help="keep rows that are complete under --out")
-    parser.add_argument("--install", action="store_true", help="make environments and weights, and no more")
-    parser.add_argument("--plan", action="store_true", help="print contestants and memory, and no more")
+    parser.add_argument("--install", action="store_true", help="only make environments and weights")
+    parser.add_argument("--plan", action="store_true", help="only print contestants and memory")
     parser.add_argument("--cache", type=Path, default=ROOT / ".bench", help="environments and weights")
     parser.add_argument("--out", type=Path, default=ROOT / ".bench" / "out")
     return parser.parse_args(argv)
@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(plan(rows, args.accelerator))
         return 0
     for row in rows:
-        _job(row, args, Path())  # faults before anything is trained
+        _job(row, args, Path())  # refuse faulty rows before anything is trained
     args.out.mkdir(parents=True, exist_ok=True)
     contests: list[Contest] = []
     if args.resume and (args.out / "rounds.jsonl").exists():

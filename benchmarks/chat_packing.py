@@ -51,7 +51,7 @@ def packed_chats(folder: Path, count: int, length: int) -> PackedChats:
 
 
 def padded(documents: Sequence[Batch], length: int | None) -> Batch:
-    """Documents as rows of a batch, as long as the longest of them without ``length``."""
+    """Documents as rows of a batch, padded to ``length``, or to the longest of them if that is ``None``."""
     most = length or max(len(document["tokens"]) for document in documents)
     fill = {"tokens": 0, "labels": -100, "loss_mask": 0.0}
     return {
@@ -94,7 +94,7 @@ def main() -> None:
         rows = packed_chats(Path(folder), args.chats, args.length)
         packed = [rows[number] for number in range(len(rows))]
     documents = [document for row in packed for document in split(row)]
-    # Equal numbers of documents a batch; neighbours in a padded batch are drawn, as a shuffled loader would.
+    # Equal numbers of documents in every batch, which are drawn at random, as by a shuffled loader.
     order = np.random.default_rng(2).permutation(len(documents)).tolist()
     groups = [[documents[i] for i in order[start : start + 8]] for start in range(0, len(order), 8)]
     ways: dict[str, Callable[[], list[Batch]]] = {

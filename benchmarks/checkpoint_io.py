@@ -208,9 +208,9 @@ def kilobytes(name: str) -> int:
 
 
 def growth(act: Callable[[], Any]) -> tuple[float, float]:
-    """MB of resident memory at most, and afterwards, over what there was before."""
+    """Growth of resident memory in MB: at its peak, and afterwards."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's high-water mark
     before = kilobytes("VmRSS")
     act()
     peak = kilobytes("VmHWM")
@@ -240,7 +240,7 @@ def memory(folder: Path, megabytes: int) -> dict[str, tuple[float, float]]:
 
 
 class TimedStrategy(MegatronStrategy):
-    """Notes the seconds of each save."""
+    """Records the seconds of each save."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -251,7 +251,7 @@ class TimedStrategy(MegatronStrategy):
 
 
 class Waits(Callback):
-    """Notes the seconds that an optimizer step waits for the copy of its memory, and those of whole steps."""
+    """Records the seconds that an optimizer step waits for the copy of its memory, and those of whole steps."""
 
     def __init__(self) -> None:
         self.waits: list[float] = []
@@ -263,7 +263,7 @@ class Waits(Callback):
 
 
 def stalls(folder: Path, saves: int, precision: Any, run_async: bool) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of saves, of the waits in the steps after them, and of steps beside no save."""
+    """Seconds of saves, of the waits in the steps after them, and of steps without a save."""
     seed_everything(1, verbose=False)
     sizes: dict[str, Any] = {"num_layers": 4, "hidden_size": 768, "num_attention_heads": 8, "num_query_groups": 4}
     sizes |= {"head_dim": 96, "ffn_hidden_size": 2048, "vocab_size": 8192, "max_position_embeddings": LENGTH}
@@ -285,7 +285,7 @@ def stalls(folder: Path, saves: int, precision: Any, run_async: bool) -> tuple[l
 
 
 def print_stalls(folder: Path, rounds: int) -> None:
-    """Seconds that training stands still for a save in the background, against those for a save at once."""
+    """Print the seconds for which training waits: for a save in the background, and for a save at once."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for precision in ("32-true", "bf16-mixed"):

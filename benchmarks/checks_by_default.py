@@ -3,7 +3,7 @@
     python benchmarks/checks_by_default.py [--megabytes 1024] [--rounds 5] [--ranks 1 2] [--steps 40]
 
 Loading: tensors that ranks have written are read with ``verify_on_load`` on and off, in turn; from the page cache, and
-from the disk, where the kernel lets go of the pages when asked.
+from the disk, after asking the kernel to drop the pages.
 
 Steps: a Trainer trains one model with ``check_for_nan_in_loss_and_grad`` on and off, in turn; a step is timed from its
 batch to the next, after the device has ended.

@@ -1,4 +1,4 @@
-"""A process that trains one round of steps whenever it is told to, and the reports of its rounds."""
+"""A process that trains one round of steps on each command, and the reports of its rounds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Contestant:
             seconds: limit; ``None`` for none.
 
         Raises:
-            ContestantError: if the process ends instead, or needs longer, with the end of what it has printed.
+            ContestantError: if the process ends instead, or needs longer, with the end of its output.
         """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has died: its last words follow below

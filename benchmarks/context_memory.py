@@ -2,8 +2,8 @@
 
     python benchmarks/context_memory.py --length 32768
 
-Each layout runs in fresh processes, one thread each. A short sequence comes first, so that libraries and workspaces are
-there; what the long one adds to the most memory that the process has held is what its activations take.
+Each layout runs in fresh processes, one thread each. A short sequence runs first, so that libraries and workspaces are
+allocated; then the long sequence's activations are the growth of the process's peak memory.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=256, help="features of the one layer")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS, help="what to measure")
     args = parser.parse_args()
-    # The C library keeps freed blocks of up to 32 MiB for later, which is where tensors of half the size fall below.
+    # The C library keeps freed blocks of up to 32 MiB for reuse; tensors of half the size would fall below that.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     print("| layout | forward MiB | forward and backward MiB | share | seconds | loss |")
     print("|---|---|---|---|---|---|")

@@ -6,9 +6,9 @@
 Lengths of documents are log-normal, about 1,000 tokens in the mean: 10^9 tokens at 10^6 documents. "Helper" is its C++
 (``build_sample_idx_int32``) against ours, which must give the same array; "bounds" is the same as each program calls
 it, with its choice of a type and its checks; "index" is all three arrays, with the shuffles by NumPy that both share. A
-round of each in turn, in one thread; times are CPU seconds, ratios medians over the rounds. Then a process of its own
-opens a pair of that many documents (with a sparse ``.bin``), builds its data sets with an empty cache, and again with
-the full one: seconds, and the most resident memory above that of the imports.
+round of each in turn, in one thread; times are CPU seconds, ratios medians over the rounds. Then a separate process
+opens a pair of files of ``--documents`` (with a sparse ``.bin``), builds its data sets with an empty cache, and again
+with the full one: seconds, and the peak of resident memory above that of the imports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Speed, memory and kernels of a training step on the device at hand, beside what `plan` predicts for it.
+"""Speed, memory and kernels of a training step on the device at hand, compared with the prediction of `plan`.
 
     python benchmarks/device_step.py llama3.2-1b --seq 8192                       # eager
     python benchmarks/device_step.py llama3.2-1b --seq 8192 --compile

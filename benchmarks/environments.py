@@ -24,10 +24,10 @@ class Peer:
     Attributes:
         module: module of the package ``peers``.
         environment: key of ``ENVIRONMENTS``; empty to run in this environment.
-        axes: axes that it can divide a training by.
-        combines: True if it can divide by several of them at a time.
+        axes: parallel axes that it supports.
+        combines: True if it can combine several of them.
         single: True if it is set up for one process.
-        models: beginnings of names of models that it has.
+        models: prefixes of the names of models that it supports.
     """
 
     module: str
@@ -53,7 +53,7 @@ class Peer:
         return None
 
     def whole_on_each(self, model: str) -> bool:
-        """True if the peer keeps everything on each card, and this model is too large for that."""
+        """True if the peer keeps the whole model on each card, and this model is too large for that."""
         return self.module == "hugging_face" and model in ("llama3.1-8b", "mixtral-8x1b")
 
 

@@ -1,11 +1,11 @@
-"""Measures a rank's experts alone, forward and backward, on routings of which no two have the same numbers of tokens.
+"""Measures a rank's experts alone, forward and backward, on routings that all differ in their numbers of tokens.
 
     python benchmarks/experts.py                        # mixtral-tiny's experts, bf16
     python benchmarks/experts.py --tokens 4096 --routings 20
 
-Variants take turns on the same routings in one process: ``exact`` makes products of exactly the rows that an expert
-has, ``rounded`` of the next of few numbers. Printed for each: processor time of the first and of the last routings, by
-how much memory has grown within its turns, and the largest relative difference of a gradient from the first variant's.
+Variants take turns on the same routings in one process: ``exact`` multiplies exactly the rows of an expert, ``rounded``
+rounds their number up to one of a few. Printed for each: processor time of the first and of the last routings, growth
+of memory within its turns, and the largest relative difference of a gradient from the first variant's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAGE_MB = 4096 / 2**20
 
 @contextmanager
 def rounded() -> Iterator[None]:
-    """Products as they are."""
+    """The library's own products, whose numbers of rows are rounded up."""
     yield
 
 

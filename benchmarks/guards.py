@@ -2,9 +2,9 @@
 
     python benchmarks/guards.py --steps 60
 
-One job of two processes (tp=2), sequences of 128. First what is counted: actions of a step, times what one costs in a
-loop, and what the guard computes on the host. Then what a step shows: every other one runs with all three, the others
-with none of them, so that a busy machine slows both alike; 0.5 % is seen on a machine that does nothing else.
+One job of two processes (tp=2), sequences of 128. First by counting: the number of actions of a step times the cost of
+one in a loop, plus the guard's computation on the host. Then by timing: every other step runs with all three, the
+others with none, so that a busy machine slows both alike; 0.5 % is visible on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Switch(Callback):
 
 
 def train(steps: int) -> tuple[list[tuple[float, float]], int]:
-    """Wall and CPU seconds of each step on this rank, every other with everything; and actions of a step."""
+    """Wall and CPU seconds of each step on this rank, every other one with all three; and actions of a step."""
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
     tokens = torch.randint(32_000, (steps * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(2))

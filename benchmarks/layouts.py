@@ -1,4 +1,4 @@
-"""Profile of a layout on a CPU: collectives of a step by axis, time in waits for them, and operators by time.
+"""Profile of a layout on a CPU: collectives of a step by axis, time spent waiting for them, and operators by time.
 
     python benchmarks/layouts.py --layout tp2 --precision bf16-mixed
     python benchmarks/layouts.py --layout cp2 --seq 8192 --micro-batches 1 --micro-batch 1

@@ -3,8 +3,8 @@
     python benchmarks/lora_memory.py
 
 Three steps of llama-tiny (58 million parameters) in one process for each row, one sequence of 256 tokens a step; LoRA
-of rank 16 on all linear layers. The peak is that of the process's resident memory, less what it had with everything
-imported and one step of a small model behind it. Prints a Markdown table.
+of rank 16 on all linear layers. The peak is that of the process's resident memory, minus its peak after all imports and
+one step of a small model. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def peak() -> int:
 
 
 def fit(module: Any, precision: str, steps: int) -> Any:
-    """Train on random tokens; the Trainer."""
+    """Train on random tokens, and return the Trainer."""
     import torch
     from torch.utils.data import DataLoader
 

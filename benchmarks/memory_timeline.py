@@ -1,4 +1,4 @@
-"""Draws what takes memory during one training step of ours, by cause, and prints it at the step's peak.
+"""Draws the memory of one training step of ours by cause, and prints it at the step's peak.
 
     python benchmarks/memory_timeline.py --row llama-tiny/fp32 --out timeline
     python benchmarks/memory_timeline.py --row mixtral-tiny/bf16 --micro-batches 2
@@ -123,7 +123,7 @@ class Watch(L.Callback):
         self.note("imports")
 
     def note(self, moment: str) -> None:
-        """Write down resident memory and its peak."""
+        """Record resident memory and its peak."""
         now = devices.memory_in_use_bytes(torch.device("cpu")) / MB
         self.start.append((moment, now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 

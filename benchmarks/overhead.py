@@ -1,10 +1,10 @@
-"""Cost of the strategy beside the model: a step of the Trainer against a hand-written loop, and the sharing of logs.
+"""Cost of the strategy besides the model: a step of the Trainer against a hand-written loop, and the sharing of logs.
 
     python benchmarks/overhead.py --rounds 12
 
 One process, one micro-batch: the Trainer with our strategy and a plain loop train the same model with the same fused
 AdamW and the same clipping, one step each in turn, so that a busy machine slows both alike. Four processes: the share
-of a pipeline's step that goes into bringing logs and loss from the last stage to the others.
+of a pipeline's step that is spent on sending logs and loss from the last stage to the others.
 """
 
 from __future__ import annotations

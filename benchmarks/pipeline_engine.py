@@ -4,9 +4,9 @@
 
 Every forward, input gradient and weight gradient of a stage sleeps for a given time; messages, order of actions and the
 splitting of backwards are the engine's own. Prints a Markdown table of measured and simulated step times; the picture
-shows the simulated timelines and where the measured step ends. Sleeping needs no core, so that four processes on fewer
-cores are in nobody's way; but on a busy machine a sleeper wakes up late. So the last two columns simulate the same
-order of actions with every sleep as long as it really was: what is left of the difference is the engine's.
+shows the simulated timelines and where the measured step ends. Sleeping needs no core, so four processes on fewer cores
+do not slow each other; but on a busy machine a sleeper wakes up late. So the last two columns simulate the same order
+of actions with the measured duration of every sleep: the remaining difference is the engine's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Case:
 
 
 class SleepingWork:
-    """Stages that sleep, and keep book of how long they really slept."""
+    """Stages that sleep, and record how long they really slept."""
 
     def __init__(self, case: Case, weight_grads: WeightGradStore) -> None:
         self.case, self.weight_grads = case, weight_grads
@@ -102,7 +102,7 @@ class _Sleep(torch.autograd.Function):
 
 
 def replay(case: Case, slept: Mapping[Action, float]) -> float:
-    """The step time of the schedule if every action takes as long as it really did and all else takes none."""
+    """Step time of the schedule if every action takes its measured time and everything else takes none."""
     schedule = build_schedule(case.name, case.pp, case.vpp, case.micro_batches)
     num_stages = case.pp * case.vpp
     sent: dict[Message | None, float] = {None: 0.0}

@@ -118,7 +118,7 @@ def time_scores(anchors: Iterable[Anchor]) -> list[Score]:
 
 
 def constant_rate(scores: Sequence[Score]) -> list[Score]:
-    """The half that was not fitted, predicted by one rate for each device and format."""
+    """Scores of the half that was not fitted, predicted with one rate for each device and format."""
     rates = defaultdict(list)
 
     def flops(each: Score) -> float:
@@ -265,7 +265,7 @@ def memory_tables(anchors: Sequence[Anchor]) -> list[str]:
 
 
 def _reserve(anchors: Sequence[Anchor]) -> list[str]:
-    """Lines about rows whose figure is what an allocator had reserved: it bounds the prediction from above."""
+    """Lines about rows whose figure is memory that an allocator had reserved: an upper bound of the prediction."""
     reserves = sorted((each.memory or 0.0) / predicted_peak(each) - 1 for each in anchors)
     states = sorted(state_of(each) / (each.memory or 1.0) for each in anchors)
     below = sum(each < 0 for each in reserves)
@@ -279,7 +279,7 @@ def _reserve(anchors: Sequence[Anchor]) -> list[str]:
 
 
 def _with_batches(anchors: Sequence[Anchor]) -> list[str]:
-    """Lines about what a run may hold of the batches of a step, for the rows of large models."""
+    """Lines about masks and labels of a step that a run may still hold, for the rows of large models."""
     lines = ["The same rows with the masks and labels of a step, which some runs hold until the next one:", ""]
     for each in anchors:
         predicted, measured = predicted_after_step(each), each.after_step or 1.0

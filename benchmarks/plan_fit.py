@@ -42,7 +42,7 @@ SHARED = {
 }
 """Devices that take the constants of another one, of the same chip."""
 MEMORY = "h100/bf16"
-"""Key whose share of the memory's bandwidth all chips take: one chip's rows cannot tell it from a program's passes."""
+"""Key whose share of the memory bandwidth all chips use: one chip's rows cannot separate it from a program's passes."""
 FIRST = Efficiency(0.75, 0.45, 0.8)
 BOUNDS = {"matmul": (0.3, 0.85), "attention": (0.1, 0.7), "memory": (0.6, 0.92)}
 """Plausible values, so that constants of different meaning do not trade places."""
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def counts(anchor: Anchor) -> bool:
-    """False for the toy models of Megatron-LM's CI, whose steps are the host's and not the device's."""
+    """False for small models and Megatron-LM's CI, whose step times depend on the host and not on the device."""
     return anchor.job.config.hidden_size >= 768 and anchor.source != "Megatron-LM CI"
 
 
@@ -165,7 +165,7 @@ def _program_change(name: str, factor: float) -> Callable[[Constants], Constants
 
 
 def _attention_change(factor: float) -> Callable[[Constants], Constants]:
-    """Faster attention of the device, and as much slower that of programs: their product stays."""
+    """Faster attention of the device, and slower attention of programs by the same factor: their product stays."""
     moves = [_device_change("h100/bf16", "attention", factor)]
     moves += [_program_change(name, 1 / factor) for name in PROGRAM_BOUNDS if name.endswith("/attention")]
 

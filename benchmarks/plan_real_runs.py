@@ -1,10 +1,10 @@
-"""Bytes of a rehearsal beside those of a real run, for small jobs of one to four processes on a CPU.
+"""Bytes of a rehearsal compared with those of a real run, for small jobs of one to four processes on a CPU.
 
     python benchmarks/plan_real_runs.py            # prints the table of plan_real_runs_202611.md
 
 The same tracker counts the storages of both: of fake tensors in one process, and of real ones in each process of the
-job, in its fourth and fifth step (the first three compare replicas, which a rehearsal leaves out). For each job the
-first and the last rank are compared.
+job, from its fourth step on (the first three compare replicas, which a rehearsal leaves out). For each job the first
+and the last rank are compared.
 """
 
 from __future__ import annotations

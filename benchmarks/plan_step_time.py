@@ -3,8 +3,8 @@
     python benchmarks/plan_step_time.py [--device FILE] [--out benchmarks/plan_step_time_cpu_202611.md]
 
 Without ``--device`` the machine is calibrated first. Each layout runs in the Trainer, one process a rank, one thread a
-process; the figure is the median of its steps after the first ones. Layouts take turns, in several rounds, so that what
-else the machine does meets all of them.
+process; the figure is the median of its steps after the first ones. Layouts take turns, in several rounds, so that
+other load of the machine affects all of them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Losses of one training in bf16-mixed beside fp32, on the corpus of the demo.
+"""Losses of one training in bf16-mixed compared with fp32, on the corpus of the demo.
 
     make demo                                  # makes the corpus under .demo
     python benchmarks/precision_curves.py      # table on the screen, and a picture
 
 A LLaMA of 3 layers, the same weights, batches and learning rates for all. The third run is in fp32 again, with its
-batches cut into micro-batches: its distance from the first is what the order of sums alone makes.
+batches cut into micro-batches: its distance from the first is due to the order of sums alone.
 """
 
 from __future__ import annotations

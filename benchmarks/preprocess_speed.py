@@ -1,16 +1,15 @@
-"""Documents per second of ``preprocess``, beside Megatron-LM's method: one tokenizer call per document in a pool.
+"""Documents per second of ``preprocess``, against Megatron-LM's method: one tokenizer call per document in a pool.
 
     python benchmarks/preprocess_speed.py [--workers 2] [--megabytes 40] [--rounds 3] [--only speed memory]
 
 Megatron's method here: a pool whose workers parse a line, call the tokenizer for its text and send back the ids as a
 list, 32 lines a task; one process writes. Both read the same file with the same tokenizer (a byte-level BPE of 32,000
 tokens with GPT-2's rule, by the ``tokenizers`` library, trained here) and the same number of workers, and must write
-the same bytes. The corpora: "docstrings" are those of the standard library and of what is installed, a document a
-module, English with code in it; "words" are made sentences over words whose frequencies fall as those of a language do.
-Rounds in turn, a whole run each, with the start of its processes: seconds by the clock, and CPU seconds of all
-processes.
+the same bytes. The corpora: "docstrings" are those of the standard library and of installed packages, one document for
+each module, English with code in it; "words" are synthetic sentences with word frequencies by Zipf's law. Methods take
+turns, each round a whole run with the start of its processes: wall seconds, and CPU seconds of all processes.
 
-Memory: the most resident memory of the largest process, over 10^4, 10^5 and 10^6 documents of a few words.
+Memory: peak resident memory of the largest process, for 10^4, 10^5 and 10^6 documents of a few words.
 """
 
 from __future__ import annotations

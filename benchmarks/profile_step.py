@@ -1,4 +1,4 @@
-"""CPU seconds by operator in a step of ours and of a peer, on the same machine.
+"""CPU seconds by operator of a step of ours and of a peer, on the same machine.
 
     python benchmarks/profile_step.py                                     # llama-tiny in bf16 beside the tuned loop
     python benchmarks/profile_step.py --rows gpt-tiny/fp32/single         # another row of bench.py
@@ -6,7 +6,7 @@
 
 Each contestant trains rounds to warm up, then one on a single thread whose operators are timed in CPU seconds: other
 work on the machine hardly disturbs them. With several processes, the operators are those of rank 0. On an accelerator
-these are the seconds of launching kernels, and no measure of anything else.
+the seconds are only those of launching kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cost of the record that every rank keeps of its actions: per action, and as a share of a step of llama-tiny.
+"""Cost of the action record that every rank keeps: per action, and as a share of a step of llama-tiny.
 
 Run: ``python benchmarks/recorder.py [--steps 40]``; two processes over gloo, tp=2. The share is counted, not timed: the
 difference of two runs is far below the noise of a machine. It is the number of actions in a step, times their cost.
@@ -21,7 +21,7 @@ BATCH, SEQUENCE = 4, 128
 
 
 def cost_of_an_action(number: int = 20000) -> dict[str, float]:
-    """Seconds of CPU for a phase, a collective that is waited for, and one that is started first."""
+    """Seconds of CPU for a phase, a blocking collective, and an asynchronous one."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder()
         recorder.open(folder, 0, 2)
@@ -51,7 +51,7 @@ def cost_of_an_action(number: int = 20000) -> dict[str, float]:
 
 
 def cost_of_a_look(folder: Path, others: int = 7, number: int = 50) -> float:
-    """Seconds of CPU for one look at the others of a node, which the watch takes once a second."""
+    """Seconds of CPU for one check of the other ranks of a node, which the watch makes once a second."""
     probe = FailureProbe(folder, 0)
     begun = time.process_time()
     for _ in range(number):
@@ -61,7 +61,7 @@ def cost_of_a_look(folder: Path, others: int = 7, number: int = 50) -> float:
 
 
 def steps_of_tiny(steps: int) -> tuple[float, float, float]:
-    """Seconds a step, actions a step and seconds a look, on one of two ranks."""
+    """Seconds of a step, actions of a step, and seconds of a check of the other ranks, on one of two ranks."""
     import torch
     from lightning.pytorch import Callback
     from torch.utils.data import DataLoader

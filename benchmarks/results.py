@@ -56,7 +56,7 @@ class Contest:
         return self.rounds[name][0]["tokens"] / self.median(name, figure)
 
     def ratio(self, name: str, figure: str, to: str = "ours") -> float | None:
-        """Median over rounds of what a contestant needed to what another did; above 1, the other needs less."""
+        """Median over rounds of a contestant's figure divided by another's; above 1, the other needs less."""
         if to not in self.rounds:
             return None
         pairs = list(zip(self.counted(name), self.counted(to), strict=False))
@@ -71,7 +71,7 @@ class Contest:
         return self.rate(name, "wall") * self.done["flops_per_token"] / (self.gflops * 1e9)
 
     def differing_losses(self) -> list[str]:
-        """Sentences about contestants whose losses are not those of the first one."""
+        """Sentences about contestants whose losses differ from those of the first one."""
         if not self.rounds:
             return []
         found, (first, own) = [], next(iter(self.rounds.items()))

@@ -32,7 +32,7 @@ class Size:
 
 
 def _experts_of_1b(layers: int) -> TransformerConfig:
-    """LLaMA 3.2 1B with 8 feed-forward layers in each place, two of them for a token: 6.9 G parameters in 16 layers."""
+    """LLaMA 3.2 1B with 8 experts in each feed-forward layer, two for each token: 6.9 G parameters in 16 layers."""
     experts = {"num_experts": 8, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.02}
     return preset("llama3.2-1b").replace(num_layers=layers, rope_scaling=None, **experts)
 
@@ -46,7 +46,7 @@ SIZES = {
     "mixtral-8x1b": Size(_experts_of_1b(16), 4096, 1, 8),
     "mixtral-8x1b-4layers": Size(_experts_of_1b(4), 4096, 1, 8),
 }
-"""Models that are no preset, or whose batch is another one than :class:`Size` says."""
+"""Models that are not presets, or whose batch differs from the defaults of :class:`Size`."""
 
 SHORT = ("llama-tiny/fp32/single", "llama-tiny/bf16/single")
 CPU_ROWS = (
@@ -75,11 +75,11 @@ GROUPS = {
     "gpu1": ONE_CARD,
     "gpu8": EIGHT_CARDS,
 }
-"""Names that stand for rows."""
+"""Names of groups of rows."""
 
 
 def size_of(model: str) -> Size:
-    """The size of that name, or of a preset of that name."""
+    """Size of a model in ``SIZES``, or of a preset."""
     return SIZES[model] if model in SIZES else Size(preset(model))
 
 
@@ -127,7 +127,7 @@ class CardMemory:
     Attributes:
         parameters: parameters of the busiest rank in bf16, two bytes each.
         gradients: their gradients in fp32.
-        optimizer: main parameters and two moments in fp32, over the ranks that share them.
+        optimizer: main parameters and two moments in fp32, divided by the ranks that shard them.
         activations: values kept for backward, without recomputation.
         loss: one chunk of logits in fp32, with its gradient.
     """
@@ -151,7 +151,7 @@ LOSS_ROWS = 1024
 def card_memory(row: str) -> CardMemory:
     """Memory of ours on one card for a row in bf16-mixed.
 
-    Layers are shared by tp and pp, experts by ep; optimizer state by dp, that of experts by dp/ep. Activations of a
+    Layers are divided by tp and pp, experts by ep; optimizer state by dp, that of experts by dp/ep. Activations of a
     layer and token, in 16 bits: input and output of two norms, q, k, v and the output of attention, and three times the
     width of the feed-forward layer, which a token with k experts has k times. The first of p stages keeps those of p
     micro-batches.

@@ -1,4 +1,4 @@
-"""Your own LightningModule on parallel layers: a mixture of ordinary modules and two that are cut over tp ranks.
+"""Your own LightningModule on parallel layers: a mixture of ordinary modules and two that are sharded over tp ranks.
 
 python examples/custom_module.py --devices 2 --tp 2
 """
@@ -16,7 +16,7 @@ from lightning_megatron import ColumnParallelLinear, MegatronModule, MegatronStr
 
 
 class Classifier(MegatronModule):
-    """A wide hidden layer: each rank holds some of its features, and they meet again in the sum of the second layer."""
+    """A wide hidden layer: each rank holds some of its features, and the second layer sums over the ranks."""
 
     def __init__(self, width: int = 512, lr: float = 1e-3) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Classifier(MegatronModule):
 
 
 def loader(size: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
-    """Points, and which of four hidden directions each is closest to."""
+    """Points, each labelled with the closest of four hidden directions."""
     generator = torch.Generator().manual_seed(seed)
     points = torch.randn(size, 16, generator=generator)
     directions = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))

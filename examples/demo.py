@@ -1,8 +1,8 @@
 """The main job from end to end, on text that every machine has; `make demo` runs it.
 
 Python's own standard library becomes JSON lines, a tokenizer and token files; a small LLaMA trains on them with tensor
-parallelism over two processes (one, where there is one accelerator), and continues a line of code. What a run has made
-the next one reuses: training that was interrupted goes on from its last checkpoint, complete training is not repeated.
+parallelism over two processes (one, where there is one accelerator), and continues a line of code. A run reuses the
+results of earlier ones: interrupted training resumes from its last checkpoint, complete training is not repeated.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def once(path: Path, make: Callable[[Path], object]) -> Path:
-    """Make a file unless an earlier run has; makers give a file its name when it is complete."""
+    """Make a file unless an earlier run has; makers rename a file to its final name when it is complete."""
     if path.exists():
         say(f"reusing {path}")
     else:
@@ -79,7 +79,7 @@ def once(path: Path, make: Callable[[Path], object]) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file atomically."""
     part = path.with_name(f"{path.name}.part-{os.getpid()}")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
@@ -95,7 +95,7 @@ def write_corpus(path: Path, limit: int | None) -> None:
 
 
 def train(run: Path, prefix: Path, tokenizer: Path, steps: int) -> None:
-    """Train a small LLaMA and write down what came out."""
+    """Train a small LLaMA, and write its results to a file."""
     kind = best_available()
     devices = 2 if kind is CPU else min(2, torch.get_device_module(kind.type).device_count())
     best = ModelCheckpoint(run / "checkpoints", monitor="val_loss", save_last=True)
@@ -150,7 +150,7 @@ def train(run: Path, prefix: Path, tokenizer: Path, steps: int) -> None:
 
 @rank_zero_only
 def report(run: Path, tokenizer: Path) -> None:
-    """Draw the losses, let the model write, and end with one line of numbers."""
+    """Draw the losses, print continuations of the prompts, and end with one line of numbers."""
     facts = json.loads((run / "result.json").read_text())
     draw_losses(run)
     say("the model continues")

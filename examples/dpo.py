@@ -31,7 +31,7 @@ class DPO(LlamaModule):
     """Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290).
 
     A batch is a dict of ``tokens`` and ``labels`` ``[B, 2, S]``: the chosen and the rejected answer of each prompt.
-    Labels are -100 but for answers.
+    Labels are -100 outside the answers.
 
     Args:
         beta: weight of the distance from the reference.
@@ -71,12 +71,12 @@ class DPO(LlamaModule):
 
 
 class Pairs(Dataset[dict[str, Tensor]]):
-    """Pairs of answers as token ids, filled up to one length.
+    """Pairs of answers as token ids, padded to one length.
 
     Args:
         path: JSON lines.
         tokenizer: a tokenizer of transformers with a chat template.
-        seq_length: length of a row; prompts lose their beginning where a pair is longer.
+        seq_length: length of a row; the beginning of the prompt of a longer pair is cut.
     """
 
     def __init__(self, path: str | Path, tokenizer: Any, seq_length: int) -> None:

@@ -1,4 +1,4 @@
-"""Make a tiny model with its tokenizer, as transformers writes them, and chats for it: a first try of fine-tuning.
+"""Make a tiny model with its tokenizer, as transformers writes them, and chats to try fine-tuning on.
 
     python examples/make_chats.py [FOLDER]
 

@@ -19,7 +19,7 @@ class Rule(NamedTuple):
     """Bounds of a value in addition to its type; for numbers, times and lists.
 
     Attributes:
-        text: words that follow "a whole number".
+        text: bounds in words, which follow the type in errors: ``"of at least 1"`` after ``"a whole number"``.
         holds: function that returns True for a value in bounds.
         nearest: values in bounds.
     """
@@ -30,7 +30,7 @@ class Rule(NamedTuple):
 
 
 class OneOf(NamedTuple):
-    """Words, one of which a text must be."""
+    """Allowed values of a text."""
 
     known: Collection[str]
 
@@ -105,7 +105,7 @@ def field_problems(instance: Any, rules: Rules, leave: Collection[str] = ()) -> 
 
 @cache
 def _hints_of(annotated: Any) -> Mapping[str, Any]:
-    """Types by name, of a class or function; evaluating them takes long."""
+    """Annotations of a class or function by name; cached, since evaluating them is slow."""
     return get_type_hints(annotated)
 
 
@@ -115,7 +115,7 @@ def checked(
     """Decorate an ``__init__`` with checks of all its arguments before it runs.
 
     Args:
-        elsewhere: our names of arguments by other programs' names.
+        elsewhere: our argument names, by the names that other programs use.
         **rules: rules by argument, in addition to annotations.
 
     Returns:
@@ -160,14 +160,14 @@ def _unknown(
 def unknown_name(
     name: str, value: object, what: str, known: Sequence[str], elsewhere: Mapping[str, str] | None = None
 ) -> Problem:
-    """The fault of an unknown name.
+    """The :class:`Problem` for an unknown name.
 
     Args:
         name: name that the user gave.
         value: value that the user gave.
         what: kind of name, such as "argument of MegatronStrategy".
         known: known names.
-        elsewhere: known names, or advice, by other programs' names.
+        elsewhere: our names, or advice, by the names that other programs use.
     """
     ours = (elsewhere or {}).get(name)
     if ours is not None and ours not in known:
@@ -176,7 +176,7 @@ def unknown_name(
 
 
 def _single(bound: inspect.BoundArguments) -> dict[str, object]:
-    """Named arguments, without ``self`` and those that ``*`` and ``**`` take."""
+    """Named arguments, without ``self``, ``*args`` and ``**kwargs``."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     taken = list(bound.arguments.items())[1:]
     return {name: value for name, value in taken if bound.signature.parameters[name].kind not in several}
@@ -215,7 +215,7 @@ def _fits_one(value: object, hint: Any) -> bool:
         return True
     if origin is not None and issubclass(kind, Mapping):
         return isinstance(value, Mapping)  # its entries have checks of their own
-    if origin is not None and issubclass(kind, Sequence):  # lists stand for tuples, which YAML does not have
+    if origin is not None and issubclass(kind, Sequence):  # YAML has no tuples: lists pass for them
         return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
     return isinstance(value, kind)
 

@@ -1,9 +1,9 @@
-"""Functions whose work follows from the shapes of their arguments: a rehearsal runs such a function once.
+"""Functions whose work depends only on the shapes of their arguments: a rehearsal runs them once per shape.
 
-Attention block by block, or a product for each expert, is thousands of small operations, and on tensors without memory
-each costs as much time as a large one. A rehearsal that has run :func:`by_shape` functions once knows what each later
-call of the same shapes does to memory, and makes only its results (``rehearsal/known_calls.py``). Everywhere else they
-are called as if they were not marked.
+Blockwise attention, or a product for each expert, is thousands of small operations, and on tensors without memory
+each takes as long as a large one. A rehearsal that has run a :func:`by_shape` function once knows the memory use of
+later calls with the same shapes, and only creates their results (``rehearsal/known_calls.py``). Everywhere else the
+mark has no effect.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Runner(Protocol):
-    """Callback that calls functions in place of their callers."""
+    """Callback that runs a marked function in place of its caller."""
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Result of a function."""
+        """Return the result of ``function(*args, **kwargs)``."""
         ...
 
 
@@ -33,8 +33,8 @@ _RUNNER: ContextVar[Runner | None] = ContextVar("runner of functions by shape", 
 def by_shape(function: F) -> F:
     """Mark a function without gradients whose operations depend on the shapes of its tensors, and on no value in them.
 
-    It must not communicate, nor draw random numbers. It returns tensors of its own, and may write to its arguments what
-    depends on activations or weights.
+    It must not communicate or draw random numbers. It returns newly allocated tensors, and may write only values that
+    depend on activations or weights into its arguments.
     """
 
     @wraps(function)
@@ -49,7 +49,7 @@ def by_shape(function: F) -> F:
 
 @contextmanager
 def calls_go_to(runner: Runner) -> Iterator[None]:
-    """Context in which a runner calls the functions that :func:`by_shape` marks."""
+    """Let ``runner`` execute the functions that :func:`by_shape` marks, within the block."""
     token = _RUNNER.set(runner)
     try:
         yield

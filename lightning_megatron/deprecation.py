@@ -1,4 +1,4 @@
-"""Public names that will go: they lead to what replaces them, with a warning, until the version that drops them."""
+"""Deprecated public names: they return their replacement with a ``FutureWarning``, until a version removes them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Deprecation:
-    """The end of a public name.
+    """Deprecation of a public name.
 
     Args:
-        replacement: full name of what replaces it, such as ``"lightning_megatron.Throughput"``.
-        since: version that warns first.
+        replacement: full name of the replacement, such as ``"lightning_megatron.Throughput"``.
+        since: first version that warns.
         until: version that no longer has the name, a minor release after ``since`` or later.
     """
 
@@ -25,10 +25,10 @@ class Deprecation:
     until: str
 
     def value(self, name: str) -> Any:
-        """The replacement, with a warning at the caller of a package's ``__getattr__``.
+        """Return the replacement, and warn at the line that called the package's ``__getattr__``.
 
         Args:
-            name: full name of what was asked for.
+            name: full name of the deprecated attribute.
         """
         text = f"{name} is deprecated since {self.since} and will be removed in {self.until}: use {self.replacement}"
         warnings.warn(text, FutureWarning, stacklevel=3)
@@ -37,4 +37,4 @@ class Deprecation:
 
 
 DEPRECATED: Mapping[str, Deprecation] = MappingProxyType({})
-"""By full names; CONTRIBUTING.md has the rule, and docs/names.yaml what was public."""
+"""Deprecations by full name; CONTRIBUTING.md has the rule, docs/names.yaml all names that were ever public."""

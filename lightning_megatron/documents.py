@@ -1,8 +1,8 @@
-"""Documents in a batch: where each begins and ends, and attention that stays inside of each.
+"""Documents packed into a batch: their bounds, and attention that does not cross them.
 
-Several documents stand in one sequence, one after another ("packed"). Attention of one to another is not masked but
-never computed: there is a call for each length of document, with all documents of that length beside each other. No
-mask ``[S, S]`` exists, and nothing is spent on what it would hide.
+Several documents are packed into one sequence, one after another. Attention across documents is not masked but never
+computed: each kernel call takes all documents of one length as a batch. No mask ``[S, S]`` exists, and no work is
+spent on masked scores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 
 
 class DocumentBlock(NamedTuple):
-    """Tokens of one document among some queries, and those that they see among some keys.
+    """The queries of one document, and the keys that they attend to.
 
     Attributes:
         sequence: number of the sequence in the batch.
@@ -41,21 +41,21 @@ class DocumentBlock(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Number of queries, number of keys, position of the first query: what two calls must share to be one."""
+        """Number of queries, number of keys, position of the first query; blocks of one shape share one call."""
         lengths = (part.stop - part.start for part in (self.queries, self.keys))
         return *lengths, self.first_query
 
 
 @dataclass(eq=False)  # torch.compile of torch 2.11 makes a graph for each value of a frozen one
 class Documents:
-    """Documents of a batch. They are known on the host, so that no device is waited for.
+    """Documents of a batch. Their bounds are on the host, so that nothing waits for a device.
 
     Attributes:
         spans: first token and end of each document, in order, for each sequence; other tokens are padding.
         length: number of tokens of a sequence.
         present: bool ``[S, B]`` or a rank's shard of it, True for tokens that are no padding; ``None`` where the layers
             need not know, as without padding.
-        plans: orders of tokens that attention has made so far: every layer and recomputation needs the same ones.
+        plans: cached token orders of attention, which all layers and recomputation share.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -70,7 +70,7 @@ class Documents:
 
     @property
     def is_one_each(self) -> bool:
-        """True if every sequence is one whole document, as in a batch that says nothing of documents."""
+        """True if every sequence is one whole document, as in a batch without document bounds."""
         return all(row == ((0, self.length),) for row in self.spans)
 
     @property
@@ -105,7 +105,7 @@ class Documents:
         return found
 
     def together(self, places: int) -> Tensor:
-        """``[B, S]`` bool on the host: True where so many places later the same document still goes on."""
+        """``[B, S]`` bool on the host: True where the token ``places`` later belongs to the same document."""
         found = torch.zeros(len(self.spans), self.length, dtype=torch.bool)
         for row, spans in zip(found, self.spans, strict=True):
             for first, end in spans:
@@ -113,11 +113,11 @@ class Documents:
         return found
 
     def with_present(self, present: Tensor | None) -> Documents:
-        """The same documents, with a rank's tokens that are no padding."""
+        """A copy of these documents with another :attr:`present`."""
         return replace(self, present=present)
 
     def meetings(self, queries: range, keys: range) -> Iterator[DocumentBlock]:
-        """Meetings of documents that are among both the queries and the keys at these positions; the mask is causal."""
+        """Causal blocks of the documents that have both queries and keys in these ranges of positions."""
         for sequence, spans in enumerate(self.spans):
             for first, end in spans:
                 begin, stop = max(first, queries.start), min(end, queries.stop)
@@ -151,17 +151,17 @@ def device_problem(key: str, device: torch.device) -> Problem | None:
     if not compiles_fixed_shapes(device):
         return None
     reason = (
-        "FusedSDPA takes no bounds of documents, and on Gaudi every new length of a document would be a new graph:"
-        " give one document a sample, padded at its end, or train where there is none"
+        "FusedSDPA takes no document bounds, and on Gaudi every new document length would compile a new graph:"
+        " give one document per sample, padded at its end, or train on another kind of device"
     )
     return Problem(f"batch[{key!r}]", "given", reason)
 
 
 class _Plan(NamedTuple):
-    """Order in which tokens are computed, on a device.
+    """Order in which attention takes the tokens, as indices on a device.
 
     Attributes:
-        queries: ``[n]`` rows of ``[S B, ...]``, a call after the other.
+        queries: ``[n]`` row indices into ``[S B, ...]``, call after call.
         keys: ``[m]`` likewise.
         calls: queries, keys and position of the first query of a document, and number of documents, of each call.
     """
@@ -190,7 +190,7 @@ def attend_documents(
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``.
         v: ``[T, B, G, V]``.
-        documents: documents; tokens behind their sequences are padding.
+        documents: documents of the batch; tokens after the end of their sequences are padding.
         causal: must be True.
         first_query: position of the first query among the keys.
         **how: further arguments of ``core``, which do not depend on the sequence.
@@ -203,7 +203,7 @@ def attend_documents(
     plan = _plan(documents, range(first_query, first_query + length), len(k), q.device)
     if not plan.calls:
         return _nothing(q, k, v, how.get("sinks"))
-    # One copy of each operand, whose backward is one too; a slice for each document would add up whole gradients.
+    # Each operand is gathered once, so its backward is one scatter; a slice per document would add up full gradients.
     parts = [x.flatten(0, 1).index_select(0, rows) for x, rows in ((q, plan.queries), (k, plan.keys), (v, plan.keys))]
     q_sizes, k_sizes = ([shape[side] * count for shape, count in plan.calls] for side in (0, 1))
     of_calls = (part.split(sizes) for part, sizes in zip(parts, (q_sizes, k_sizes, k_sizes), strict=True))
@@ -217,7 +217,7 @@ def attend_documents(
 
 
 def _plan(documents: Documents, queries: range, keys: int, device: torch.device) -> _Plan:
-    """Calls for the queries at some positions and so many first keys, one for each shape of a document."""
+    """Plan for a range of queries and the first ``keys`` keys, with one call for each shape of a block."""
     asked = queries, keys, device
     if asked not in documents.plans:
         by_shape: dict[tuple[int, int, int], list[DocumentBlock]] = {}
@@ -234,14 +234,14 @@ def _plan(documents: Documents, queries: range, keys: int, device: torch.device)
 
 
 def _rows(parts: Sequence[tuple[slice, int]], batch: int) -> Tensor:
-    """Rows of ``[S B, ...]`` with parts of one length of some sequences, the first token of each first."""
+    """Row indices into ``[S B, ...]`` of equally long parts of sequences: first token of each part, then second, ..."""
     firsts = torch.tensor([part.start * batch + sequence for part, sequence in parts])
     length = parts[0][0].stop - parts[0][0].start
     return (torch.arange(length)[:, None] * batch + firsts).flatten()
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-    """``[S, B, N, V]`` of zeros, of which every operand has a gradient."""
+    """Zeros ``[S, B, N, V]`` that depend on every operand, so that each gets a gradient."""
     none = q.sum() * 0 + k.sum() * 0 + v.sum() * 0
     if sinks is not None:
         none = none + sinks.sum() * 0

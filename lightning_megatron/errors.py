@@ -125,7 +125,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 
 def described(error: BaseException) -> str:
-    """``ValueError: its text`` on one line; also of an error whose text cannot be made."""
+    """``ValueError: its text`` on one line; works even if ``str(error)`` raises."""
     try:
         text = str(error)
     except Exception as fault:
@@ -134,10 +134,10 @@ def described(error: BaseException) -> str:
 
 
 def print_errors_briefly() -> None:
-    """Let Python print the user's frames alone of errors of this package that nothing catches: their text says it all.
+    """For uncaught errors of this package, let Python print only the user's stack frames: their text says the rest.
 
-    A run gives ``is_printed_here`` to the error that it ends in: where it is True, frames below the user's are printed
-    too; where it is False, nothing, since another rank prints it.
+    A run sets ``is_printed_here`` on the error that ends it, of any class. True prints the user's frames, and for
+    errors of other packages the frames below those; False prints nothing, since another rank prints the error.
     """
     sys.excepthook = partial(_print, sys.excepthook)
 

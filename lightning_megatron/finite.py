@@ -19,7 +19,7 @@ def first_bad_row(flat: Tensor, row: int) -> tuple[Tensor, Tensor]:
     """1 if all rows are finite, else 0; and the index of the first bad row, if there is one.
 
     Args:
-        flat: ``[n]``; a remainder that fills no row is a row of its own.
+        flat: ``[n]``; a last row may be shorter.
         row: number of elements of a row.
     """
     full = flat.detach()[: flat.numel() // row * row].view(-1, row)
@@ -54,10 +54,10 @@ def amount(x: Tensor) -> str:
 
 
 def _all_finite(x: Tensor) -> bool:
-    """True if all elements are finite; exact, where a sum may overflow."""
+    """True if all elements are finite; checks each element, since a sum may overflow."""
     return bool(x.detach().isfinite().all())
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """Dtype of a sum that overflows as late as one in fp32. That of bf16 is bf16, ten times as fast on a CPU."""
+    """Dtype to sum in, with the range of fp32. bf16 has that range, and its sum is ten times as fast on a CPU."""
     return torch.float32 if x.dtype.itemsize == 1 or x.dtype == torch.float16 else x.dtype

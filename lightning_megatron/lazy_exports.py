@@ -19,13 +19,11 @@ def exports_of(
 
     Args:
         package: ``__name__`` of the package.
-        deprecated: names that will go, of all packages.
+        deprecated: deprecated names of all packages.
     """
     spec: Any = find_spec(package)
     module, module_of = "", {}
-    for step in dis.get_instructions(
-        spec.loader.get_code(package)
-    ):  # byte code, which is there without the source, too
+    for step in dis.get_instructions(spec.loader.get_code(package)):  # byte code exists without the source, too
         if step.opname == "IMPORT_NAME":
             module = step.argval
         elif step.opname == "IMPORT_FROM":

@@ -67,7 +67,7 @@ def rank_groups(grid: Mapping[str, int], axes: Sequence[str]) -> list[tuple[int,
 
 
 def uneven_groups(layout: ParallelLayout, devices_per_node: int) -> dict[str, tuple[int, ...]]:
-    """One group of each kind, by axis, that has unequally many ranks on the nodes that it touches.
+    """For each axis, the first group with unequal numbers of ranks on its nodes; axes without one are left out.
 
     Args:
         layout: resolved layout.
@@ -126,11 +126,11 @@ class Axis:
     number: int = field(default=0, compare=False, repr=False)
 
     def call(self, kind: Kind, value: torch.Tensor | None = None, peer: int = -1) -> Call:
-        """A collective of this axis, or a message, for the record of this rank.
+        """A record, in this rank's action log, of a collective or a message on this axis.
 
         Args:
-            kind: which.
-            value: a tensor, whose bytes are noted.
+            kind: kind of collective or message.
+            value: tensor whose size in bytes is recorded.
             peer: global rank at the other end of a message.
         """
         if torch.compiler.is_compiling():  # a graph has no clock, and sizes may be symbols there
@@ -138,11 +138,11 @@ class Axis:
         return Call(self.action_log, kind, self.name, self.number, value, peer)
 
     def during(self, kind: Kind, detail: str = "") -> AbstractContextManager[None]:
-        """Bracket a phase in the record of this rank.
+        """Record the begin and end of a phase in this rank's action log.
 
         Args:
-            kind: which.
-            detail: what it is about, such as a path.
+            kind: kind of phase.
+            detail: subject of the phase, such as a path.
         """
         return nullcontext() if self.action_log is None else self.action_log.during(kind, detail)
 
@@ -155,7 +155,7 @@ class Axis:
 
 
 def _count_members(group: dist.ProcessGroup, device: torch.device | None) -> float:
-    """Sum of one element of value 1 over a group, read back so that it has arrived."""
+    """All-reduce a 1 over a group, and read the sum back, which waits for the collective."""
     one = torch.ones(1, device=device)
     dist.all_reduce(one, group=group)
     return one.item()
@@ -163,9 +163,9 @@ def _count_members(group: dist.ProcessGroup, device: torch.device | None) -> flo
 
 @dataclass(frozen=True)
 class RehearsedRanks:
-    """Other ranks of a job of which only one is there, in a rehearsal, as far as that one depends on them.
+    """Facts about the other ranks of a job that the single rank of a rehearsal depends on.
 
-    What ranks tell each other besides is taken to be the same on all of them.
+    Everything else that ranks exchange is assumed to be equal on all of them.
 
     Attributes:
         tied: names of the parameters that the first and the last pipeline stage share.
@@ -197,7 +197,7 @@ class ParallelMesh:
         host: all ranks, over the group for objects and for tensors in host memory.
         recorder: recorder of this rank's actions.
         connect_seconds: seconds of each group's first collective, by axis, if :meth:`connect` was called.
-        rehearsed: the other ranks, where they do not exist; ``None`` in a run.
+        rehearsed: facts about the other ranks in a rehearsal; ``None`` in a run.
 
     Args:
         layout: number of ranks on each axis; ``dp`` must be resolved.
@@ -267,7 +267,7 @@ class ParallelMesh:
         timeout: timedelta | None = None,
         recorder: Recorder | None = None,
     ) -> ParallelMesh:
-        """Build the groups of a job whose default process group is up. Every rank must call this.
+        """Build the groups of a job whose default process group is initialized. Every rank must call this.
 
         Groups with the same members are built once. ``new_group`` gets only ranks and timeout: Gaudi's oldest
         supported bridge accepts only (ranks, timeout, backend, pg_options).
@@ -376,7 +376,7 @@ class ParallelMesh:
         )
 
     def host_axis(self, name: str, groups: Sequence[Sequence[int]], timeout: timedelta) -> Axis:
-        """Axis of the ranks of that group which has this rank, with a new group on the host. Every rank must call this.
+        """Axis over the one of ``groups`` that has this rank, with a new group on the host. Every rank must call this.
 
         Args:
             name: name of the axis.

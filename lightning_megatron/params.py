@@ -1,4 +1,4 @@
-"""Descriptions of parameters of which a rank holds a part.
+"""Specs of parameters that may be sharded over ranks.
 
 A layer declares a :class:`ParamSpec` for each of its own parameters. Checkpoints, clipping, gradient reduction and
 conversion read the specs, and depend on no layer or model.
@@ -52,7 +52,7 @@ class Box:
 
 
 NO_PARAMETER = "*"
-"""Key of an optimizer's state that belongs to no parameter, in the place of a parameter's name."""
+"""Key, in place of a parameter's name, of optimizer state that belongs to no parameter."""
 
 SAME_NAME = "(the same name)"
 """Value of ``ParamSpec.tied_with`` if the other stage has the parameter under the same global name."""
@@ -75,7 +75,7 @@ class ParamSpec:
         decay: True if weight decay applies by default (not to norms and biases).
         tied_with: global name of the parameter this one repeats on another pipeline stage; a repeated parameter is
             left out of gradient norms and checkpoints. A layer does not know global names and declares ``SAME_NAME``.
-        multiple: number of which the length of ``tp_dim`` in a model on one rank, padding included, is a multiple.
+        multiple: the padded length of ``tp_dim`` in a model on one rank is a multiple of this number.
     """
 
     global_shape: tuple[int, ...]
@@ -140,7 +140,7 @@ class ParamShard:
 
 @runtime_checkable
 class HasParamSpecs(Protocol):
-    """A layer that declares the parameters it owns directly, and buffers that are weights to other programs."""
+    """A layer that declares the parameters it owns directly, and buffers that other programs store as weights."""
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
         """Specs of this module's own parameters and of such buffers, by their name inside the module."""

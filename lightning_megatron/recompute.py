@@ -40,8 +40,8 @@ def run_part(
         function: the part.
         *args: inputs of the function.
         rng: random streams that the part may draw from.
-        is_pure: True if the part draws nothing and communicates nothing. ``torch.compile`` then takes it into its
-            graph, whose backward computes it again, where the device's backend is known to do so.
+        is_pure: True if the part neither draws random numbers nor communicates. ``torch.compile`` then traces it into
+            its graph and recomputes it in the backward, on devices whose backend is known to do so.
     """
     if not plan.wraps(module):
         return function(*args)

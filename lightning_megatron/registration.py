@@ -21,7 +21,7 @@ _AWAITED = {
 
 
 def register_with_lightning() -> None:
-    """Register now what belongs to modules that are imported, and the rest right after their import."""
+    """Register now with modules that are imported already, and with the others right after their import."""
     waiting = {finder.awaited for finder in sys.meta_path if isinstance(finder, _Waiting)}
     for awaited, follows in _AWAITED.items():
         if awaited in sys.modules:
@@ -31,7 +31,7 @@ def register_with_lightning() -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finder of one module, by the other finders.
+    """Finder of one module, which asks the other finders and adds a registration after the import.
 
     Args:
         awaited: name of the module.
@@ -55,7 +55,7 @@ class _Waiting(MetaPathFinder):
 
 
 class _ThenRegister(Loader):
-    """Loader that calls another loader, and registers.
+    """Loader that calls another loader, and then registers our classes.
 
     Args:
         loader: the other loader, which the module keeps as its own.
@@ -67,11 +67,11 @@ class _ThenRegister(Loader):
         self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """The empty module."""
+        """Create the empty module with the other loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Load the module, and register."""
+        """Load the module, and then register our classes."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -3,8 +3,8 @@
 Outside tensor-parallel regions every tp rank must draw the same dropout mask, inside they must differ (Megatron-LM,
 https://arxiv.org/abs/1909.08053, section 3). Context-parallel ranks hold other tokens and must differ in both. Draws
 that all ranks share come from torch's default generator, which Lightning seeds equally; the others from separate
-streams that are swapped in within a ``with`` block. Stages of a pipeline have different layers, so none of those draws
-from the default generator: data and the code of users do, and must draw alike on all stages.
+streams that are swapped in within a ``with`` block. Pipeline stages have different layers, so layers do not draw from
+the default generator there: only data and user code do, and these must draw the same on all stages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RNGStreams:
     """Default random stream of a device, and more that differ between ranks.
 
     Attributes:
-        replaying: True while a forward is recomputed for its gradients; it must not count anything again.
+        replaying: True while a forward is recomputed for its gradients: statistics must not be counted again.
 
     Args:
         device: device whose generator is swapped.

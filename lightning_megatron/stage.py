@@ -1,8 +1,8 @@
 """Begin and end of a model call on one stage of a pipeline.
 
-A user's step calls the model as if it were whole. On a stage that is not the first the model begins with the activation
-that has arrived; on one that is not the last it ends the step then and there, by raising :class:`StageReached` with the
-activation for the next stage. Code before the call runs on every stage, code after it on the last one only.
+A user's step calls the model as if it were whole. On every stage but the first, the model begins with the received
+activation; on every stage but the last, it ends the step by raising :class:`StageReached` with the activation for the
+next stage. Code before the call runs on every stage, code after it on the last one only.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BackwardScale:
 
 
 class StageReached(BaseException):
-    """End of the model's part on this stage. A ``BaseException``, since it is no error and no handler shall stop it.
+    """End of the model's part on this stage. A ``BaseException``, so that no ``except Exception`` stops it.
 
     Attributes:
         hidden: activation for the next stage.
@@ -99,7 +99,7 @@ class StageBoundary:
             self.stage, self.hidden, self.loss_scale, self._is_taken = before
 
     def take(self) -> Tensor:
-        """The input of the stage, for one call of the model: stages before this one have run for a single one.
+        """The input of the stage, once per step: the stages before this one have run only once.
 
         Raises:
             RuntimeError: for a second call in the same step.

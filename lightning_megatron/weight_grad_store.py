@@ -1,13 +1,13 @@
-"""Weight gradients that layers compute later, or put into their place themselves.
+"""Weight gradients that layers defer, or accumulate themselves.
 
 Zero-bubble schedules (https://arxiv.org/abs/2401.10241) split a backward in two: the gradient of the input, which the
 previous stage waits for, and the gradients of the weights, which nothing waits for. While the store defers, linear
 layers put functions that compute their weights' gradients into it. A flush runs these functions through autograd, so
 that the hooks of a parameter see an ordinary gradient.
 
-An ordinary gradient is a tensor of its own, which autograd then adds to the gradients of earlier micro-batches: three
-more passes over memory that are as long as the parameters. Where nothing needs that tensor, a layer adds its product to
-the accumulated gradient itself, and returns ``None`` to autograd.
+Autograd makes a new tensor of each gradient, and adds it to that of earlier micro-batches: three more passes over
+memory of the parameters' size. Where nothing needs that tensor, a layer adds its product to the accumulated gradient
+itself, and returns ``None`` to autograd.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ BLOCK = 1 << 18
 
 
 class GradPlace(NamedTuple):
-    """The place of a parameter's accumulated gradient.
+    """Buffer of a parameter's accumulated gradient.
 
     Attributes:
         grad: the gradient, in the parameter's shape.
-        is_new: True if it holds no gradient yet; whatever is in it has to be overwritten.
+        is_new: True if the buffer holds no gradient yet and must be overwritten.
         block: elements that are added at a time.
     """
 
@@ -91,21 +91,21 @@ class WeightGradStore:
         self._is_accumulating = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without the places: those of the parameters of a copied layer are elsewhere."""
+        """State without the gradient buffers, which belong to the parameters of the original."""
         return {**self.__dict__, "_find_place": None, "_is_accumulating": False}
 
     @property
     def has_places(self) -> bool:
-        """True if gradients have places to which layers may add them."""
+        """True if there are gradient buffers that layers may add to."""
         return self._find_place is not None
 
     @property
     def takes_gradients(self) -> bool:
-        """True if a forward may choose a backward that adds gradients to their places; a traced one may not."""
+        """True if a forward may choose a backward that adds to the gradient buffers; False under ``torch.compile``."""
         return not torch.compiler.is_compiling() and self.has_places and torch.is_grad_enabled()
 
     def set_places(self, find_place: FindPlace | None) -> None:
-        """Set the function that finds the place of a parameter's gradient.
+        """Set the function that finds the buffer of a parameter's gradient.
 
         Args:
             find_place: function of the parameter, called when its gradient is about to be computed. It returns ``None``
@@ -115,10 +115,10 @@ class WeightGradStore:
 
     @contextmanager
     def accumulating(self, allowed: bool = True) -> Iterator[None]:
-        """Bracket a backward whose gradients all end in ``param.grad``, as those of ``torch.autograd.grad`` do not.
+        """Context of a backward that accumulates all gradients in ``param.grad``, unlike ``torch.autograd.grad``.
 
         Args:
-            allowed: False for a backward of which this is not known.
+            allowed: False if the backward is not known to do so.
         """
         before, self._is_accumulating = self._is_accumulating, allowed
         try:
@@ -127,7 +127,7 @@ class WeightGradStore:
             self._is_accumulating = before
 
     def place_of(self, param: Tensor | None) -> GradPlace | None:
-        """The place to which the caller adds a gradient itself; ``None`` if it has to return it to autograd."""
+        """Buffer to which the caller adds the gradient itself; ``None`` if it must return it to autograd."""
         if param is None or self._find_place is None or not self._is_accumulating or torch.is_grad_enabled():
             return None
         place = self._find_place(param)

@@ -1,4 +1,4 @@
-"""A Lightning Trainer as a contestant: the callback that speaks with the driver, and the arguments all share."""
+"""A Lightning Trainer as a contestant: the callback that talks to the driver, and the arguments that all share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peers.protocol import CLIP, Job, RandomTokens, Rounds
 
 
 class RoundsCallback(L.Callback):
-    """Waits for a word before each round of steps and reports after it."""
+    """Waits for the driver's command before each round of steps, and reports after it."""
 
     def __init__(self, job: Job, batches_per_step: int) -> None:
         self._rounds = Rounds(job)

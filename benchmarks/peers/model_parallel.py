@@ -16,10 +16,10 @@ from peers.protocol import CLIP, Job, job_of
 
 
 class ModelParallelModule(HuggingFaceModule):
-    """The model, cut over the device mesh when Lightning has made it."""
+    """The model, sharded over the device mesh once Lightning has created that."""
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Clip the norm over tensor-parallel and whole parameters, which torch does not take in one call."""
+        """Clip the norm over tensor-parallel and whole parameters, which torch does not accept in one call."""
         with_grad = [p for p in self.parameters() if p.grad is not None]
         norms = []
         for kind in (True, False):

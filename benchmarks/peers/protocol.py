@@ -152,7 +152,7 @@ class Operators(TorchDispatchMode):
 
 
 class Rounds:
-    """The conversation with the driver: waits for a word before each round and reports after it."""
+    """Contestant's side of the protocol: waits for a command before each round, and reports after it."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -161,7 +161,7 @@ class Rounds:
         self._operators: Operators | None = None
 
     def begin(self) -> None:
-        """Wait for the driver's word on rank 0, for rank 0 on the others, then start the clocks."""
+        """Wait for the driver's command on rank 0, and for rank 0 on the others; then start the clocks."""
         if dist.is_initialized() and self._group is None:
             # On the host: ranks that wait must not keep a device busy while another contestant trains.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
@@ -181,7 +181,7 @@ class Rounds:
         """Report a round of all ranks from rank 0.
 
         Args:
-            loss: mean loss of the round's last step, over the whole batch; less on ranks that do not know it.
+            loss: mean loss of the round's last step, over the whole batch; a smaller number on ranks without it.
         """
         self._synchronize()
         wall, cpu = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
@@ -218,7 +218,7 @@ class Rounds:
 
 
 def train(job: Job, step: Callable[[int], float]) -> None:
-    """Let a plain loop train as long as the driver wants.
+    """Run rounds of a plain loop until the driver ends the process.
 
     Args:
         job: the training.

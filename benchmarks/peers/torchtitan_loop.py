@@ -1,6 +1,6 @@
 """torchtitan's own Trainer on LLaMA: FSDP2 for "dp", its tensor and sequence parallelism, its 1F1B pipeline.
 
-Its chunked loss and fused AdamW are its own choices, and stay. Changed are: no recomputation of activations, plain
+It keeps its own chunked loss and fused AdamW. Three settings differ: no recomputation of activations, plain
 scaled-dot-product attention, since its masks for packed documents have no backward on a CPU, and no CUDA graphs, which
 its pipelines do not support. On a CPU three parts of it are replaced: see :func:`run_on_cpu`, :func:`sum_by_sums` and
 :func:`no_new_timeouts`; a pipeline needs :class:`GivenMicroBatches` with the newest release of torch.
@@ -32,9 +32,9 @@ JOB = job_of()
 
 
 def run_on_cpu() -> None:
-    """Have torchtitan, which names CUDA where it finds no accelerator, train on a CPU.
+    """Make torchtitan, which falls back to CUDA if it finds no accelerator, train on a CPU.
 
-    Every module of it copies these two names when it is imported, so this comes first.
+    Its modules copy these two names when they are imported, so this must run first.
     """
     from torchtitan.tools import utils
 
@@ -161,12 +161,12 @@ class Contestant(Trainer):
             self._rounds.begin()
         super().train_step(data_iterator)
         if self.step % JOB.steps == 0:
-            # A stage of a pipeline that is not the last one has no loss, and says -1.
+            # A pipeline stage that is not the last one has no loss, and reports -1.
             self._rounds.end(self.metrics_processor.last)
 
 
 class GivenMicroBatches:
-    """A schedule that takes micro-batches, as torchtitan gives them; those of older torch only split a batch."""
+    """A schedule that accepts micro-batches, as torchtitan passes them; those of older torch only split a batch."""
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
@@ -180,7 +180,7 @@ class GivenMicroBatches:
 
 
 def sum_by_sums(parts: list[nn.Module]) -> None:
-    """Have FSDP2 reduce by sums: gloo has no reduction that multiplies before it sums."""
+    """Make FSDP2 reduce by sums: gloo has no reduction that multiplies before it sums."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
@@ -299,7 +299,7 @@ def main(job: Job) -> None:
 
 
 def no_new_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
-    """gloo takes no new limit for a group that exists."""
+    """Change nothing: gloo accepts no new timeout for an existing group."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A plain torch loop, tuned by hand: the fastest way that a person would write for one process.
+"""A plain torch loop, tuned by hand: the fastest that a user would write for one process.
 
 One fused AdamW, linear layer and cross entropy in chunks with gradients made in the forward pass, freed memory kept by
 the allocator of the C library, autocast for bf16.
@@ -49,7 +49,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep large freed blocks, or every step would fault the pages of its activations in again."""
+    """Make glibc keep large freed blocks: otherwise every step would cause page faults for its activations again."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)

@@ -1,10 +1,10 @@
-"""Train on a folder of litdata's: replicas share the samples, and a checkpoint goes on at the next one.
+"""Train on a data set of litdata: samples are split over replicas, and a checkpoint resumes at the next sample.
 
     make demo  # makes the token files that are read here
     python examples/streaming/litdata_tokens.py make .demo/corpus_text_document .demo/litdata --seq-length 128
     python examples/streaming/litdata_tokens.py fit --config examples/streaming/litdata.yaml
 
-Needs the extra ``litdata``. Text files of your own become such a folder by ``litdata.optimize``, as here.
+Needs the extra ``litdata``. Convert your own text files with ``litdata.optimize``, as here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def next_tokens(samples: Sequence[Any]) -> dict[str, Tensor]:
 class ReplicaLoader(litdata.StreamingDataLoader):
     """Loader of one data-parallel replica, whose ranks all read the same samples.
 
-    litdata counts every process as a reader of its own, so the data set is told which replica this is.
+    litdata treats every process as a separate reader, so the data set gets the number of this replica.
 
     Args:
         dataset: data set, not read yet.
@@ -55,7 +55,7 @@ class ReplicaLoader(litdata.StreamingDataLoader):
         self._processes = dataset.distributed_env.world_size
         replica = Environment.from_args(dp_size, dp_rank, max(1, num_workers), 0).dist_env
         assert replica is not None
-        replica.num_nodes = 1  # it takes every card of the node for a replica
+        replica.num_nodes = 1  # litdata takes every card of the node for a replica
         dataset.distributed_env = replica
         self.dp_size, self._place = dp_size, 0
         super().__init__(
@@ -64,7 +64,7 @@ class ReplicaLoader(litdata.StreamingDataLoader):
 
     def __iter__(self) -> Any:
         """Batches of the rest of a restored epoch, or of a whole one."""
-        # Lightning leaves an epoch at its last batch and does not ask for another: litdata would repeat a restored one.
+        # Lightning stops at an epoch's last batch without exhausting the loader: litdata would repeat a restored epoch.
         if self.restore and self._place >= len(self):
             self.restore = False
         if not self.restore:
@@ -74,7 +74,7 @@ class ReplicaLoader(litdata.StreamingDataLoader):
             yield batch
 
     def load_state_dict(self, obj: Mapping[str, Any]) -> None:
-        """Go to the place of a checkpoint.
+        """Restore the position of a checkpoint.
 
         Args:
             obj: result of ``state_dict``.
@@ -103,7 +103,7 @@ class LitDataTokens(LightningDataModule):
     Args:
         input_dir: folder with litdata's ``index.json``, readable by all machines.
         batch_size: samples of a batch of one data-parallel replica.
-        shuffle: draw another order in each epoch.
+        shuffle: True to draw another order in each epoch.
         seed: seed of the order.
         num_workers: number of processes that load samples.
     """
@@ -133,11 +133,11 @@ class LitDataTokens(LightningDataModule):
         return self._loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Place of training; Lightning saves it too, but restores no loader that is older than its own restore."""
+        """Position in the data; Lightning saves it too, but restores no loader created before its own restore."""
         return {} if self._loader is None else self._loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the place, before or after the loader is made."""
+        """Restore the position, before or after the loader is created."""
         self._saved = state_dict
         if self._loader is not None and state_dict:
             self._loader.load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""Train on a folder of mosaicml-streaming's: replicas share samples, and a checkpoint goes on at the next one.
+"""Train on shards of mosaicml-streaming: samples are split over replicas; a checkpoint resumes at the next sample.
 
     make demo  # makes the token files that are read here
     python examples/streaming/mosaic_tokens.py make .demo/corpus_text_document .demo/mosaic --seq-length 128
@@ -38,7 +38,7 @@ def replication(strategy: MegatronStrategy) -> int:
     """Number of neighbouring ranks that read the same samples.
 
     Raises:
-        ConfigError: if ranks of one replica are no neighbours, or the library sees other ranks than Lightning.
+        ConfigError: if ranks of one replica are not neighbours, or the library sees other ranks than Lightning.
     """
     world, problems = World.detect(), []
     seen = {"RANK": world.rank, "WORLD_SIZE": world.num_ranks, "LOCAL_WORLD_SIZE": world.ranks_per_node}
@@ -59,7 +59,7 @@ def replication(strategy: MegatronStrategy) -> int:
 
 
 class ReplicaLoader(StreamingDataLoader):
-    """Loader that refuses a place in another order of samples, and begins the next epoch at the end of one.
+    """Loader that refuses to resume in another order of samples, and resumes at the next epoch after the end of one.
 
     Args:
         dataset: data set.
@@ -78,19 +78,19 @@ class ReplicaLoader(StreamingDataLoader):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Place of training, and everything that its order of samples depends on."""
+        """Position in the data, and everything that the order of samples depends on."""
         state = super().state_dict()
         assert state is not None
         return {**state, **self.order}
 
     def load_state_dict(self, obj: Mapping[str, Any]) -> None:
-        """Go to the place of a checkpoint.
+        """Restore the position of a checkpoint.
 
         Args:
             obj: result of :meth:`state_dict`.
 
         Raises:
-            ConfigError: if samples would follow that the run which saved it would not have read.
+            ConfigError: if the next samples would differ from those of the run that saved it.
         """
         reason = "the checkpoint was saved with {}: other samples would follow"
         raise_if_any(
@@ -111,7 +111,7 @@ class MosaicTokens(LightningDataModule):
         local: folder of the shards, or of their copies if there is a ``remote`` one.
         remote: address of the shards.
         batch_size: samples of a batch of one data-parallel replica.
-        shuffle: draw another order in each epoch.
+        shuffle: True to draw another order in each epoch.
         seed: seed of the order.
         num_workers: number of processes that load samples.
     """
@@ -150,11 +150,11 @@ class MosaicTokens(LightningDataModule):
         return self._loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Place of training; Lightning saves it too, but restores no loader that is older than its own restore."""
+        """Position in the data; Lightning saves it too, but restores no loader created before its own restore."""
         return {} if self._loader is None else self._loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the place, before or after the loader is made."""
+        """Restore the position, before or after the loader is created."""
         self._saved = state_dict
         if self._loader is not None and state_dict:
             self._loader.load_state_dict(state_dict)

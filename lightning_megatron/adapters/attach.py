@@ -1,4 +1,4 @@
-"""Adapters put beside the layers of a model, whichever of them this rank holds."""
+"""Attach adapters to the layers of a model that this rank holds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_ADAPTER = re.compile(r"\.lora\.([^.]+)\.[^.]+\.lora_(A|B|magnitude)$")
 
 
 def adapter_of(name: str) -> str | None:
-    """Name of the adapter that a parameter is of, by its global name; ``None`` for all else."""
+    """Name of the adapter that a parameter belongs to, from its global name; ``None`` for other parameters."""
     found = _OF_ADAPTER.search(name)
     return None if found is None else found[1]
 
@@ -45,7 +45,7 @@ class Switch:
     """The adapter that all layers of a model use.
 
     Attributes:
-        active: its name; ``None`` for none.
+        active: name of that adapter; ``None`` to use none.
     """
 
     def __init__(self, active: str | None) -> None:
@@ -53,10 +53,10 @@ class Switch:
 
 
 class LayerAdapters(nn.ModuleDict):
-    """Adapters of one layer by name; those that are not active are passed over.
+    """Adapters of one layer by name; only the active one is applied.
 
     Args:
-        switch: the model's.
+        switch: the model's switch.
     """
 
     def __init__(self, switch: Switch) -> None:
@@ -70,7 +70,7 @@ class LayerAdapters(nn.ModuleDict):
         return self[name] if name is not None and name in self else None
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The weight by which the layer multiplies."""
+        """The layer's weight, with the active adapter merged into it."""
         merged: Tensor = weight if self.active is None else self.active.merged(weight)  # type: ignore[operator]
         return merged
 
@@ -79,7 +79,7 @@ class LinearAdapters(LayerAdapters):
     """Adapters of a linear layer or an embedding."""
 
     def forward(self, x: Tensor, out: Tensor, *frozen: Tensor | None) -> Tensor:
-        """The output with that of the active adapter."""
+        """The layer's output, with the active adapter applied."""
         return out if self.active is None else self.active(x, out, *frozen)
 
 
@@ -87,7 +87,7 @@ class HeadAdapters(LayerAdapters):
     """Adapters of the output layer."""
 
     def forward(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Input and weight, with the features of the active adapter."""
+        """Input and weight, extended by the features of the active adapter."""
         return (hidden, weight) if self.active is None else self.active(hidden, weight)
 
 
@@ -95,7 +95,7 @@ class ExpertsAdapters(LayerAdapters):
     """Adapters of experts."""
 
     def forward(self, which: str, x: Tensor, out: Tensor, *how: Any) -> Tensor:
-        """The output of the ``"inner"`` or the ``"outer"`` matrix with that of the active adapter."""
+        """The output of the ``"inner"`` or the ``"outer"`` matrix, with the active adapter applied."""
         return out if self.active is None else getattr(self.active, which)(x, out, *how)
 
 
@@ -103,9 +103,9 @@ class _Kind(NamedTuple):
     """Parallelism of a linear layer.
 
     Attributes:
-        a: dimension of ``A`` that is cut; ``None`` for none.
-        b: dimension of ``B`` that is cut; ``None`` for none.
-        exchange: communication between the products.
+        a: dimension of ``A`` that is sharded; ``None`` if none is.
+        b: dimension of ``B`` that is sharded; ``None`` if none is.
+        exchange: communication between the two products.
     """
 
     a: int | None
@@ -120,21 +120,21 @@ def _whole(x: Tensor, axis: Axis) -> Tensor:
 def attach(
     model: StagedModel, mesh: ParallelMesh, name: str, lora: LoRA, plan: Sequence[AdaptedLayer], switch: Switch
 ) -> None:
-    """Put an adapter beside the layers of a model that this rank holds; its parameters need gradients.
+    """Attach an adapter to the layers of a model that this rank holds; its parameters require gradients.
 
-    Draws one number from torch's default generator, from which those of every layer follow: the adapter is the same in
-    every layout.
+    Draws one seed from torch's default generator and derives every layer's random values from it, so the adapter is the
+    same in every layout.
 
     Args:
         model: the model.
         mesh: this rank's mesh.
         name: name of the adapter.
         lora: its settings.
-        plan: layers that it changes, of the whole model.
-        switch: the model's.
+        plan: layers of the whole model that the adapter changes.
+        switch: the model's switch.
 
     Raises:
-        ConfigError: if the features of experts do not split over the ranks.
+        ConfigError: if the features of experts do not divide evenly over the etp ranks.
     """
     base = draw_seed()
     layers = dict(model.named_modules())
@@ -163,7 +163,7 @@ def _attach(
 def _made(
     layer: nn.Module, mesh: ParallelMesh, lora: LoRA, matrices: Sequence[AdaptedLayer]
 ) -> tuple[type[LayerAdapters], nn.Module]:
-    """The kind of adapters that a layer has, and a new one of them."""
+    """The container class for a layer's adapters, and a new adapter for it."""
     if isinstance(layer, RoutedExperts):
         return ExpertsAdapters, _of_experts(layer, mesh, lora, matrices)
     if isinstance(layer, Head):
@@ -185,7 +185,7 @@ def _of_linear(
     else:
         kind = _Kind(None, None, _whole)
     row_cuts = tp if kind.b is not None else 1
-    # A rank has some of the groups, or where there is one, some of its rows.
+    # A rank holds some of the groups; if there is only one group, it holds some of its rows.
     groups, shrinks = (matrix.groups // row_cuts, 1) if matrix.groups > 1 else (1, row_cuts)
     rows = Rows(groups, {part.name: part.width // shrinks for part in matrix.parts})
     parts = {}
@@ -247,7 +247,7 @@ def _of_head(layer: Head, mesh: ParallelMesh, lora: LoRA, matrix: AdaptedLayer) 
     length = (
         Cut(ParamSpec((vocabulary,), 0, decay=False, multiple=layer.multiple), (layer.rows,)) if lora.dora else None
     )
-    # All ranks have the whole input, and draw the same.
+    # All ranks hold the whole input, and draw the same mask.
     dropout = Dropout(lora.dropout, mesh)
     name = matrix.parts[0].name
     return HeadAdapter(name, LowRank(a, b, length, mesh.shard_ranks), mesh.tp, lora.scale, dropout)
@@ -278,7 +278,7 @@ def _of_experts(
 
 @torch.no_grad()
 def begin(model: nn.Module) -> None:
-    """Take the magnitudes of DoRA from the frozen weights, which are there by now; all ranks call this."""
+    """Initialize DoRA's magnitudes from the frozen weights, which must be loaded by now; all ranks call this."""
     tied = model.tied_weight if isinstance(model, StagedModel) else None
     for layer in model.modules():
         adapters = getattr(layer, "lora", None)
@@ -289,6 +289,6 @@ def begin(model: nn.Module) -> None:
 
 
 def train_only(model: nn.Module, name: str | None) -> None:
-    """Have gradients computed for one adapter, and for nothing else of a model."""
+    """Require gradients only for the parameters of one adapter; ``None`` for none."""
     for each, param in model.named_parameters():
         param.requires_grad_(adapter_of(each) == name and name is not None)

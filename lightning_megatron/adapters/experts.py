@@ -1,8 +1,8 @@
 """Adapters of experts, over the ranks that hold slices of the same experts.
 
-No matrix of an adapter is whole on several ranks of the etp axis: what the computation needs whole is cut along the
-hidden features, gathered for the product, and its gradient is summed and scattered. So gradients, norms and checkpoints
-treat it as every other weight of an expert.
+No matrix of an adapter is replicated over the etp axis: a matrix that the product needs whole is sharded along the
+hidden features and gathered for it, and its gradient is reduce-scattered. So gradients, norms and checkpoints treat it
+like every other weight of an expert.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class ExpertsAdapter(nn.Module):
         return found
 
     def inner(self, x: Tensor, out: Tensor, counts: Sequence[int], product: Product) -> Tensor:
-        """The first matrix's output ``[n, F/etp]`` (gates and ups end to end) with the adapter's.
+        """Output of the first matrix ``[n, F/etp]`` (gates, then ups) with the adapter applied.
 
         Args:
             x: ``[n, H]``, rows sorted by expert.
-            out: output without it.
+            out: output without the adapter.
             counts: rows of each expert.
-            product: product by groups.
+            product: grouped matrix product.
         """
         if not self._names["fc1"]:
             return out
@@ -67,13 +67,13 @@ class ExpertsAdapter(nn.Module):
         return out + self.rows.fused(delta, -1)
 
     def outer(self, x: Tensor, out: Tensor, counts: Sequence[int], product: Product) -> Tensor:
-        """The second matrix's output ``[n, H]``, a part of a sum over the etp axis, with the adapter's.
+        """Output of the second matrix ``[n, H]``, a partial sum over the etp axis, with the adapter applied.
 
         Args:
             x: ``[n, F/etp]``, rows sorted by expert.
-            out: output without it.
+            out: output without the adapter.
             counts: rows of each expert.
-            product: product by groups.
+            product: grouped matrix product.
         """
         for name in self._names["fc2"]:
             part = self._part(name)
@@ -83,7 +83,7 @@ class ExpertsAdapter(nn.Module):
 
 
 def _whole(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """Slices along a dimension, gathered; the gradient of a slice is the sum of that of all ranks."""
+    """Gather slices along a dimension; the gradient of a slice is summed over all ranks."""
     if axis.size == 1:
         return x
     return gather_sequence(x.movedim(dim, 0).contiguous(), axis).movedim(0, dim).contiguous()

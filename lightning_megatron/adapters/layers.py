@@ -8,12 +8,12 @@ layer          ``A``               ``B``               between the two products
 column         ``[r, in]``         ``[out/R, r]``      gradients are summed; under SP tokens are gathered
 row            ``[r, in/R]``       ``[out, r]``        sum over the ranks; under SP scattered by tokens
 whole          ``[r, in]``         ``[out, r]``        nothing
-embedding      ``[V/R, r]``        ``[H, r]``          as of a row
+embedding      ``[V/R, r]``        ``[H, r]``          as for row
 output layer   ``[r, H]``          ``[V/R, r]``        nothing: its input is whole on all ranks
 =============  ==================  ==================  =====================================================
 
-What stands between the products has ``r`` features, so that an adapter sends little. A matrix that every rank holds
-whole has the whole gradient there, or under SP that of its tokens, which ``ParamSpec.grad_sum_over_tp`` says.
+The tensor between the two products has only ``r`` features, so an adapter communicates little. A replicated matrix gets
+its whole gradient on every rank; under SP only that of the rank's tokens, and ``ParamSpec.grad_sum_over_tp`` is set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Exchange = Callable[[Tensor, Axis], Tensor]
 
 
 class _Adapter(nn.Module):
-    """Common part: the adapted parts of one matrix, and the lengths of rows with DoRA.
+    """Base class: the adapted parts of one matrix, and with DoRA the norms of its rows.
 
     Args:
         parts: parameters by name of the part.
@@ -58,11 +58,11 @@ class _Adapter(nn.Module):
         return found
 
     def _inputs(self, part: Matrices) -> Tensor:
-        """``A`` as ``[r, in]``, this rank's part."""
+        """This rank's part of ``A``, as ``[r, in]``."""
         return part.a
 
     def _lengths(self, name: str, weight: Tensor) -> Tensor:
-        """Lengths ``[rows of the part]`` of the rows of ``W + s B A``, fp32; no gradient."""
+        """Norms ``[rows of the part]`` of the rows of ``W + s B A`` in fp32, without gradient."""
         part = self._part(name)
         squares = squared_lengths(
             self.rows.of_part(name, weight), self._inputs(part).detach(), part.b.detach(), self.scale
@@ -83,10 +83,10 @@ class _Adapter(nn.Module):
 
     @torch.no_grad()
     def begin(self, weight: Tensor) -> None:
-        """Take the lengths of the frozen weight's rows as magnitudes; all ranks of the layer call this.
+        """Initialize the magnitudes with the norms of the frozen weight's rows; all ranks of the layer call this.
 
         Args:
-            weight: frozen weight, which is there by now.
+            weight: frozen weight, already loaded; nothing happens for a weight on the meta device.
         """
         rows = self._as_rows(weight)
         for name in self.parts if self.has_magnitudes and not weight.is_meta else ():
@@ -99,7 +99,7 @@ class _Adapter(nn.Module):
         return weight.detach().flatten(0, -2)
 
     def merged(self, weight: Tensor) -> Tensor:
-        """This rank's part of the weight that computes the same without the adapter."""
+        """This rank's part of the weight, with the adapter merged into it."""
         rows = weight.flatten(0, -2)
         part = {name: self._part(name).b @ self._part(name).a * self.scale for name in self.parts}
         whole = rows + self.rows.fused(part, 0)
@@ -109,7 +109,7 @@ class _Adapter(nn.Module):
 
 
 class LinearAdapter(_Adapter):
-    """Adapter of a linear layer, or of some of the layers that our matrix has side by side.
+    """Adapter of a linear layer, or of some of the linear layers that a fused matrix holds.
 
     Args:
         parts: parameters by name of the part.
@@ -118,7 +118,7 @@ class LinearAdapter(_Adapter):
         scale: factor of the products.
         exchange: communication between the two products.
         sums_inputs: True if ranks hold slices of the input features.
-        dropout: dropout of the input, one draw for each part.
+        dropout: dropout of the input, with a separate mask for each part.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class LinearAdapter(_Adapter):
         self._exchange, self.dropout = exchange, dropout
 
     def forward(self, x: Tensor, out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The output with the adapter's.
+        """The layer's output with the adapter applied.
 
         Args:
             x: input of the layer.
@@ -156,7 +156,7 @@ class LinearAdapter(_Adapter):
 
 
 class EmbeddingAdapter(_Adapter):
-    """Adapter of the embedding of tokens; each rank has the rows of ``A`` of its tokens.
+    """Adapter of the token embedding; each rank holds the rows of ``A`` for its slice of the vocabulary.
 
     Args:
         name: name of the part.
@@ -180,7 +180,7 @@ class EmbeddingAdapter(_Adapter):
         return weight.detach().t()
 
     def forward(self, tokens: Tensor, out: Tensor, weight: Tensor) -> Tensor:
-        """The output with the adapter's.
+        """The layer's output with the adapter applied.
 
         Args:
             tokens: ``[S, B]``.
@@ -197,7 +197,7 @@ class EmbeddingAdapter(_Adapter):
         return self._factors(self._as_rows(weight)) * (out + delta)
 
     def merged(self, weight: Tensor) -> Tensor:
-        """This rank's part of the weight that computes the same without the adapter."""
+        """This rank's part of the weight, with the adapter merged into it."""
         part = self._part(self.parts[0])
         whole = weight + part.a @ part.b.t() * self.scale
         return whole * self._factors(self._as_rows(weight)) if self.has_magnitudes else whole
@@ -206,8 +206,8 @@ class EmbeddingAdapter(_Adapter):
 class HeadAdapter(_Adapter):
     """Adapter of the output layer: its input and its weight get ``r`` more features.
 
-    So the losses that never hold all logits work as they do without it. The copy of the weight, and its gradient, cost
-    memory: the output layer is better left out of the targets of a large vocabulary.
+    So losses that never materialize all logits work unchanged. The copy of the weight, and its gradient, cost memory:
+    with a large vocabulary, leave the output layer out of the targets.
 
     Args:
         name: name of the part.
@@ -225,11 +225,11 @@ class HeadAdapter(_Adapter):
         """Input ``[..., H + r]`` and weight ``[V/R, H + r]``.
 
         Args:
-            hidden: ``[..., H]``, whole and equal on all ranks, which each compute the logits of their tokens.
+            hidden: ``[..., H]``, equal on all ranks; each computes the logits of its slice of the vocabulary.
             weight: frozen weight ``[V/R, H]``.
         """
         part = self._part(self.parts[0])
-        # Ranks have other tokens, so the gradient of what all of them hold is a sum.
+        # Each rank has another slice of the vocabulary, so the gradient of the replicated ``A`` is a sum over ranks.
         narrow = linear(self.dropout(hidden), copy_to_region(part.a, self.axis))
         wide = torch.cat((weight, part.b * self.scale), dim=1)
         if self.has_magnitudes:

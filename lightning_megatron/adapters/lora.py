@@ -22,13 +22,13 @@ class LoRA:
 
     Attributes:
         rank: rows of ``A``, and columns of ``B``.
-        alpha: factor of the product, which ``rank`` divides.
+        alpha: factor of the product, before its division by ``rank``.
         targets: names of linear layers in Hugging Face's model (``q_proj``, ``mlp.down_proj``, ``embed_tokens``,
             ``lm_head``): each stands for all modules whose name ends with it. ``"all-linear"`` for all of them but the
             output layer.
         dropout: probability of zeroing an element of an adapter's input in training.
-        dora: True to learn the length of each row of ``W + B A`` too (DoRA, https://arxiv.org/abs/2402.09353).
-        rslora: True to divide ``alpha`` by the root of ``rank`` instead (https://arxiv.org/abs/2312.03732).
+        dora: True to learn the norm of each row of ``W + B A`` too (DoRA, https://arxiv.org/abs/2402.09353).
+        rslora: True to divide ``alpha`` by the square root of ``rank`` instead (https://arxiv.org/abs/2312.03732).
 
     Raises:
         ConfigError: naming every value out of range.
@@ -47,7 +47,7 @@ class LoRA:
         if not self.names:
             found.append(Problem("targets", self.targets, "names no layer to adapt", (ALL_LINEAR,)))
         if self.dora and self.dropout:
-            reason = "DoRA would need the frozen product once more, of the input with dropout"
+            reason = "DoRA with dropout would need a second product with the frozen weight"
             found.append(Problem("dropout", self.dropout, reason, (0.0,)))
         raise_if_any(found)
 

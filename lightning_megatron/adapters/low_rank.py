@@ -1,4 +1,4 @@
-"""The two thin matrices of an adapter, and rows of several of them in the order of a fused matrix."""
+"""The two low-rank matrices of an adapter, and the row order of a fused matrix that has several adapted parts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_megatron.params import ParamSpec, ShardRanks
 
 
 class Cut(NamedTuple):
-    """A parameter of a rank.
+    """A sharded parameter, as one rank holds it.
 
     Attributes:
-        spec: spec of the whole.
+        spec: spec of the whole parameter.
         shape: shape of this rank's part.
     """
 
@@ -37,16 +37,16 @@ class Matrices(NamedTuple):
 class LowRank(nn.Module):
     """Parameters of one adapted matrix: ``A`` ``[r, in]``, ``B`` ``[out, r]``, with DoRA magnitudes ``[out]``.
 
-    Those of experts have a first dimension more. ``A`` is drawn as PEFT draws it, uniform, and ``B`` is zero; of an
-    embedding, of which ``A`` is ``[V, r]``, it is the other way round.
+    Those of experts have one more leading dimension. ``A`` is drawn from a uniform distribution, as in PEFT, and ``B``
+    is zero. For an embedding, whose ``A`` is ``[V, r]``, ``A`` is zero and ``B`` is drawn from a normal distribution.
 
-    An adapter calls it to get them, as it would call a layer: a hook before the call waits for values that are still
-    being gathered after the optimizer's step.
+    An adapter calls this module to get the parameters, so that its forward pre-hook runs, which waits for values that
+    are still being gathered after the optimizer's step.
 
     Args:
         a: first matrix.
         b: second matrix.
-        magnitude: lengths of the rows; ``None`` without DoRA.
+        magnitude: norms of the rows; ``None`` without DoRA.
         ranks: position of this rank.
         of_embedding: True for the adapter of an embedding.
     """
@@ -70,24 +70,24 @@ class LowRank(nn.Module):
         return Matrices(self.lora_A, self.lora_B, self.lora_magnitude)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """The specs that it was built with."""
+        """Specs of the parameters by name."""
         return self._specs
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Order of the rows of a rank's matrix: in each group those of every part, end to end.
+    """Row order of a rank's fused matrix: each group holds the rows of every part, one part after the other.
 
     Attributes:
         groups: number of groups on this rank.
-        widths: rows of each part in a group.
+        widths: number of rows of each part in a group.
     """
 
     groups: int
     widths: Mapping[str, int]
 
     def fused(self, parts: Mapping[str, Tensor], dim: int) -> Tensor:
-        """Rows of a matrix, along a dimension, from rows of its parts; those of absent parts are zero."""
+        """Put the rows of the parts in the fused order, along dimension ``dim``; rows of absent parts are zero."""
         if len(self.widths) == 1:
             return next(iter(parts.values()))
         like = next(iter(parts.values()))
@@ -101,7 +101,7 @@ class Rows:
         return torch.cat([rows_of(*part) for part in self.widths.items()], dim=dim + 1).flatten(dim, dim + 1)
 
     def of_part(self, name: str, rows: Tensor) -> Tensor:
-        """Rows of one part, ``[n, ...]``, of those of a matrix."""
+        """Rows of one part, ``[n, ...]``, out of all rows of the matrix."""
         if len(self.widths) == 1:
             return rows
         place = list(self.widths).index(name)
@@ -110,9 +110,9 @@ class Rows:
 
 
 def squared_lengths(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """``[out]`` fp32, the sums of squares of the rows of ``W + s B A``, which is never made.
+    """Squared norms ``[out]``, in fp32, of the rows of ``W + s B A``, without computing that matrix.
 
-    Over slices of the input features the results add up.
+    Results for slices of the input features add up.
 
     Args:
         weight: ``[out, in]``.

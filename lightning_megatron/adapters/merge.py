@@ -1,4 +1,4 @@
-"""Weights that compute alone what frozen ones compute with an adapter."""
+"""Merge an adapter into the frozen weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.adapters.targets import EMBEDDING, AdaptedLayer
 
 @dataclass(frozen=True)
 class PartTensors:
-    """Whole tensors of one adapted part.
+    """Full (unsharded) tensors of one adapted part.
 
     Attributes:
         a: ``[r, in]``; ``[E, r, in]`` of experts, ``[V, r]`` of an embedding.
@@ -29,11 +29,11 @@ class PartTensors:
 
 @torch.no_grad()
 def merged_weight(weight: Tensor, layer: AdaptedLayer, parts: Mapping[str, PartTensors], scale: float) -> Tensor:
-    """The whole weight with an adapter, in fp32 at least.
+    """The full weight with an adapter merged into it, in fp32 at least.
 
     Args:
         weight: frozen weight.
-        layer: its place, and the order of its rows.
+        layer: layer of the weight, with the order of its rows.
         parts: tensors of the adapter by part.
         scale: factor of ``B A``.
     """
@@ -53,7 +53,7 @@ def merged_weight(weight: Tensor, layer: AdaptedLayer, parts: Mapping[str, PartT
 
 
 def _merged(weight: Tensor, part: PartTensors, scale: float) -> Tensor:
-    """``[out, in]`` of one part."""
+    """Merged weight ``[out, in]`` of one part."""
     whole = weight + part.b.to(weight.dtype) @ part.a.to(weight.dtype) * scale
     if part.magnitude is None:
         return whole

@@ -1,4 +1,4 @@
-"""Layers of a model that an adapter's targets name: names of the other program's modules against our fused matrices."""
+"""Resolve an adapter's targets: from Hugging Face module names to our layers and the parts of their fused matrices."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class Part:
-    """A linear layer of the other program, which is the whole of a matrix of ours or some of its rows.
+    """A linear layer of the Hugging Face model: the whole of one of our matrices, or some of its rows.
 
     Attributes:
-        name: last word of its name; with it, names of parameters are made.
-        modules: its full name; of experts, one for each.
+        name: last component of its name, used in the names of parameters.
+        modules: its full name; for experts, one name per expert.
         width: number of its rows in each group of the matrix.
         is_target: True if it gets an adapter.
     """
@@ -36,13 +36,13 @@ class Part:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A layer of ours.
+    """A layer of our model that can have adapters.
 
     Attributes:
         name: global name of the layer.
         weight: name of its matrix inside the layer.
-        rule: relation of the matrix to the other program's.
-        parts: linear layers of the other program, in the order of rows.
+        rule: rule that maps the matrix to Hugging Face's tensors.
+        parts: Hugging Face's linear layers in the matrix, in the order of its rows.
         groups: number of groups of rows; each has rows of every part.
     """
 
@@ -54,7 +54,7 @@ class AdaptedLayer:
 
     @property
     def is_of_experts(self) -> bool:
-        """True for a matrix of every expert."""
+        """True for a matrix of the routed experts."""
         return self.name.endswith(_EXPERTS)
 
 
@@ -70,7 +70,7 @@ def adapted_layers(
         shapes: shapes of all weights of the model by global name.
 
     Raises:
-        ConfigError: naming every target that the model does not have, and settings that its experts cannot have.
+        ConfigError: naming every target that the model does not have, and settings that experts do not support.
     """
     layers = list(_layers(family, config, shapes))
     found = _unknown(family, layers, lora)
@@ -86,7 +86,7 @@ def adapted_layers(
 
 
 def _layers(family: Family, config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[AdaptedLayer]:
-    """Every matrix that is a linear layer, or the embedding of tokens, in the other program."""
+    """Every matrix that is a linear layer, or the token embedding, in the Hugging Face model."""
     for rule in whole_rules(family, config, shapes.keys()):
         name, _, weight = rule.native.rpartition(".")
         is_matrix = weight == "weight" or name.endswith(_EXPERTS)
@@ -144,9 +144,9 @@ def _unknown(family: Family, layers: list[AdaptedLayer], lora: LoRA) -> list[Pro
 def _of_experts(lora: LoRA) -> list[Problem]:
     found = []
     if lora.dora:
-        reason = "DoRA is not for experts, in PEFT neither: leave their layers out of targets"
+        reason = "experts do not support DoRA, as in PEFT: leave their layers out of targets"
         found.append(Problem("dora", True, reason, (False,)))
     if lora.dropout:
-        reason = "an adapter of experts has no dropout, in PEFT neither: leave their layers out of targets"
+        reason = "adapters of experts do not support dropout, as in PEFT: leave their layers out of targets"
         found.append(Problem("dropout", lora.dropout, reason, (0.0,)))
     return found

@@ -1,8 +1,8 @@
 """Rates of single kernels: matrix products, attention, norms and activations, copies, and the start of a kernel.
 
-Each is measured forward and backward, by the functions that the layers call, and set against the FLOPs and bytes by
-which ``planning/time`` counts them: whatever a formula leaves out is in the rate. ``limit`` is the seconds that the
-calls of one measurement should take together.
+Each is measured forward and backward, by the functions that the layers call, and related to the FLOPs and bytes that
+``planning/time`` counts for it: the rate includes whatever a formula leaves out. ``limit`` is the total number of
+seconds that the calls of one measurement should take.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def copy_rate(device: torch.device, limit: float) -> float:
 
 
 def kernel_seconds(device: torch.device, limit: float) -> float:
-    """Seconds in which the host starts a kernel with its part of the backward, averaged over both."""
+    """Seconds in which the host launches a kernel, averaged over forward and backward."""
     x = torch.ones(8, device=device, requires_grad=True)
 
     def chain() -> Tensor:

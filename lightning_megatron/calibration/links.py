@@ -13,7 +13,7 @@ SMALL, LARGE = 1 << 12, 1 << 25
 
 
 def link(axis: Axis, device: torch.device) -> tuple[float, float]:
-    """Bytes a second and seconds of a message, from gathers and scatters of a small and a large tensor.
+    """Bandwidth in bytes a second, and latency of a message in seconds, from collectives on a small and a large tensor.
 
     Args:
         axis: ranks of the node; at least two.
@@ -25,7 +25,7 @@ def link(axis: Axis, device: torch.device) -> tuple[float, float]:
 
 
 def _seconds(axis: Axis, device: torch.device, size: int) -> float:
-    """Mean of a gather to, and a reduce-scatter of, so many bytes. Ranks make the same number of calls."""
+    """Mean seconds of an all-gather to, and a reduce-scatter of, ``size`` bytes; all ranks make the same calls."""
     whole = torch.ones(size // 4, device=device)
     part = whole[: whole.numel() // axis.size].clone()
     calls = 50 if size == SMALL else 4
@@ -35,5 +35,5 @@ def _seconds(axis: Axis, device: torch.device, size: int) -> float:
             all_gather(part, axis)
             reduce_scatter(whole, axis)
 
-    # A limit of no time makes one round, on every rank.
+    # With a limit of 0 s every rank makes exactly one round.
     return seconds_of(both, device, 0.0) / (2 * calls)

@@ -1,4 +1,4 @@
-"""A calibration: processes that measure at the same time, one a device, and the device file made of what they found."""
+"""Calibration: one process on each device measures at the same time, and the results become a device file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_megatron.planning.core.device_file import DeviceSpec, Efficiency,
 
 Found = dict[str, Any]
 _SHORTEST = 0.5
-"""Products whose rate is below this share of the best one say more about overheads than about the rate."""
+"""Products with a rate below this share of the best one are left out: they measure overheads."""
 
 
 def calibrate(
@@ -32,13 +32,13 @@ def calibrate(
     Args:
         out: file to write; ``None`` for none.
         kind: torch's type of device; ``None`` for the best one of this machine.
-        processes: processes that measure at the same time; ``None`` for one on each device, on a CPU one on each core
-            but no more than eight. Processes on a CPU share its cores evenly.
+        processes: processes that measure at the same time; ``None`` for one on each device, on a CPU for one on each
+            core, at most eight. Processes on a CPU share its cores evenly.
         limit: seconds that one measurement should take; there are about 25.
 
     Raises:
         ConfigError: for an unknown kind of device, or more processes than devices.
-        RuntimeError: if a process fails, with the end of what it wrote.
+        RuntimeError: if a process fails, with the end of its output.
     """
     raise_if_any(_problems(kind, processes))
     chosen = best_available() if kind is None else kind_of(kind)
@@ -75,7 +75,7 @@ def _measured(kind: str, count: int, threads: int, limit: float) -> list[Found]:
                 running.append(subprocess.Popen(words, stdout=log, stderr=log, env=environment))
         try:
             while None in (ends := [process.poll() for process in running]) and not any(ends):
-                time.sleep(0.05)  # the others of a process that has failed wait for it
+                time.sleep(0.05)  # after a failure the other processes would wait for the failed one
             failed = [rank for rank, end in enumerate(ends) if end]
         finally:
             for process in running:
@@ -87,7 +87,7 @@ def _measured(kind: str, count: int, threads: int, limit: float) -> list[Found]:
 
 
 def device_spec(found: Sequence[Found], memory: int, *, asynchronous: bool) -> DeviceSpec:
-    """A device from what its processes found; of each figure the median of all processes.
+    """Device file from the results of all processes: the median of each figure.
 
     Args:
         found: results of ``worker.py``, one of each process.
@@ -140,7 +140,7 @@ def _peaks_and_efficiency(found: Sequence[Found], bandwidth: float) -> tuple[dic
 
 
 def _products(measured: Sequence[Sequence[float]], bandwidth: float) -> list[float]:
-    """FLOP/s of products when the time of their bytes is taken off, as the formula adds it."""
+    """FLOP/s of products without the time of their bytes, which the formula adds separately."""
     return [flops / max(took - moved / bandwidth, took / 2) for flops, moved, took in measured]
 
 

@@ -32,7 +32,7 @@ def seconds_of(function: Callable[[], object], device: torch.device, limit: floa
         synchronize(device)
         return (time.perf_counter() - begun) / times
 
-    run(1)  # kernels are compiled, memory is taken
+    run(1)  # warm-up: kernels are compiled, memory is allocated
     one = run(1)
     times = max(1, min(100, int(limit / ROUNDS / max(one, 1e-7))))
     rounds = ROUNDS if one * ROUNDS < 3 * limit else 1

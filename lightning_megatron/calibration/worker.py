@@ -1,4 +1,4 @@
-"""One process of a calibration: it takes its device, measures beside its neighbours, and writes what it found.
+"""One process of a calibration: it acquires its device, measures at the same time as the others, writes its results.
 
 python -m lightning_megatron.calibration.worker RANK SIZE KIND FOLDER LIMIT
 """

@@ -1,4 +1,4 @@
-"""Checkpoints that outlive the layout: sharded, published at once, verified, loaded under any other layout.
+"""Sharded checkpoints: published atomically, verified, and loadable under any other layout.
 
 The names below are imported at their first use, so that a run without checkpoints does not wait for
 ``torch.distributed.checkpoint``.
@@ -68,5 +68,5 @@ __all__ = [
     "verify",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for a public one
+if not TYPE_CHECKING:  # a type checker would accept any name as public
     __getattr__, __dir__ = exports_of(__name__)

@@ -73,7 +73,7 @@ class Directory:
         return cls(path, metadata, read_meta(path, weights_only), layout)
 
     def part_for(self, state: State, order: Order) -> Directory:
-        """Source of a state's values: all of it, since parameters have names, in any order."""
+        """Source of a state's values: this directory, whatever the order, since its parameters have names."""
         return self
 
     def read(self, state: State) -> None:
@@ -88,7 +88,7 @@ class Loaded:
     Attributes:
         meta: content of ``meta.pt``.
         layout: fields of the layout at the save.
-        per_rank: values of this rank; ``None`` if the layout is another one now, or nothing was saved.
+        per_rank: values of this rank; ``None`` if the layout has changed, or nothing was saved.
         missing: keys of the state that the checkpoint lacks, left as they were (``strict=False``).
         unexpected: keys of the checkpoint's model, and of kinds of optimizer state, that no rank requested
             (``strict=False``).
@@ -110,9 +110,9 @@ class OpenCheckpoint(os.PathLike[str]):
     Attributes:
         path: its path.
         mesh: ranks that read it together.
-        source: its content but for tensors.
+        source: its content without tensors.
         manifest: its manifest; ``None`` for a single file.
-        stamp: facts about its files that are others once another checkpoint has taken its place.
+        stamp: identity of its files, which changes when another checkpoint takes its place.
     """
 
     path: Path
@@ -144,7 +144,7 @@ class OpenCheckpoint(os.PathLike[str]):
 
         Args:
             state: fragments and values that this rank requests.
-            strict: True if keys that only one side has are errors. Another shape always is one.
+            strict: True to raise for keys that only one side has. A different shape always raises.
             is_in_order: True if this rank's optimizers list parameters in their order of definition.
 
         Raises:
@@ -181,7 +181,7 @@ class OpenCheckpoint(os.PathLike[str]):
         chunk = Chunk(Box.whole(shape), whole, write=False)
         try:
             part.read({key: Fragment(shape, dtype, (chunk,))})
-        except Exception as error:  # a damaged archive raises what it likes
+        except Exception as error:  # a damaged archive may raise anything
             raise CheckpointError(f"{self.path}: {key} cannot be read: {error}") from None
         return whole
 
@@ -196,7 +196,7 @@ def open_checkpoint(
     """Open a checkpoint of any layout, or a single file of Lightning's. Every rank must call this.
 
     Args:
-        path: directory or file; of one that is open already, no more is read than ``check`` asks for.
+        path: directory or file; one that is open already is read again only as far as ``check`` requires.
         mesh: ranks that read it together; ``None`` for this process alone.
         weights_only: True to refuse a ``meta.pt`` that holds objects.
         check: ``"hashes"`` to compare the content of all files with the manifest, divided over the ranks; ``"sizes"``
@@ -223,14 +223,14 @@ def open_checkpoint(
         else:
             opened = Directory.open(path, manifest.layout, weights_only)
         if wrong := type_faults(opened.meta):
-            raise CheckpointError(f"what it says of the run is damaged: {'; '.join(wrong)}")
+            raise CheckpointError(f"the Trainer's state in it is damaged: {'; '.join(wrong)}")
         return OpenCheckpoint(path, mesh, opened, manifest, stamp)
 
     return on_all_ranks(mesh, action, open_it)
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Facts about the file that is written last: the manifest, or a single file; ``None`` if there is none."""
+    """Identity of the file that is written last: the manifest, or a single file; ``None`` if there is none."""
     with suppress(OSError):
         found = (path if path.is_file() else path / MANIFEST).stat()
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

@@ -125,11 +125,11 @@ def _refuse_misfit(shapes: Sequence[tuple[Mapping[str, tuple[int, ...]], Mapping
     held = {key: shape for source, _ in shapes for key, shape in source.items()}
     wanted = {key: shape for _, target in shapes for key, shape in target.items()}
     faults = [
-        f"{key}: {'is not there' if key not in held else f'is {held[key]}, and {shape} is wanted'}"
+        f"{key}: {'missing' if key not in held else f'shape {held[key]} before, {shape} now'}"
         for key, shape in wanted.items()
         if held.get(key) != shape
     ]
-    faults += [f"{key}: has no place" for key in held if key not in wanted]
+    faults += [f"{key}: not in the new model" for key in held if key not in wanted]
     if faults:
         more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        raise CheckpointError("\n  - ".join(["the model is not built as it was before:", *faults[:_SHOWN], *more]))
+        raise CheckpointError("\n  - ".join(["the new model's tensors differ:", *faults[:_SHOWN], *more]))

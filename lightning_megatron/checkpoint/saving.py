@@ -100,8 +100,8 @@ class PendingSave:
         meta: content of ``meta.pt``; empty on all ranks but the first.
         progress: progress of the run; ``None`` for a checkpoint outside a run.
         guard: checks of the state before it is written and of the files before they get their name.
-        late: keys of optimizer state in memory that only steps and loads write, so that it may be copied after the
-            save has returned.
+        late: keys of optimizer state in host memory; only optimizer steps and loads write it, so it may be copied after
+            the save has returned.
         finite: True to refuse late values that are NaN or infinite; the others have been checked.
     """
 
@@ -127,7 +127,7 @@ class PendingSave:
         guard: SaveGuard | None = None,
         progress: Progress | None = None,
     ) -> PendingT:
-        """Put a checkpoint together from the arguments of :func:`save`. Every rank must call this.
+        """Build it from the arguments of :func:`save`. Every rank must call this.
 
         Raises:
             CheckpointError: on every rank, if the values of any rank could not be loaded again.
@@ -150,7 +150,7 @@ class PendingSave:
 
     @property
     def action(self) -> str:
-        """Words for error texts."""
+        """Name of the operation, for error texts."""
         return f"saving {self.path}"
 
     def write(self, mesh: ParallelMesh) -> None:

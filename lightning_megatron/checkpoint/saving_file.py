@@ -49,7 +49,7 @@ class PendingFile(PendingSave):
         """Write the file into the temporary directory."""
         parts = gather_object(mesh, RankPart.of(self.names, self.state)) or []
         file = on_all_ranks(mesh, self.action, lambda: self._open(parts, mesh) if parts else None)
-        faults: list[Exception] = []  # raised in the end, since other ranks go on sending and receiving
+        faults: list[Exception] = []  # raised at the end, since other ranks go on sending and receiving
         for slot in all_gather_object(mesh, [] if file is None else file.slots)[0]:
             held = self._gathered(slot, [part.boxes.get(slot.key, ()) for part in parts], mesh, faults)
             try:
@@ -124,13 +124,13 @@ class PendingFile(PendingSave):
 
 
 def _needed(slot: TensorSlot, parts: Sequence[RankPart]) -> int:
-    """Bytes of a tensor on rank 0 while it is put together: the whole, and the largest part that comes for it."""
+    """Bytes of a tensor on rank 0 while it is assembled: the whole tensor, and the largest part that is received."""
     boxes = (box for part in parts for box in part.boxes.get(slot.key, ()))
     return slot.nbytes + slot.dtype.itemsize * max(prod(box.sizes) for box in boxes)
 
 
 def _bytes_of(chunk: Chunk, faults: list[Exception]) -> Tensor:
-    """The bytes of a chunk; zeros, with a fault, where it cannot be read."""
+    """The bytes of a chunk; zeros, and a fault, if it cannot be read."""
     try:
         return as_bytes(chunk.data)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: parsers, error lines and exit statuses, sizes in bytes, ends by a signal."""
+"""Shared parts of the commands: parsers, error lines, exit statuses, sizes in bytes, signals."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def _wrapped(text: str) -> str:
 
 
 def fail(text: object) -> int:
-    """Print the error line of a command; returns the exit status for a fault of the user's, 2."""
+    """Print the error line of a command; returns 2, the exit status for a user's error."""
     print(f"error: {text}", file=sys.stderr)
     return 2
 
 
 def exit_status(work: Callable[[], int], *errors: type[Exception], text: Callable[[Exception], str] = str) -> int:
-    """Run a command's work; returns its exit status, or 2 after printing an error that the user can mend.
+    """Run a command's work; returns its exit status, or 2 after printing an error that the user can fix.
 
     Args:
         work: function that returns an exit status.
-        *errors: types of errors that the user can mend. Others are raised.
+        *errors: types of errors that the user can fix. Others are raised.
         text: function that returns the text of an error.
     """
     try:
@@ -104,7 +104,7 @@ def size_in_bytes(text: str) -> int:
 def ending_by_signal() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the block as Ctrl-C does: through every ``finally``, with 128 + the signal's number.
 
-    A signal that is ignored or has a handler stays with that, and so do all of them outside the main thread.
+    A signal that is ignored or has a handler is left alone; outside the main thread all signals are.
     """
     is_main = threading.current_thread() is threading.main_thread()
     ours = [number for number in _SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from lightning_megatron.config.transformer import TransformerConfig
 
 _DESCRIPTION = """\
-Convert Hugging Face models of known families, tensor by tensor, in one process: the memory it takes is that of the
-largest tensors of the model. Checkpoints may come from any layout, and load into any; Megatron's are read, and not
+Convert Hugging Face models of known families, tensor by tensor, in one process: it needs memory for the largest
+tensors of the model only. Checkpoints may come from any layout, and load into any; those of Megatron can be read, not
 written."""
 
 _EXAMPLE = """\
@@ -44,18 +44,18 @@ def convert_parser() -> argparse.ArgumentParser:
     back.add_argument(
         "--tokenizer", metavar="HF_DIR", help="directory whose tokenizer and chat template are copied (default: none)"
     )
-    other = "copy a tokenizer that seems to be another one than the checkpoint's"
+    other = "copy a tokenizer even if it seems to differ from the checkpoint's"
     back.add_argument("--allow-other-tokenizer", action="store_true", help=other)
     back.add_argument(
         "--max-shard-size",
         type=size_in_bytes,
         default="5GB",
         metavar="SIZE",
-        help="bytes of one file at most, such as 500MB or 5GB (default: 5GB)",
+        help="maximum size of a file, such as 500MB or 5GB (default: 5GB)",
     )
     megatron = ways.add_parser("megatron-to-ckpt", help="a checkpoint of Megatron-LM to one that begins a run")
     megatron.add_argument(
-        "source", metavar="MEGATRON_DIR", help="what Megatron saved to, or the folder of an iteration"
+        "source", metavar="MEGATRON_DIR", help="folder that Megatron saved to, or that of an iteration"
     )
     megatron.add_argument("target", metavar="OUT.ckpt", help="checkpoint directory to make")
     megatron.add_argument(
@@ -67,31 +67,29 @@ def convert_parser() -> argparse.ArgumentParser:
     megatron.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="read files that hold objects, as those with Megatron's command line do; nothing that they name is run",
+        help="read pickled objects, which files with Megatron's command line have; no code that they name is run",
     )
     adapters = _adapter_parsers(ways)
     for way in (there, back, megatron, *adapters):
-        way.add_argument("--dtype", choices=_DTYPES, help="of the tensors written (default: as they are)")
+        way.add_argument("--dtype", choices=_DTYPES, help="dtype of the tensors written (default: unchanged)")
     return parser
 
 
 def _adapter_parsers(ways: Any) -> tuple[argparse.ArgumentParser, ...]:
-    """The ways of adapters."""
+    """Parsers of the conversions of adapters."""
     out = ways.add_parser("ckpt-to-peft", help="an adapter of a checkpoint to a directory that PEFT loads")
     out.add_argument("source", metavar="CKPT", help="checkpoint directory of a module with lora=")
     out.add_argument("target", metavar="OUT_DIR", help="directory to make")
     into = ways.add_parser("peft-to-ckpt", help="an adapter of PEFT to a checkpoint that begins a run")
     into.add_argument("source", metavar="PEFT_DIR", help="directory with adapter_config.json")
     into.add_argument("target", metavar="OUT.ckpt", help="checkpoint directory to make")
-    into.add_argument("--base", required=True, metavar="HF_DIR", help="directory of the weights that it is for")
-    merge = ways.add_parser("merge", help="an adapter and the weights that it is for to a checkpoint of a whole model")
+    into.add_argument("--base", required=True, metavar="HF_DIR", help="directory of the base model's weights")
+    merge = ways.add_parser("merge", help="an adapter and its base model's weights to a checkpoint of a whole model")
     merge.add_argument("source", metavar="CKPT", help="checkpoint directory of a module with lora=")
     merge.add_argument("target", metavar="OUT.ckpt", help="checkpoint directory to make")
-    merge.add_argument(
-        "--base", metavar="DIR", help="the weights that it is for (default: where they were in training)"
-    )
+    merge.add_argument("--base", metavar="DIR", help="the base model's weights (default: where they were in training)")
     for way in (out, merge):
-        way.add_argument("--adapter", metavar="NAME", help="one of several (default: the only one)")
+        way.add_argument("--adapter", metavar="NAME", help="name of the adapter (default: the only one)")
     return out, into, merge
 
 
@@ -114,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace, dtype: torch.dtype | None) -> str:
-    """Convert a model; words behind the path that is printed."""
+    """Convert a model; returns the text to print after the target's path."""
     from lightning_megatron.lightning.pretrained.convert import (
         checkpoint_to_hf,
         hf_to_checkpoint,
@@ -133,7 +131,7 @@ def _model(args: argparse.Namespace, dtype: torch.dtype | None) -> str:
 
 
 def _adapter(args: argparse.Namespace, dtype: torch.dtype | None) -> str:
-    """Convert an adapter; words behind the path that is printed."""
+    """Convert an adapter; returns the text to print after the target's path."""
     from lightning_megatron.lightning.pretrained.convert_adapter import (
         checkpoint_to_peft,
         merge_adapter,

@@ -37,22 +37,22 @@ _COMMANDS = {
     "predict": _Command(_TRAINER, "run predict_step over data"),
     "train-tokenizer": _Command("data.tokenizer", "a sentencepiece model from text"),
     "preprocess": _Command("data.preprocess", "JSON lines to the token files that training reads"),
-    "merge": _Command("data.merge", "several pairs of token files as one"),
+    "merge": _Command("data.merge", "merge several pairs of token files into one"),
     "inspect": _Command("data.inspect", "statistics of token files; a document or sample as text"),
     "demo-data": _Command("data.demo", "a corpus, a tokenizer and token files for a first try"),
     "generate": _Command("inference.generate", "continue a text with a checkpoint"),
     "evaluate": _Command("inference.evaluate", "perplexity, cloze tests and lm-eval's tasks"),
     "convert": _Command("convert", "other programs' models to ours, and back"),
-    "verify": _Command("verify", "is a checkpoint whole, and what was written?"),
-    "why": _Command("why", "which rank hung or died first, and in what?"),
-    "doctor": _Command("doctor.command", "does what is installed here fit together?"),
+    "verify": _Command("verify", "verify a checkpoint, and show what it holds"),
+    "why": _Command("why", "find the rank that hung or died first, and its last action"),
+    "doctor": _Command("doctor.command", "check that the installed software fits together"),
     "ops": _Command("ops", "the implementation of each op on a device, and why"),
     "recipes": _Command("recipes.command", "the recipes that `--recipe NAME` knows"),
-    "launch": _Command("launch.command", "a recipe by Slurm, Kubernetes, torchrun, mpirun"),
-    "plan": _Command("plan.command", "the layout that fits, and how fast it is"),
+    "launch": _Command("launch.command", "start a recipe under Slurm, Kubernetes, torchrun or mpirun"),
+    "plan": _Command("plan.command", "find layouts that fit into memory, and predict their speed"),
     "rehearse": _Command("trials.rehearse", "memory and traffic of ranks of a job, without devices"),
-    "parity": _Command("trials.parity", "two layouts side by side: where do the numbers part?"),
-    "from-megatron-args": _Command("from_megatron.command", "the recipe that a command line of Megatron stands for"),
+    "parity": _Command("trials.parity", "compare a training in two layouts, number by number"),
+    "from-megatron-args": _Command("from_megatron.command", "translate a command line of Megatron into a recipe"),
     "schedule": _Command("schedule", "print, price and draw a pipeline schedule"),
 }
 
@@ -94,7 +94,7 @@ def _run(words: list[str], *, is_own_process: bool) -> int:
         status: int = function(None if is_own_process and arguments is words else arguments)
         sys.stdout.flush()
         if is_own_process and command.module != _TRAINER:
-            gc.freeze()  # what is left is ours, and needs no looking through at the end of the process
+            gc.freeze()  # the remaining objects are ours: no need to scan them at exit
     except BrokenPipeError:  # ``| head`` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
         return 128 + signal.SIGPIPE
@@ -105,12 +105,12 @@ def _run(words: list[str], *, is_own_process: bool) -> int:
 
 @contextmanager
 def _collecting_later(*, is_own_process: bool) -> Iterator[None]:
-    """Leave the objects that imports make, which live to the end, out of garbage collection.
+    """Exclude the objects that imports create, which live to the end, from garbage collection.
 
-    Looking through those of torch and Lightning takes seconds, most of them at the end of the process.
+    Scanning those of torch and Lightning takes seconds, most of them at the end of the process.
 
     Args:
-        is_own_process: True if nobody else's objects are there; otherwise nothing changes.
+        is_own_process: True if the process runs this command alone; otherwise nothing changes.
     """
     if not is_own_process or not gc.isenabled():
         yield

@@ -11,7 +11,7 @@ from lightning_megatron.cli.common import command_parser, exit_status
 from lightning_megatron.errors import ConfigError, Problem, nearest_names
 
 _DESCRIPTION = """\
-For every op with implementations for devices: those on this machine, the one that a model gets, and the reason. The
+List every op with device implementations: those on this machine, the one that a model gets, and the reason. The
 choices of a run's modules, and the calls that an implementation did not support, are in op_report.json in the log
 folder of the run.
 

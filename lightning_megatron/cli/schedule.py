@@ -144,7 +144,7 @@ def parse_costs(text: str, pp: int, vpp: int = 1) -> Costs:
 
 
 def _cost_fault(name: str, numbers: Sequence[float], num_stages: int) -> tuple[str, tuple[object, ...]] | None:
-    """Reason why a cost cannot be, and the nearest values; ``None`` if it can."""
+    """Reason why a cost is invalid, and the nearest values; ``None`` if it is valid."""
     if name not in _COST_NAMES:
         return "no such cost", nearest_names(name, list(_COST_NAMES))
     if not numbers:

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_megatron.cli.common import command_parser, fail
 
 _DESCRIPTION = """\
-Compare every file of a checkpoint directory with the manifest, and look whether every tensor is covered once and every
+Compare every file of a checkpoint directory with the manifest, and check that every tensor is covered once and every
 parameter has its optimizer state; of a single file, compare its check sums. Needs no device and no model.
 
 exit status: 0 if nothing is wrong; 1 if something is, each fault with its file and its tensors; 2 for wrong

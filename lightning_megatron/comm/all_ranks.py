@@ -1,4 +1,4 @@
-"""Steps that fail on all ranks if they fail on one, with the same text, so that no rank waits for ever."""
+"""Steps that fail on all ranks if they fail on one, with the same text, so that no rank waits forever."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def on_all_ranks(mesh: ParallelMesh, action: str, step: Callable[[], T]) -> T:
 
     Args:
         mesh: ranks that run the step together.
-        action: words for the error text (``"saving run/last.ckpt"``).
+        action: description of the step for the error text (``"saving run/last.ckpt"``).
         step: function to run; without collectives.
 
     Raises:
@@ -44,7 +44,7 @@ class _Fault(NamedTuple):
 
 
 def _text_of(error: BaseException) -> str:
-    """The text of an error. Errors of torch's writer hide the system's own error, whose text is returned instead."""
+    """Text of an error; of the operating system's error if one caused it, which torch's writer hides."""
     if isinstance(error, CheckpointError):
         return str(error)
     cause: BaseException | None = error

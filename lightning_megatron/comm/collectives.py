@@ -1,11 +1,11 @@
 """Collectives over one :class:`~lightning_megatron.mesh.Axis`, plain and with gradients.
 
-Only SUM and MAX are used: Gaudi's HCCL has no AVG, so callers divide to get a mean. No function but those ``in_place``
-changes its input, and each is the identity on an axis of size 1, so layers need not check how many ranks there are.
-Those ``in_place`` communicate on any axis: one without a group stands for all ranks.
+Only SUM and MAX are used: Gaudi's HCCL has no AVG, so callers divide to get a mean. Functions without ``in_place`` or
+``into`` in their name do not change their input, and are the identity on an axis of size 1, so layers need not check
+for it. Those with ``in_place`` communicate on any axis; an axis without a group stands for all ranks.
 
 The pairs with gradients are the ``f``/``g`` of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3), their
-sequence-parallel forms (https://arxiv.org/abs/2205.05198, section 4.2.2), and the all-to-all that is its own pair.
+sequence-parallel forms (https://arxiv.org/abs/2205.05198, section 4.2.2), and all-to-all, which is its own pair.
 Shapes: ``S`` is the whole sequence, ``R`` the size of the axis.
 """
 
@@ -43,7 +43,7 @@ class Pending:
 
     Args:
         result: tensor that is complete after the wait.
-        work: the collective; ``None`` if the result is there.
+        work: handle of the collective; ``None`` if the result is complete already.
         call: record of the collective.
         finish: function that completes the result after the wait.
     """
@@ -61,10 +61,10 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """Wait until the result is there (on an accelerator: until the current stream may use it).
+        """Wait until the result is complete (on an accelerator: until the current stream may use it).
 
         Raises:
-            PeerLostError: if another rank has failed to take part.
+            PeerLostError: if the collective fails because of another rank.
         """
         work, self._work = self._work, None
         if work is not None:
@@ -72,7 +72,7 @@ class Pending:
                 work.wait()
             if self._finish is not None:
                 self._finish()
-                self._finish = None  # it holds what has been received
+                self._finish = None  # it holds the received tensor
         return self._result
 
     def is_done(self) -> bool:
@@ -108,7 +108,7 @@ def all_reduce_in_place(x: Tensor, axis: Axis, operation: Any = SUM) -> Tensor:
 
 
 def broadcast_in_place(x: Tensor, axis: Axis, source: int) -> Tensor:
-    """Fill ``x`` with that of position ``source`` of the axis; it is returned."""
+    """Broadcast ``x`` from position ``source`` of the axis into ``x``, which is returned."""
     axis.call(Kind.BROADCAST, x).run(dist.broadcast, x, axis.ranks[source], group=axis.group)
     return x
 
@@ -181,7 +181,7 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis) -> Pending:
 
     Args:
         whole: contiguous tensor; its piece at this rank's position is sent.
-        axis: the ranks, several.
+        axis: the ranks, at least two.
     """
     pieces = whole.unflatten(0, (axis.size, whole.shape[0] // axis.size))
     if not collective_traits(whole.device).copies_pieces:
@@ -195,7 +195,7 @@ def _broadcast_each(pieces: Tensor, axis: Axis) -> _All:
     return _All([dist.broadcast(piece, rank, group=axis.group, async_op=True) for piece, rank in pairs])
 
 
-@torch.compiler.disable  # one break; inside, each of several would cut a graph in pieces
+@torch.compiler.disable  # one graph break here instead of several inside
 def _complete(start: Callable[[Tensor, Axis], Pending], x: Tensor, axis: Axis) -> Tensor:
     return start(x, axis).wait()
 
@@ -268,7 +268,7 @@ def _as_it_is(x: Tensor, axis: Axis) -> Tensor:
 
 
 class _Pair(torch.autograd.Function):
-    """A function of a tensor over an axis, and the one of its gradient."""
+    """A communicating function, and the one that its backward applies to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, forward: _OverAxis, backward: _OverAxis) -> Tensor:
@@ -297,24 +297,24 @@ def _apply(x: Tensor, axis: Axis, forward: _OverAxis, backward: _OverAxis) -> Te
     return x if axis.size == 1 else _outside_of_graphs(x, axis, forward, backward)
 
 
-@torch.compiler.disable  # one break; inside, every function around the collective would be one
+@torch.compiler.disable  # one graph break here instead of one for every function around the collective
 def _outside_of_graphs(x: Tensor, axis: Axis, forward: _OverAxis, backward: _OverAxis) -> Tensor:
     out: Tensor = _Pair.apply(x, axis, forward, backward)
     return out
 
 
 def copy_to_region(x: Tensor, axis: Axis) -> Tensor:
-    """``f``: identity forward, sum of gradients backward. Enters a region where each rank does part of the work."""
+    """``f``: identity forward, all-reduce backward. Enters a region where each rank does part of the work."""
     return _apply(x, axis, _as_it_is, all_reduce)
 
 
 def reduce_from_region(x: Tensor, axis: Axis) -> Tensor:
-    """``g``: sum forward, identity backward. Leaves such a region with the whole result on every rank."""
+    """``g``: all-reduce forward, identity backward. Leaves such a region with the whole result on every rank."""
     return _apply(x, axis, all_reduce, _as_it_is)
 
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """``[S/R, ...] -> [S, ...]``; backward sums and scatters, since the ranks go on to do different work."""
+    """``[S/R, ...] -> [S, ...]`` for a consumer that does different work on each rank; backward reduce-scatters."""
     return _apply(x, axis, all_gather, reduce_scatter)
 
 
@@ -347,8 +347,8 @@ def all_to_all(
         x: ``[n, ...]``, split along its first dimension.
         axis: the ranks.
         input_splits: number of rows for each rank, possibly 0; ``None`` for equal pieces.
-        output_splits: number of rows from each rank (its entry in ``input_splits`` for this rank); ``None`` for equal
-            pieces.
+        output_splits: number of rows from each rank (the entry for this rank in the other's ``input_splits``); ``None``
+            for equal pieces.
 
     Returns:
         ``[sum of output_splits, ...]``. The backward pass is the reverse all-to-all.

@@ -3,9 +3,9 @@
 torch's own TCPStore listens on all addresses of the machine, and any client may read and set its keys, which hold the
 addresses of ranks and pickled objects. A socket bound to the loopback address prevents that.
 
-The port is taken before another process is told of it. A port that is only known to be free may be in use a moment
-later: on a busy machine by any connection, or by a process of the job itself, which asks for the store before anybody
-listens and, by chance, from that very port.
+The port is bound before any other process learns its number. A port that merely was free may be in use a moment later:
+on a busy machine by any connection, or by a process of the job itself, which connects to the store before it listens
+and happens to get that port as its own.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class LoopbackPort:
         self._socket: socket.socket | None = None
 
     def take(self, main_port: Callable[[], int]) -> None:
-        """Listen, before other processes are started.
+        """Choose the port and listen on it, before other processes are started.
 
         Args:
-            main_port: function that returns the job's port; one that is not chosen yet is read from the environment
-                variable ``MASTER_PORT``, which is set here.
+            main_port: function that returns the job's port. If none is chosen yet, it reads the environment variable
+                ``MASTER_PORT``, which is set here.
 
         Raises:
-            OSError: if somebody else listens on a port that was given.
+            OSError: if another process listens on the given port.
         """
         self.free()
         self._socket = _listening(0)
@@ -46,7 +46,7 @@ class LoopbackPort:
             self._socket = _listening(wanted)
 
     def free(self) -> None:
-        """Listen no more, unless a store does."""
+        """Stop listening, unless a store has taken over the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -67,7 +67,7 @@ class LoopbackPort:
         if rank == 0:
             held, self._socket = self._socket or _listening(port), None
             listening = held.detach()  # the store closes it
-        # libuv takes no socket that listens already in torch 2.6, where it is the default.
+        # In torch 2.6 libuv, the default there, does not accept a listening socket.
         return TCPStore(ADDRESS, port, world_size, rank == 0, timeout, master_listen_fd=listening, use_libuv=False)
 
 

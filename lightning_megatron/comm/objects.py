@@ -68,7 +68,7 @@ def barrier_with_limit(mesh: ParallelMesh, limit: timedelta) -> None:
     """Wait for all ranks of the job for a limited time.
 
     Raises:
-        RuntimeError: naming the ranks that have not come.
+        RuntimeError: names the ranks that have not arrived.
     """
     dist.monitored_barrier(mesh.host_group, timeout=limit)
 
@@ -109,9 +109,9 @@ def scatter_object(mesh: ParallelMesh, values: list[T] | None) -> T:
 def drain_group(group: dist.ProcessGroup | None) -> None:
     """Wait until the threads of a gloo group have freed the tensors of earlier collectives; all its ranks call this.
 
-    Up to torch 2.6 a group is destroyed while holding Python's global lock, and waits for its threads. A thread that
-    has yet to free a tensor needs that lock: the job hangs. A barrier holds no tensor and runs after all earlier
-    collectives. But a group has two threads, so the one that has not run the barrier is given a moment.
+    Up to torch 2.6, destroying a group waits for its threads while holding Python's global lock. A thread that has yet
+    to free a tensor needs that lock, and the job hangs. A barrier holds no tensor and runs after all earlier
+    collectives. A group has two threads, so the sleep gives time to the one that does not run the barrier.
     """
     dist.barrier(group)
     if not _FREED_WITHOUT_THE_LOCK:

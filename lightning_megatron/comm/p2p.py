@@ -1,7 +1,7 @@
 """Point-to-point communication between the ranks of one axis.
 
-Shapes are known at both ends. Messages carry no tag and are told apart by their order, which the caller keeps equal at
-both ends. There is no receive from an arbitrary rank, which Gaudi's HCCL does not support.
+Both ends know the shapes. Messages carry no tag: they are matched by their order, which callers must keep equal at both
+ends. There is no receive from an arbitrary rank, which Gaudi's HCCL does not support.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def receive(out: Tensor, axis: Axis, peer: int) -> None:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A flat view of the bytes of a contiguous tensor on the host, or of a copy of another one there."""
+    """Bytes of a tensor, flat: a view of a contiguous tensor on the host, otherwise a copy on the host."""
     return x.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
@@ -51,7 +51,7 @@ class Rotation:
         self._sent, self._received = sent, received
 
     def wait(self) -> Tensor:
-        """The received tensor; from here on the sent tensor may be changed."""
+        """Wait for both and return the received tensor; afterwards the sent tensor may be changed."""
         self._sent.wait()
         return self._received.wait()
 

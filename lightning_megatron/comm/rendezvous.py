@@ -18,12 +18,12 @@ class Meeting:
         store: store that all ranks can reach.
         rank: rank of this process.
         world_size: number of ranks.
-        name: name of the exchange, equal on all ranks. A second one of that name is another exchange.
+        name: name of the exchange, equal on all ranks. A second object of that name is a separate exchange.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
         named = PrefixStore(f"lightning_megatron/{name}", store)
-        # Each rank counts for itself, and all ranks take part equally often.
+        # Every rank has its own counter; they agree, since all ranks take part equally often.
         self._store = PrefixStore(str(named.add(f"meetings of {rank}", 1)), named)
         self._rank, self._size, self._rounds = rank, world_size, 0
 
@@ -42,7 +42,7 @@ class Meeting:
         return said.get("judgement").decode()
 
     def all_say(self, own: str, limit: timedelta) -> bool:
-        """Submit a text; True if all ranks submit the same one in time, as rank 0 finds. A rank may stay away.
+        """Submit a text; True if rank 0 finds that all ranks submit the same one in time. A rank need not call this.
 
         Args:
             own: this rank's text.
@@ -52,7 +52,7 @@ class Meeting:
         said.set(str(self._rank), own)
         end = time.monotonic() + limit.total_seconds()
         try:
-            # Of a wait that ends without its keys, torch prints two lines.
+            # Polling, because torch prints two lines for a wait that times out.
             if self._rank == 0 and comes_true(lambda: said.check(ranks), end):
                 said.set("judgement", str(len({said.get(rank) for rank in ranks}) == 1))
             return comes_true(lambda: said.check(["judgement"]), end) and said.get("judgement") == b"True"
@@ -68,7 +68,7 @@ class Meeting:
 
 
 def comes_true(holds: Callable[[], bool], end: float) -> bool:
-    """Ask again and again until something holds; False if it does not by the monotonic time ``end``."""
+    """Poll a condition until it holds; False if it does not hold by the monotonic time ``end``."""
     while not holds():
         if time.monotonic() > end:
             return False

@@ -1,1 +1,1 @@
-"""Sizes and layouts as the user gives them: frozen values that check themselves, without processes."""
+"""Sizes and layouts as the user gives them: frozen dataclasses that validate themselves, without processes."""

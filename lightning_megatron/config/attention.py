@@ -28,7 +28,7 @@ class AttentionConfig:
     Attributes:
         add_qkv_bias: True if queries, keys and values have biases, also where ``add_bias_linear`` is False (Qwen2).
         add_attention_out_bias: True if the output of attention has biases, also where ``add_bias_linear`` is False.
-        qk_norm: True if the features of each query and key head are normed before they are turned (Qwen3).
+        qk_norm: True for a norm of each query and key head, before the rotary embedding (Qwen3).
         sliding_window: number of tokens that a token sees, itself included (https://arxiv.org/abs/2310.06825); 0 for
             all that precede it.
         sliding_window_layers: numbers of the layers that have this window; empty for all.
@@ -37,14 +37,14 @@ class AttentionConfig:
             none.
         attention_sinks: True if each head learns a score that takes a share of the weights and has no value
             (https://arxiv.org/abs/2309.17453, section 3.3).
-        rope_local_theta: base of the rotary frequencies in layers with a window, which are not scaled; 0 for those of
-            all layers.
+        rope_local_theta: base of the rotary frequencies in layers with a window, to which ``rope_scaling`` does not
+            apply; 0 for the base and scaling of all layers.
         kv_lora_rank: features of the latent from which keys and values are made (multi-head latent attention,
-            https://arxiv.org/abs/2405.04434); 0 for attention without latents. With latents ``add_qkv_bias`` is about
-            the matrices to them.
+            https://arxiv.org/abs/2405.04434); 0 for attention without latents. With latents ``add_qkv_bias`` is for
+            the projections to them.
         q_lora_rank: features of the latent from which queries are made; 0 for queries from the tokens themselves.
-        rope_head_dim: features of a query and a key, of the ``head_dim``, that are turned; with latents only.
-        v_head_dim: features of a value; 0 for ``head_dim``, and another number with latents only.
+        rope_head_dim: rotated features of a query and a key, out of ``head_dim``; with latents only.
+        v_head_dim: features of a value; 0 for ``head_dim``. Another number needs latents.
     """
 
     add_qkv_bias: bool = False
@@ -84,7 +84,7 @@ class AttentionConfig:
         return ScoreRule(self.attention_scale, self.attention_softcap, self.window(layer), self.attention_sinks)
 
     def seen(self, layer: int, length: int) -> float:
-        """Mean number of tokens that a token of a sequence of ``length`` sees in a layer, itself counted half."""
+        """Mean number of tokens that a token sees in a layer, in sequences of ``length``; itself counts half."""
         window = self.window(layer)
         return window - window**2 / (2 * length) if 0 < window < length else length / 2
 
@@ -103,17 +103,17 @@ class AttentionConfig:
         return found + (self._misfits_of_latents() if self.has_latents else self._latents_without_rank())
 
     def _latents_without_rank(self) -> list[Problem]:
-        """Fields about latents that are given where there are none."""
-        reason = "is about latents, and there are none: give kv_lora_rank, or leave it out"
+        """Fields for latents that are given without ``kv_lora_rank``."""
+        reason = "needs latents: give kv_lora_rank, or leave it out"
         names = ("q_lora_rank", "rope_head_dim", "v_head_dim")
         return [Problem(name, value, reason, (0,)) for name in names if (value := getattr(self, name))]
 
     def _misfits_of_latents(self) -> list[Problem]:
-        """Parts of attention that are not there with latents."""
+        """Parts of attention that latents do not support."""
         given = {"qk_norm": self.qk_norm, "attention_sinks": self.attention_sinks}
-        reason = f"keys are made from latents (kv_lora_rank={self.kv_lora_rank}), and this is not made for them"
+        reason = f"latents (kv_lora_rank={self.kv_lora_rank}) do not support it"
         found = [Problem(name, True, reason, (False,)) for name, is_on in given.items() if is_on]
         if self.rope_head_dim < 2 or self.rope_head_dim % 2:
-            reason = "a part of each query and key is turned, by pairs of features: give an even number of at least 2"
+            reason = "the rotary embedding rotates pairs of features: give an even number of at least 2"
             found.append(Problem("rope_head_dim", self.rope_head_dim, reason, (64,)))
         return found

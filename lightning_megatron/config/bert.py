@@ -18,7 +18,7 @@ _TAKEN |= {"tie_embeddings", "hidden_dropout", "attention_dropout", "label_smoot
 
 @dataclass(frozen=True)
 class BertConfig(TransformerConfig):
-    """The shape of an encoder whose tokens see both sides, with BERT's two heads.
+    """The shape of a bidirectional encoder with BERT's two heads.
 
     Fields are those of :class:`TransformerConfig`, with BERT's own epsilon, and these.
 
@@ -64,11 +64,11 @@ class BertConfig(TransformerConfig):
         """Parameters of the model with its heads, vocabulary padding not counted."""
         h = self.hidden_size
         dense, norm = h * h + h, h if self.norm == "rmsnorm" else 2 * h
-        # The decoder's final norm is counted already: here it is that of the embedding, or the encoder's last.
+        # super() counts one final norm: here it stands for that of the embedding, or the encoder's last.
         found = super().num_parameters(active=active) + self.num_token_types * h + dense + norm + self.vocab_size
         return found + (dense + 2 * h + 2 if self.next_sentence else 0)
 
     def flops_per_token(self, seq_length: int) -> float:
-        """Matmul FLOPs of forward and backward for one token, which meets all others in attention."""
+        """Matmul FLOPs of forward and backward for one token, which attends to all others."""
         other_half = self.num_layers * self.num_attention_heads * self.head_dim * seq_length
         return super().flops_per_token(seq_length) + 6.0 * (other_half + self.hidden_size**2)

@@ -1,4 +1,4 @@
-"""Capacity of experts as numbers: rows that each expert takes from one rank, whatever the routing."""
+"""Expert capacity: number of rows that each expert takes from one rank, whatever the routing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def expert_capacity(tokens: int, topk: int, num_experts: int, factor: float) -> 
 
 
 def lowest_capacity(tokens: int, topk: int, num_experts: int) -> int:
-    """Rows of every expert where the load is even: no forward needs less."""
+    """Rows of every expert if the load is even: no forward needs less."""
     return ceil(topk * tokens / num_experts)
 
 
 def first_edges(low: int, high: int, count: int, base: float, alignment: int) -> list[int]:
-    """Capacities from ``low`` (not among them) to ``high``, each bin ``base`` times as wide as the one before.
+    """Capacities above ``low`` and up to ``high``; each bin is ``base`` times as wide as the one before.
 
     Returns:
         Multiples of ``alignment``, ascending; fewer than ``count`` where several fall on one multiple.
@@ -39,7 +39,7 @@ def edges_of(config: MoEConfig, tokens: int) -> list[int]:
 
 
 def smallest_that_holds(edges: Sequence[int], rows: int) -> int:
-    """The first capacity of at least so many rows; the rows themselves if there is none."""
+    """The first capacity of at least ``rows``; ``rows`` itself if there is none."""
     return next((edge for edge in edges if edge >= rows), rows)
 
 

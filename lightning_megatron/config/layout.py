@@ -277,7 +277,7 @@ class ParallelLayout:
             found.append(Problem("cp_comm_type", "p2p", reason, ("a2a", "all_gather")))
         if self.cp_comm_type == "a2a" and heads % self.tp == 0 and heads // self.tp % self.cp:
             local = heads // self.tp
-            reason = f"cp_comm_type='a2a' shares out heads, and {local} a rank ({heads} over tp={self.tp}) do not split"
+            reason = f"cp_comm_type='a2a' splits heads, and {local} a rank ({heads} over tp={self.tp}) do not divide"
             found.append(Problem("cp", self.cp, reason, nearest_to(self.cp, divisors(local))))
         return found
 
@@ -333,7 +333,7 @@ def _indivisible(sizes: dict[str, int], total: int, reason: str) -> list[Problem
     """Problems of sizes whose product does not divide ``total``.
 
     Returns:
-        One problem for each size that would mend it alone; if none would, one with the nearest sizes that do together.
+        One problem for each size whose change alone is enough; if there is none, one with the nearest combinations.
     """
     sizes = {name: size for name, size in sizes.items() if size > 1}
     product_of_all = math.prod(sizes.values())

@@ -52,19 +52,19 @@ class MoEConfig:
             sum to 1; the default, as in Mixtral, is softmax over the chosen experts.
         moe_router_normalize: False for weights that are the sigmoids of the chosen experts, not divided by their sum.
         moe_router_scaling_factor: factor of the weights.
-        moe_router_num_groups: groups of equal size into which experts are cut, of which a token visits some only; 0 for
-            none. A group counts as much as its best expert, of sigmoid scores as its two best (DeepSeek-V2 and V3,
-            https://arxiv.org/abs/2412.19437).
+        moe_router_num_groups: groups of equal size into which experts are split, of which a token visits only some; 0
+            for none. A group's score is that of its best expert, or with sigmoid scores the sum of its two best
+            (DeepSeek-V2 and V3, https://arxiv.org/abs/2412.19437).
         moe_router_group_topk: groups that a token visits.
         moe_load_balancing: loss that evens out the load: over a micro-batch (``"aux_loss"``), over each sequence
             (``"seq_aux_loss"``), over the whole batch so far (``"global_aux_loss"``), or ``"none"``.
         moe_aux_loss_coeff: weight of that loss.
         moe_z_loss_coeff: weight of the loss that keeps router logits small (https://arxiv.org/abs/2202.08906).
-        moe_input_jitter_eps: width of uniform noise, the router's input is multiplied by ``1 - eps .. 1 + eps``.
-        moe_expert_bias: True for a bias of each expert that shares in the choice, and not in the weights; it needs
-            sigmoid scores. It is 0 until it is loaded or updated.
-        moe_expert_bias_update_rate: step by which that bias comes to favour experts with few tokens, after each
-            optimizer step (https://arxiv.org/abs/2408.15664). A rate means that there is a bias; 0 leaves it as it is.
+        moe_input_jitter_eps: width of uniform noise: the router's input is multiplied by ``1 - eps .. 1 + eps``.
+        moe_expert_bias: True for a bias of each expert that affects which experts are chosen, but not their weights; it
+            needs sigmoid scores. It is 0 until it is loaded or updated.
+        moe_expert_bias_update_rate: step by which that bias is changed in favour of experts with few tokens, after each
+            optimizer step (https://arxiv.org/abs/2408.15664). A rate implies the bias; 0 leaves it as it is.
         moe_shared_expert_ffn_hidden_size: features inside an expert that every token visits; 0 for none.
         moe_token_dispatcher: ``"alltoall"`` sends tokens to their experts' ranks, ``"allgather"`` all tokens to all.
         moe_capacity_factor: factor of an expert's capacity, ``ceil(T k / E x factor)`` of a rank's tokens; it drops
@@ -115,7 +115,7 @@ class MoEConfig:
 
     @property
     def has_expert_bias(self) -> bool:
-        """True if a bias shares in the choice of experts."""
+        """True if a bias affects which experts are chosen."""
         return self.moe_expert_bias or self.moe_expert_bias_update_rate > 0
 
     def moe_problems(self) -> list[Problem]:
@@ -130,7 +130,7 @@ class MoEConfig:
             reason = "softmax over one chosen expert is always 1, and the router would not learn"
             found.append(Problem("moe_router_pre_softmax", False, reason, (True,)))
         if self.has_expert_bias and self.moe_router_score != "sigmoid":
-            reason = "the bias is added to scores that do not depend on each other"
+            reason = "the expert bias needs scores that do not depend on each other"
             found.append(Problem("moe_router_score", self.moe_router_score, reason, ("sigmoid",)))
         if not self.moe_router_normalize and self.moe_router_score != "sigmoid":
             reason = "for softmax over all experts, not divided by the sum of the chosen, set moe_router_pre_softmax"
@@ -138,7 +138,7 @@ class MoEConfig:
         return found + self._group_problems() + self._capacity_problems()
 
     def _unknown_moe_layers(self, num_layers: int) -> list[Problem]:
-        """Numbers of layers with experts that the model does not have."""
+        """Numbers in ``moe_layers`` of layers that the model does not have."""
         beyond = [number for number in self.moe_layers if not 0 <= number < num_layers]
         return [Problem("moe_layers", beyond, f"layers are numbered 0 to {num_layers - 1}")] if beyond else []
 
@@ -154,7 +154,7 @@ class MoEConfig:
             return [Problem("moe_router_num_groups", groups, reason, nearest_to(groups, divisors(experts)))]
         size = experts // groups
         if self.moe_router_score == "sigmoid" and size < 2:
-            reason = "a group counts as much as its two best experts, and has one"
+            reason = "a group's score sums its two best experts, and it has one"
             found.append(Problem("moe_router_num_groups", groups, reason, nearest_to(groups, divisors(experts)[:-1])))
         least = -(-self.moe_router_topk // size)
         if not least <= chosen <= groups:
@@ -182,6 +182,6 @@ class MoEConfig:
                 reason = f"{name}={value} fixes what is sent to each expert, and allgather sends all to all"
                 found.append(Problem("moe_token_dispatcher", "allgather", reason, ("alltoall",)))
         if bins == 1:
-            reason = "one bin holds the worst case and nothing less"
+            reason = "a single bin always pads to the worst case"
             found.append(Problem("moe_capacity_bins", 1, reason, nearest_to(1, (0, 2))))
         return found

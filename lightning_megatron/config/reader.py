@@ -39,7 +39,7 @@ class ConfigReader:
         self._problems: list[Problem] = []
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a field that is there."""
+        """The value of a field, which must exist."""
         self._read.add(name)
         return self._config[name]
 
@@ -48,11 +48,11 @@ class ConfigReader:
         return self._config.get(name) is not None
 
     def has_read(self, name: str) -> bool:
-        """True if somebody has asked for the field."""
+        """True if the field has been read."""
         return name in self._read
 
     def required(self, name: str) -> int:
-        """A whole number that must be there; if it is not, 0, and a fault is noted."""
+        """A required whole number; if it is missing, 0, and a fault is recorded."""
         self._read.add(name)
         value = self._config.get(name)
         if value is None:
@@ -84,28 +84,28 @@ class ConfigReader:
         return value
 
     def expect(self, name: str, default: Any, allowed: Sequence[Any], reason: str, *, null: bool = False) -> Any:
-        """A field that our model can reproduce for some values only."""
+        """A field that our model can reproduce only for some values; records a fault for others."""
         value = self.get(name, default, null=null)
         if value not in allowed:
             self.refuse(name, value, reason, tuple(allowed))
         return value
 
     def refuse(self, name: str, value: Any, reason: str, allowed: tuple[Any, ...] = ()) -> None:
-        """Note a value that our model cannot reproduce."""
+        """Record a value that our model cannot reproduce."""
         self._problems.append(Problem(name, value, reason, allowed))
 
     def refuse_unread(self, reason: str) -> None:
-        """Note every field that nobody has asked for."""
+        """Record every field that has not been read."""
         for name, value in self._config.items():
             if name not in self._read:
                 self.refuse(name, value, reason)
 
     def take_over(self, part: ConfigReader, name: str) -> None:
-        """Note the faults of a part of the configuration, under its name."""
+        """Record the faults of a part of the configuration, under its name."""
         self._problems += [replace(problem, argument=f"{name}.{problem.argument}") for problem in part._problems]
 
     def finish(self) -> None:
-        """Raise an error with every fault that was noted.
+        """Raise an error with every recorded fault.
 
         Raises:
             ConfigError: if there was any.
@@ -115,8 +115,8 @@ class ConfigReader:
 
 
 def refuse_uneven_heads(reader: ConfigReader, model: str) -> None:
-    """Note a ``hidden_size`` that does not split over the heads: with ``head_dim`` ours may have it, theirs may not."""
+    """Refuse a ``hidden_size`` that is no multiple of the heads: ours allows it with ``head_dim``, theirs does not."""
     heads, hidden = reader["num_attention_heads"], reader["hidden_size"]
     if hidden % heads:
-        reason = f"{model} takes only what divides hidden_size={hidden}, also where head_dim is given"
+        reason = f"{model} takes only divisors of hidden_size={hidden}, even if head_dim is given"
         reader.refuse("num_attention_heads", heads, reason, nearest_to(heads, divisors(hidden)))

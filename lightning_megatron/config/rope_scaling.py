@@ -25,7 +25,7 @@ _RULES: Rules = {
 
 @dataclass(frozen=True)
 class _Scaling:
-    """Common part of all rules."""
+    """Base class of all rules."""
 
     def problems(self) -> list[Problem]:
         """Every fault of the fields."""
@@ -88,10 +88,10 @@ class DynamicScaling(_Scaling):
     """The base grows with the sequence, as soon as that is longer than ``original_max_position_embeddings``.
 
     The growth of the base slows low frequencies more than high ones. As in transformers every sequence has the
-    frequencies of its own length; in generation a token has those of the length when it was made.
+    frequencies of its own length; in generation a token keeps those of the length at which it was generated.
 
     Attributes:
-        factor: length over that of the pretraining at which the lowest frequency is slowed by about as much.
+        factor: ratio to the pretraining length at which the lowest frequency is slowed by about this factor.
         original_max_position_embeddings: context length of the model's pretraining.
         kind: name of the rule.
     """
@@ -108,8 +108,8 @@ class YarnScaling(_Scaling):
     Attributes:
         factor: factor by which low frequencies are slowed.
         original_max_position_embeddings: context length of the model's pretraining.
-        beta_fast: turns within that length from which on a frequency is kept.
-        beta_slow: turns within that length up to which a frequency is slowed fully.
+        beta_fast: rotations within that length from which on a frequency is kept.
+        beta_slow: rotations within that length up to which a frequency is slowed fully.
         attention_factor: factor of cosines and sines; 0 derives it from ``factor`` and the next two.
         mscale: weight of ``log(factor)`` in the numerator of that factor; 0 for 1, and no denominator.
         mscale_all_dim: its weight in the denominator; 0 for no denominator.
@@ -146,7 +146,7 @@ _BY_KIND: Mapping[str, Any] = {each.kind: each for each in get_args(RopeScaling)
 
 
 def rope_scaling_of(given: object) -> tuple[Any, list[Problem]]:
-    """A rule from its fields, among them ``kind``, and the faults; without a kind it is LLaMA 3's, as it always was.
+    """A rule from its fields, among them ``kind``, and the faults; without ``kind`` it is LLaMA 3's.
 
     Args:
         given: a rule, a mapping of its fields, or ``None``.

@@ -13,9 +13,9 @@ class ScoreRule:
         scale: factor of the products; 0 for ``1 / sqrt(D)``.
         softcap: bound ``c`` of the scores, ``c tanh(score / c)``; 0 for none.
         window: number of keys that a query sees, its own included; 0 for all that precede it.
-        has_sinks: True if each head has a score of its own that takes weight and no value.
-        slopes: numbers, one a query head, by which its scores fall with each token between key and query (ALiBi), under
-            a causal mask; empty for none.
+        has_sinks: True if each head has a sink: a score of its own that takes attention weight, but has no value.
+        slopes: ALiBi's slopes, one per query head, by which its scores fall with each token between key and query,
+            under a causal mask; empty for none.
     """
 
     scale: float = 0.0
@@ -25,7 +25,7 @@ class ScoreRule:
     slopes: tuple[float, ...] = ()
 
     def is_plain(self, keys: int) -> bool:
-        """True if there is no difference for so many keys: a window that holds all of them is none."""
+        """True if there is no difference for ``keys`` keys; a window that holds all of them makes none."""
         return not (self.scale or self.softcap or self.has_sinks or self.slopes or 0 < self.window < keys)
 
     @property
@@ -38,7 +38,7 @@ class ScoreRule:
         return float(self.scale or head_dim**-0.5)
 
     def of_heads(self, part: int, parts: int) -> ScoreRule:
-        """The rule for one of ``parts`` equal shares of the query heads."""
+        """The rule for share ``part`` of ``parts`` equal shares of the query heads."""
         count = len(self.slopes) // parts
         return replace(self, slopes=self.slopes[part * count : (part + 1) * count]) if self.slopes else self
 
@@ -57,8 +57,8 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
     A head's score of a query and a key gets ``-slope (query - key)`` added, in place of position embeddings.
 
-    Of ``n`` heads, a power of two, they are ``2^(-8 i / n)`` for ``i = 1 .. n``. Of any other number the first ones are
-    those of the largest power of two below it, and the rest are every other slope of twice that many heads.
+    For ``n`` heads, a power of two, they are ``2^(-8 i / n)`` for ``i = 1 .. n``. For other numbers the first ones are
+    those of the largest power of two below ``n``, and the rest are every other slope of twice that power.
     """
     whole = 1 << (heads.bit_length() - 1)
     first = [2.0 ** (-8.0 * i / whole) for i in range(1, whole + 1)]

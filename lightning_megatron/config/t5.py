@@ -1,4 +1,4 @@
-"""The shape of T5 (https://arxiv.org/abs/1910.10683): an encoder and a decoder that looks at it."""
+"""The shape of T5 (https://arxiv.org/abs/1910.10683): an encoder, and a decoder with cross-attention to it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class T5Config(TransformerConfig):
     Attributes:
         num_layers: blocks of both stacks together.
         max_position_embeddings: longest sequence of either stack; no weight depends on it.
-        init_std: factor of the standard deviations of initial weights, which are those of T5: one for each kind.
+        init_std: factor of T5's standard deviations of initial weights, one for each kind of weight.
         model_type: name of this class among the fields of a checkpoint; always ``"t5"``.
         num_decoder_layers: blocks of the decoder; 0 for half of them.
-        relative_buckets: classes of distances between query and key, each with a score for each head; the layers of a
-            stack share them.
-        relative_distance: distance from which on all are of one class.
+        relative_buckets: buckets of distances between query and key, each with one bias per head; the layers of a stack
+            share them.
+        relative_distance: distance from which on all are in one bucket.
     """
 
     norm: str = "rmsnorm"
@@ -53,7 +53,7 @@ class T5Config(TransformerConfig):
     relative_distance: int = 128
     attention_scale: float = field(default=1.0, kw_only=True)
 
-    is_causal: ClassVar[bool] = False  # in the decoder the biases hide what follows
+    is_causal: ClassVar[bool] = False  # in the decoder the biases mask later tokens
     _more_rules: ClassVar[Rules] = {
         "model_type": OneOf(("t5",)),
         "num_layers": at_least(2),
@@ -76,24 +76,24 @@ class T5Config(TransformerConfig):
         heads, layers, of_decoder = self.num_attention_heads, self.num_layers, self.num_decoder_layers
         if self.num_query_groups != heads:
             found.append(
-                Problem("num_query_groups", self.num_query_groups, "T5's heads have keys of their own", (heads,))
+                Problem("num_query_groups", self.num_query_groups, "T5 has one key head per query head", (heads,))
             )
         if not of_decoder and layers % 2:
-            reason = "an odd number has no halves for the two stacks: give num_decoder_layers"
+            reason = "an odd number cannot be halved for the two stacks: give num_decoder_layers"
             found.append(Problem("num_layers", layers, reason, nearest_to(layers, (layers - 1, layers + 1))))
         if of_decoder >= layers:
-            reason = f"leaves none of num_layers={layers}, which counts both stacks, for the encoder"
+            reason = f"leaves no layer for the encoder: num_layers={layers} counts both stacks"
             found.append(Problem("num_decoder_layers", of_decoder, reason, (layers - 1, 0)))
         if self.relative_buckets % 2:
             near = nearest_to(self.relative_buckets, (self.relative_buckets - 1, self.relative_buckets + 1))
-            found.append(Problem("relative_buckets", self.relative_buckets, "half of them are for each side", near))
+            found.append(Problem("relative_buckets", self.relative_buckets, "must be even, half for each side", near))
         if self.relative_distance <= self.relative_buckets // 2:
-            reason = f"half of relative_buckets={self.relative_buckets} are for one distance each"
+            reason = f"must be higher: half of relative_buckets={self.relative_buckets} are for one distance each"
             found.append(Problem("relative_distance", self.relative_distance, reason, (4 * self.relative_buckets,)))
         return found
 
     def layout_problems(self, layout: ParallelLayout) -> list[Problem]:
-        """Faults of a layout for this model: biases that depend on the distance are added to whole rows of scores."""
+        """Faults of a layout for this model: relative-position biases are added to whole rows of scores."""
         if layout.cp == 1:
             return []
         reason = (
@@ -117,7 +117,7 @@ class T5Config(TransformerConfig):
     def init_stds(self) -> InitStds:
         """Standard deviations of initial weights: inputs of a matrix of unit variance give outputs of unit variance.
 
-        Queries, which are not scaled by ``1 / sqrt(head_dim)``, are smaller by that.
+        The model scales initial queries by ``1 / sqrt(head_dim)``, as it does not scale scores.
         """
         std, h = self.init_std, self.hidden_size
         inner = self.num_attention_heads * self.head_dim
@@ -131,7 +131,7 @@ class T5Config(TransformerConfig):
         )
 
     def replace(self, **overrides: Any) -> Self:
-        """A copy with some fields changed; of another number of layers the decoder gets half, if it had half."""
+        """A copy with some fields changed; a decoder with half of the layers keeps half of a new number."""
         if "num_layers" in overrides and 2 * self.num_decoder_layers == self.num_layers:
             overrides.setdefault("num_decoder_layers", 0)
         return super().replace(**overrides)
@@ -143,11 +143,11 @@ class T5Config(TransformerConfig):
         return super().num_parameters(active=active) + cross + biases + self.hidden_size
 
     def flops_per_token(self, seq_length: int, decoder_length: int | None = None) -> float:
-        """Matmul FLOPs of forward and backward for one token of the encoder, with the decoder's share of its sample.
+        """Matmul FLOPs of forward and backward per encoder token; the decoder's are divided over the encoder's tokens.
 
         Args:
             seq_length: tokens of the encoder.
-            decoder_length: tokens of the decoder; ``None`` for as many.
+            decoder_length: tokens of the decoder; ``None`` for ``seq_length``.
         """
         length = seq_length if decoder_length is None else decoder_length
         share = length / seq_length if seq_length else 1.0

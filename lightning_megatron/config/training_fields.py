@@ -24,6 +24,6 @@ _OF_TRAINING = {
 
 
 def is_of_training(name: str, config: MoEConfig) -> bool:
-    """True for a field of training, capacities of experts among them; without experts all others about them, too."""
+    """True for a field of training, such as expert capacities; in a model without experts, for every ``moe_`` field."""
     of_experts = ("moe_capacity",) if config.num_experts else ("moe_",)
     return name in _OF_TRAINING or name.startswith(of_experts)

@@ -104,27 +104,27 @@ class TransformerConfig(AttentionConfig, MoEConfig):
         num_attention_heads: query heads.
         vocab_size: size of the vocabulary without padding, which depends on the layout.
         max_position_embeddings: longest sequence.
-        ffn_hidden_size: features inside the feed-forward layer; ``None`` means ``4 hidden_size``.
-        num_query_groups: key/value heads; ``None`` means one per query head.
-        head_dim: features of a head; ``None`` means ``hidden_size / num_attention_heads``.
+        ffn_hidden_size: features inside the feed-forward layer; 0 means ``4 hidden_size``.
+        num_query_groups: key/value heads; 0 means one per query head.
+        head_dim: features of a head; 0 means ``hidden_size / num_attention_heads``.
         norm: ``"layernorm"`` or ``"rmsnorm"``.
-        norm_epsilon: summand under the norm's root.
+        norm_epsilon: epsilon added under the norm's square root.
         norm_zero_centered: True if norms multiply by ``1 + weight``, so that weights begin at 0.
-        post_norms: True if what attention and the feed-forward layer return is normed, too, before it is added.
-        activation: ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, or of two matrices ``"swiglu"``, ``"geglu"``,
+        post_norms: True to also norm the outputs of attention and the feed-forward layer before they are added.
+        activation: ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, or gated: ``"swiglu"``, ``"geglu"``,
             ``"geglu_tanh"`` or ``"swiglu_clamped"`` (``gate sigmoid(alpha gate) (up + 1)`` of clamped values, gpt-oss).
-        swiglu_alpha: ``alpha`` of the last one; no other activation has it.
-        swiglu_limit: highest gate and largest magnitude of up, of the last one.
+        swiglu_alpha: ``alpha`` of ``"swiglu_clamped"``.
+        swiglu_limit: maximum of the gate, and of the magnitude of up, in ``"swiglu_clamped"``.
         position_embedding: ``"learned"``, ``"rope"``, ``"alibi"`` (scores that fall with the distance,
             https://arxiv.org/abs/2108.12409) or ``"none"``.
         rope_theta: base of the rotary frequencies.
         rope_scaling: rule of ``config/rope_scaling.py``, or ``None``; a dict of its fields is accepted too (YAML).
         add_bias_linear: True if linear layers have biases.
         tie_embeddings: True if the output layer is the embedding.
-        embedding_norm: True for a norm between the token embedding and everything behind it (BLOOM).
+        embedding_norm: True for a norm after the token embedding (BLOOM).
         embedding_scale: factor of the embedded tokens; the output layer does not have it, tied or not.
         logit_softcap: bound of the logits, by the hyperbolic tangent; 0 for none.
-        mtp_num_layers: modules behind the last layer of which each predicts one token further in training
+        mtp_num_layers: modules after the last layer, each of which predicts one token further ahead in training
             (multi-token prediction, https://arxiv.org/abs/2412.19437); they share the embedding and the output layer.
         mtp_loss_scaling_factor: weight of the mean of their losses, each a mean over the tokens that are predicted.
         init_std: standard deviation of initial weights; output projections get ``init_std / sqrt(2 num_layers)``.
@@ -132,7 +132,7 @@ class TransformerConfig(AttentionConfig, MoEConfig):
         attention_dropout: dropout probability of attention weights.
         label_smoothing: share ``s`` of the target's probability that goes to all ``V`` tokens equally, including the
             target: torch's definition. Megatron-LM's goes to the ``V - 1`` others; its ``s`` is ``s V / (V - 1)`` here.
-        vocab_multiple: divisor of the padded vocabulary, times tp.
+        vocab_multiple: padding multiple: the padded vocabulary is a multiple of this times tp.
     """
 
     num_layers: int
@@ -170,7 +170,7 @@ class TransformerConfig(AttentionConfig, MoEConfig):
     _more_rules: ClassVar[Rules] = {}  # of the fields of a subclass
 
     def __post_init__(self) -> None:
-        # Fields that are not given are derived once, here: all others read numbers.
+        # Fields that are not given are derived once, here: all other code reads numbers.
         found = self._value_problems()
         scaling, faults = rope_scaling_of(self.rope_scaling)
         object.__setattr__(self, "rope_scaling", scaling)
@@ -202,7 +202,7 @@ class TransformerConfig(AttentionConfig, MoEConfig):
             found.append(Problem("num_attention_heads", heads, reason, near))
         elif self.position_embedding == "rope" and self.rotary_dim % 2:
             near = nearest_to(self.head_dim, (self.head_dim - 1, self.head_dim + 1))
-            found.append(Problem("head_dim", self.head_dim, "rotary embedding turns pairs of features", near))
+            found.append(Problem("head_dim", self.head_dim, "rotary embedding rotates pairs of features", near))
         if isinstance(self.rope_scaling, DynamicScaling) and self.rotary_dim == 2:
             name = "rope_head_dim" if self.rope_head_dim else "head_dim"
             found.append(Problem(name, 2, f"dynamic scaling divides by {name} - 2", (4,)))
@@ -218,10 +218,10 @@ class TransformerConfig(AttentionConfig, MoEConfig):
         """Faults of sizes with latents."""
         found = []
         if self.num_query_groups != self.num_attention_heads:
-            reason = "with latents (kv_lora_rank) every head has keys and values of its own"
+            reason = "with latents (kv_lora_rank) every query head has its own key and value head"
             found.append(Problem("num_query_groups", self.num_query_groups, reason, (self.num_attention_heads,)))
         if self.position_embedding != "rope":
-            reason = "latents (kv_lora_rank) have a part of each key that is turned"
+            reason = "with latents (kv_lora_rank) a part of each key is rotated"
             found.append(Problem("position_embedding", self.position_embedding, reason, ("rope",)))
         if self.head_dim and self.rope_head_dim >= self.head_dim:
             reason = f"is a part of head_dim={self.head_dim}, and the other part comes from the latent"
@@ -252,7 +252,7 @@ class TransformerConfig(AttentionConfig, MoEConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a query and a key that are turned."""
+        """Features of a query and a key that the rotary embedding rotates."""
         return self.rope_head_dim or self.head_dim
 
     @property
@@ -262,9 +262,9 @@ class TransformerConfig(AttentionConfig, MoEConfig):
 
     @property
     def query_factor(self) -> float:
-        """Factor of the queries by which attention with latents takes YaRN's sharper softmax.
+        """Factor of the queries that makes softmax sharper with YaRN, for attention with latents.
 
-        Other attention has it in the cosines and sines; here these turn a part of the features only.
+        Other attention has it in the cosines and sines; with latents these rotate only a part of the features.
         """
         scaling = self.rope_scaling if self.has_latents else None
         if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
@@ -289,7 +289,7 @@ class TransformerConfig(AttentionConfig, MoEConfig):
 
     @property
     def stacks(self) -> Mapping[str, range]:
-        """Numbers of the layers of each stack; one without a name, and one of modules for further tokens."""
+        """Numbers of the layers of each stack: one without a name, and ``mtp`` for multi-token prediction."""
         return {"": range(self.num_layers), "mtp": range(self.mtp_num_layers)}
 
     def layout_problems(self, layout: ParallelLayout) -> list[Problem]:
@@ -400,12 +400,12 @@ class TransformerConfig(AttentionConfig, MoEConfig):
 
     @property
     def loss_cost(self) -> float:
-        """FLOPs of all that is behind the layers over those of a layer's matrices."""
+        """FLOPs of everything after the layers, divided by those of a layer's matrices."""
         layers = 6.0 * sum(map(self._matrices, range(self.num_layers)))
         return (self.flops_per_token(0) - layers) * self.num_layers / layers
 
     def _matrices(self, layer: int) -> int:
-        """Elements of the matrices that a token meets in the layer of that number."""
+        """Elements of the matrices that a token is multiplied by in the layer of that number."""
         if not self.has_experts(layer):
             return self.attention_weights + self._feed_forward_weights(self.ffn_hidden_size)
         visited = self.moe_router_topk * self._feed_forward_weights(self.expert_ffn_hidden_size)
@@ -416,10 +416,10 @@ class TransformerConfig(AttentionConfig, MoEConfig):
         """Matmul FLOPs of forward and backward for one token, the visible part of attention counted.
 
         Megatron-LM's formula (https://arxiv.org/abs/2104.04473, appendix, with the causal half): 6 times the weights
-        that a token meets in attention, feed-forward layers and the output layer. Of experts those that it visits are
-        counted, and the whole router, ``E H`` of a layer: a token's logits are made for every expert, whichever it
-        visits. (Megatron-LM leaves the router out.) A module for a further token counts as a layer, its projection, and
-        the output layer once more.
+        that a token meets in attention, feed-forward layers and the output layer. Only the experts that a token visits
+        are counted, but the whole router, ``E H`` per layer, which computes logits for every expert (Megatron-LM leaves
+        the router out). A multi-token prediction module counts as a layer, its projection, and the output layer once
+        more.
         """
         h, further = self.hidden_size, self.mtp_num_layers
         numbers = [*range(self.num_layers), *[self.num_layers - 1] * further]

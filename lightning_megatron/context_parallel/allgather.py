@@ -33,8 +33,8 @@ def gathered_attention(
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence.
 
-    One all-gather in forward and one reduce-scatter in backward. Every rank holds all keys and values, which is little
-    where many query heads share them (https://arxiv.org/abs/2407.21783, section 3.3.2, does this for LLaMA 3).
+    One all-gather in forward and one reduce-scatter in backward. Every rank holds all keys and values, which are small
+    if many query heads share them (https://arxiv.org/abs/2407.21783, section 3.3.2, does this for LLaMA 3).
 
     Args:
         q: ``[S/R, B, N, D]``, this rank's zigzag shard.
@@ -46,8 +46,8 @@ def gathered_attention(
         dropout: probability of dropping an attention weight.
         key_mask: ``[B, S]``, True for keys that are seen; ``None`` for all.
         rule: rule of the scores.
-        sinks: ``[N]``, scores that take weight, for a rule that has them.
-        documents: documents of the whole sequences, that attention stays inside of; ``None`` for none.
+        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
+        documents: documents of the whole sequences; attention stays inside each. ``None`` for none.
 
     Returns:
         ``[S/R, B, N, V]``.
@@ -57,7 +57,7 @@ def gathered_attention(
     attend = core if dropout else blockwise_attention
     if documents is not None:
         attend = partial(attend_documents, attend, documents=documents)
-    # Some kernels are for keys without padding.
+    # Some kernels do not accept a key mask.
     masked: dict[str, Any] = {} if key_mask is None else {"key_mask": key_mask}
     if not causal:
         return attend(q, keys, values, causal=False, dropout=dropout, rule=rule, sinks=sinks, **masked)

@@ -1,4 +1,4 @@
-"""Attention over a sequence that context-parallel ranks share, by the name of ``cp_comm_type``."""
+"""Context-parallel attention: the implementations of ``cp_comm_type``, by name."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ CONTEXT_ATTENTION: Mapping[str, ContextAttention] = {
 
 
 def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> OpChoice:
-    """Attention on one rank, for ranks that share a sequence in this way.
+    """Choice of the attention op of one rank, for context-parallel ranks that communicate by ``cp_comm_type``.
 
     Raises:
-        ConfigError: where a kernel of the device is required and these ranks cannot use it.
+        ConfigError: if a kernel of the device is required and this ``cp_comm_type`` cannot use it.
     """
     if axis.size == 1 or cp_comm_type == "a2a":
         return ops.choose("attention")
-    reason = f"cp_comm_type={cp_comm_type}: what comes in pieces is put together by sums of exponentials"
+    reason = f"cp_comm_type={cp_comm_type}: partial results are merged by their log-sum-exp"
     choice = ops.custom("attention", "block by block", reason, ops.choose("attention").run)
-    # A ring keeps no more than its inputs and output. A gather keeps all keys, which recomputation would gather again.
+    # A ring saves only its inputs and output. An all-gather saves all keys, which recomputation would gather again.
     return replace(choice, candidates=((None, True),)) if cp_comm_type == "p2p" else choice

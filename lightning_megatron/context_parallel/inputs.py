@@ -47,7 +47,7 @@ class ShardedInputs(NamedTuple):
         tokens: ``[S/cp, B]``.
         positions: ``[S/cp]``, or ``[S/cp, B]`` if each sequence has positions of its own.
         span: consecutive positions of the whole padded sequence; ``None`` if each sequence has its own.
-        everywhere: positions ``[B, S]`` of all ranks; of consecutive ones the end, without padding.
+        everywhere: positions ``[B, S]`` of all ranks; for consecutive ones only their end, without padding.
     """
 
     tokens: Tensor

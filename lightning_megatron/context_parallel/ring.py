@@ -4,10 +4,10 @@ Ring attention (https://arxiv.org/abs/2310.01889): at step ``i`` rank ``r`` hold
 attends to them while the next ones are being sent, and merges the results by their log-sum-exp. No rank ever holds more
 than two shards of keys and values.
 
-With zigzag shards and a causal mask, every step after the first costs half of an unmasked step, on all ranks. All
-queries see the first half of an earlier rank's keys and none the second half; the second half of the queries sees all
-keys of a later rank. Where scores depend on the distance between a query and a key, each pair of chunks is a step of
-its own, and where there are documents each document in each pair.
+With zigzag shards and a causal mask, every step after the first costs half of an unmasked step, on all ranks. Of an
+earlier rank's keys, all queries see the first half and none sees the second half; all keys of a later rank are seen by
+the second half of the queries only. If scores depend on the distance between query and key, each pair of chunks is a
+separate attention call; with documents, each document in each pair is.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def ring_attention(
         dropout: must be 0.
         key_mask: ``[B, S]``, True for keys that are seen; ``None`` for all.
         rule: rule of the scores.
-        sinks: ``[N]``, scores that take weight, for a rule that has them.
-        documents: documents of the whole sequences, that attention stays inside of; ``None`` for none.
+        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
+        documents: documents of the whole sequences; attention stays inside each. ``None`` for none.
 
     Returns:
         ``[S/R, B, N, V]``.
@@ -77,12 +77,12 @@ def ring_attention(
 
 
 class _Seen(NamedTuple):
-    """Queries and keys that meet.
+    """One attention call: a range of queries, and the range of keys that they see.
 
     Attributes:
-        queries: slice of this rank's queries that take part.
-        keys: slice of the present keys that they see.
-        causal: True if the mask applies between them.
+        queries: slice of this rank's queries.
+        keys: slice of the keys that this rank holds at this step.
+        causal: True if the causal mask applies between them.
         first_query: position of the first query among these keys.
         samples: slice of the batch.
     """
@@ -98,7 +98,7 @@ def seen_at(rank: int, source: int, length: int, causal: bool) -> _Seen:
     """Queries of ``rank`` and keys of ``source`` that they see, in shards of ``length`` tokens."""
     everything = slice(0, length)
     if not causal or rank == source:
-        # Inside a shard the two chunks are in order, so its own mask is the plain causal one.
+        # The two chunks of a shard are in order, so the plain causal mask is right for a shard and itself.
         return _Seen(everything, everything, causal)
     if source < rank:
         return _Seen(everything, slice(0, length // 2), False)
@@ -110,7 +110,7 @@ def seen_chunks(axis: Axis, source: int, length: int, window: int) -> Iterator[_
     size = length // 2
     for place, chunk in enumerate(chunks_of(axis.rank, axis.size)):
         for there, other in enumerate(chunks_of(source, axis.size)):
-            distance = (chunk - other) * size  # of the first query to the first key; 1 more to the last key before it
+            distance = (chunk - other) * size  # from the first key to the first query
             if distance >= 0 and not (window and distance - size + 1 >= window):
                 queries, keys = (slice(i * size, (i + 1) * size) for i in (place, there))
                 yield _Seen(queries, keys, True, distance)
@@ -134,7 +134,7 @@ def _moved(part: slice, by: int) -> slice:
 def _steps(
     axis: Axis, source: int, length: int, causal: bool, rule: ScoreRule, documents: Documents | None
 ) -> list[_Seen]:
-    """Steps in which this rank attends to the keys of ``source``."""
+    """Attention calls of this rank for the keys of ``source``."""
     if documents is not None:
         return list(seen_in_documents(axis, source, length, documents))
     if rule.by_distance and causal:
@@ -181,7 +181,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        """Send keys and values round once more; their gradients follow one step behind, and each rank adds its part.
+        """Send keys and values round the ring again. Their gradients follow one step behind; each rank adds its part.
 
         The gradients of rank ``j``'s keys start on rank ``j + 1`` and return from rank ``j - 1``.
         """

@@ -49,8 +49,8 @@ def ulysses_attention(
         dropout: probability of dropping an attention weight.
         key_mask: ``[B, S]``, True for keys that are seen; ``None`` for all.
         rule: rule of the scores.
-        sinks: ``[N]``, scores that take weight, for a rule that has them.
-        documents: documents of the whole sequences, that attention stays inside of; ``None`` for none.
+        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
+        documents: documents of the whole sequences; attention stays inside each. ``None`` for none.
 
     Returns:
         ``[S/R, B, N, V]``.
@@ -67,7 +67,7 @@ def ulysses_attention(
     own_heads = (part.unflatten(2, shape) for part, shape in zip(own_parts, shapes, strict=True))
     own = None if sinks is None else sinks.unflatten(0, (axis.size, -1))[axis.rank]
     rule = rule.of_heads(axis.rank, axis.size)
-    masked = {} if key_mask is None else {"key_mask": key_mask}  # some kernels are for keys without padding
+    masked = {} if key_mask is None else {"key_mask": key_mask}  # some kernels do not accept a key mask
     if documents is not None:
         core = partial(attend_documents, core, documents=documents)
     out = core(*own_heads, causal=causal, dropout=dropout, rule=rule, sinks=own, **masked)

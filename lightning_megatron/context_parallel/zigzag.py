@@ -4,8 +4,8 @@ The sequence is cut into ``2 R`` chunks of equal length, and rank ``r`` holds ch
 a causal mask an early token sees few others and a late one many; with one chunk from each end all ranks have equal work
 (LLaMA 3, https://arxiv.org/abs/2407.21783, section 3.3.2).
 
-Gradients follow one rule: training minimizes the mean, over the ranks, of each rank's loss. So a gradient is sent to
-the rank that holds its tensor, and a value that every rank computes for itself needs no communication.
+Gradients follow from one rule: training minimizes the mean over ranks of each rank's loss. So a gradient is sent to
+the rank that holds its tensor, and a value that every rank computes by itself needs no communication.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_megatron.mesh import Axis
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
-    """Numbers of the two chunks, of ``2 size``, that a rank holds."""
+    """Indices of the two chunks, of ``2 size``, that a rank holds."""
     return rank, 2 * size - 1 - rank
 
 
@@ -53,12 +53,12 @@ def gather_context(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def in_order(shards: Tensor, size: int) -> Tensor:
-    """``[S, ...] -> [S, ...]``: from the order of ranks, shard after shard, to that of the sequence."""
+    """``[S, ...] -> [S, ...]``: reorder from concatenated shards, by rank, to the order of the sequence."""
     early, late = shards.unflatten(0, (size, 2, -1)).unbind(1)
     return torch.cat((early.flatten(0, 1), late.flip(0).flatten(0, 1)))
 
 
 def by_rank(sequence: Tensor, size: int) -> Tensor:
-    """``[S, ...] -> [S, ...]``: from the order of the sequence to that of ranks, inverse of :func:`in_order`."""
+    """``[S, ...] -> [S, ...]``: reorder from the sequence to concatenated shards, inverse of :func:`in_order`."""
     early, late = sequence.unflatten(0, (2, size, -1)).unbind(0)
     return torch.stack((early, late.flip(0)), dim=1).flatten(0, 2)

@@ -1,4 +1,4 @@
-"""A global batch that grows in the beginning of training."""
+"""A global batch that grows at the beginning of training."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class BatchRamp:
         return self.start + int(consumed / self._stride) * self.increment
 
     def runs(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Sizes and numbers of the equal batches in a row that fit between two positions.
+        """Runs of equal global batches that fit between two positions, each as (size, number of batches).
 
         Args:
             begin: samples consumed before the first batch.
-            end: samples that must not be exceeded.
+            end: position that the last batch must not exceed.
         """
         while (fit := (end - begin) // (size := self.size_at(begin))) > 0:
             if size < self.final:

@@ -16,7 +16,7 @@ from lightning_megatron.errors import DataError, Problem, raise_if_any
 
 _MOST_DATASETS = np.iinfo(np.int16).max
 _FEW = 24
-"""Up to here Python's own floats beat a NumPy call per sample."""
+"""Up to this many data sets, Python's floats are faster than a NumPy call per sample."""
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
@@ -107,7 +107,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         datasets: data sets to mix.
         weights: one positive number each; they need not sum to 1. ``None`` means their lengths.
         size: samples of the blend. ``None`` means every sample of every data set once, and takes no weights.
-        least: number of samples with which the blend may end early, before a data set is used up; ``None``: ``size``.
+        least: samples after which the blend may end early where a data set runs out; ``None``: ``size``.
         split_name: name of the split in the cache and in messages.
         names: names of the data sets in messages; their ``prefix`` is a good name.
         cache_dir: directory of the stored order; ``None`` means that each process computes it.

@@ -18,7 +18,7 @@ Given = Any
 
 
 def is_blend_file(path: object) -> bool:
-    """True if a path is that of a file which lists data, and not the prefix of a pair that ends like one."""
+    """True if a path names a blend file, and not a prefix of token files with the same ending."""
     if not isinstance(path, (str, os.PathLike)):
         return False
     name = os.fspath(path)
@@ -26,7 +26,7 @@ def is_blend_file(path: object) -> bool:
 
 
 def read_blend(path: Given, argument: str) -> Given:
-    """Content of a blend file, with prefixes seen from its folder; anything else as it is.
+    """Content of a blend file, with prefixes resolved against its folder; anything else is returned unchanged.
 
     Args:
         path: data path.
@@ -45,7 +45,7 @@ def read_blend(path: Given, argument: str) -> Given:
 
 
 def by_split(path: Given, argument: str = "data_path") -> dict[str, Given] | None:
-    """Data paths of ``train``, ``valid`` and ``test``, if that is what a data path holds.
+    """Data paths of ``train``, ``valid`` and ``test``, if a data path names splits; else ``None``.
 
     Args:
         path: data path, a mapping of them, or a file of either.
@@ -63,7 +63,7 @@ def by_split(path: Given, argument: str = "data_path") -> dict[str, Given] | Non
     ]
     found = {KEYS[key]: value for key, value in content.items() if key in KEYS and value is not None}
     if not problems and ("train" not in found or len(found) == 1):
-        reason = "needs train and one of valid and test; data for all of them are given without names"
+        reason = "needs train and one of valid and test; for data that all of them share, give a path without names"
         problems.append(Problem(argument, sorted(map(str, content)), reason))
     raise_if_any(problems)
     return found

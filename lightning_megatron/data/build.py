@@ -26,7 +26,7 @@ SPLITS = ("train", "valid", "test")
 
 Span = tuple[float, float]
 SampleDataset = GPTDataset | BlendedDataset
-# In this order, since LightningCLI takes the first kind that a value can be made into, and a list can be made a text.
+# Order matters: LightningCLI takes the first type that a value converts to, and a list converts to a text.
 DataPath = Sequence[float | str | os.PathLike[str]] | str | os.PathLike[str]
 DataPaths = Mapping[str, DataPath] | DataPath
 
@@ -50,7 +50,7 @@ def file_problems(data_path: DataPath, argument: str) -> list[Problem]:
 
 
 def share_problems(data_path: DataPath, split: str, wanted: Mapping[str, int | None]) -> list[Problem]:
-    """Shares without a token of which samples are wanted.
+    """Problems of splits that samples are wanted of, although no token falls into their share.
 
     Args:
         data_path: data path of valid files.
@@ -63,7 +63,7 @@ def share_problems(data_path: DataPath, split: str, wanted: Mapping[str, int | N
         for (argument, samples), span in zip(wanted.items(), spans, strict=True)
         if samples and span is None
     ]
-    if len(blend.prefixes) > 1 and blend.weights is None:  # a member without a sample is left out
+    if len(blend.prefixes) > 1 and blend.weights is None:  # members without a sample are left out
         return found
     for prefix in dict.fromkeys(blend.prefixes):
         lengths = IndexedDataset(prefix).sequence_lengths
@@ -176,7 +176,7 @@ def build_gpt_datasets(
         valid_data_path: data path of validation, read whole.
         test_data_path: data path of testing, read whole.
         drop_last_partial_validation_sequence: ``False`` keeps the end of the validation data, padded to a sample.
-        surplus: share of additional samples that are prepared of each member of a weighted blend.
+        surplus: fraction of additional samples that are prepared for each member of a weighted blend.
         **sample_options: arguments of :class:`~lightning_megatron.data.gpt_dataset.GPTDataset`: ``pad_id``, ``eod_id``,
             ``eod_mask_loss``, ``reset_position_ids``, ``reset_attention_mask``, ``add_extra_token``.
 
@@ -226,7 +226,7 @@ class Paths:
 
 
 class MakeDataset(Protocol):
-    """Maker of the samples of one pair of files; ``None`` if a share holds nothing and no samples are asked for."""
+    """Factory of a data set from one pair of files; ``None`` if its share is empty and ``samples`` is ``None``."""
 
     def __call__(  # noqa: D102
         self, dataset: IndexedDataset, span: Span, samples: int | None, options: Mapping[str, Any]
@@ -246,14 +246,14 @@ def build_datasets(
     """Build the training, validation and test data sets of any kind of sample.
 
     Args:
-        make: function of the files of one pair, the share of them that a split reads, a number of samples, and further
-            options (``seed``, ``split_name``, ``cache_dir``), that gives a data set.
+        make: function that returns a data set for the files of one pair, the share of them that a split reads, a number
+            of samples, and further options (``seed``, ``split_name``, ``cache_dir``).
         paths: data paths.
         num_samples: least number of samples, as of :func:`build_gpt_datasets`.
         problems: faults of the caller's other arguments, which are raised together with those found here.
         seed: seed of all orders.
         cache_dir: directory of the index arrays.
-        surplus: share of additional samples that are prepared of each member of a weighted blend.
+        surplus: fraction of additional samples that are prepared for each member of a weighted blend.
     """
     data_path, own, split = paths.shared, (paths.train, paths.valid, paths.test), paths.split
     raise_if_any([*problems, *_problems(data_path, own, num_samples, surplus)])
@@ -291,7 +291,7 @@ def _build_split(
     def member(prefix: str, samples: int | None) -> Any:
         found = make(opened(prefix), span, samples, options)
         if found is None:
-            level = logging.INFO if len(blend.prefixes) == 1 else logging.WARNING  # a data module names a part of one
+            level = logging.INFO if len(blend.prefixes) == 1 else logging.WARNING  # for one, the data module reports it
             _log.log(level, "%s: no tokens fall into its %s part", prefix, options["split_name"])
         return found
 
@@ -305,8 +305,8 @@ def _build_split(
     weights = normalized(blend.weights)
     targets = [math.ceil(wanted * w) for w in weights]
     built = [member(p, math.ceil(t * (1 + surplus))) for p, t in zip(prefixes, targets, strict=True)]
-    # As long as Megatron's, whose length is the sum of the members' shares, each rounded up. Of many members these are
-    # far more than were asked for, and more than has been prepared of a large one.
+    # As long as Megatron's, whose length is the sum of the members' shares, each rounded up. With many members that is
+    # far more than was asked for, and takes more samples of a large member than were prepared.
     members, size = [d for d in built if d is not None], sum(targets)
     return blended(members, weights, size, least=wanted, names=prefixes)
 
@@ -314,13 +314,13 @@ def _build_split(
 def _one_epoch_each(
     blend: Blend, wanted: int | None, member: Callable[[str, None], Any], blended: Callable[..., BlendedDataset]
 ) -> BlendedDataset | None:
-    """A blend of one epoch of each member. One without a sample for this split is left out."""
+    """A blend of one epoch of each member. Members without a sample for this split are left out."""
     found = {i: d for i, p in enumerate(blend.prefixes) if (d := member(p, None)) is not None and len(d)}
     if not found:
         return None
     weights: list[float] | None = None
     size = wanted
-    if blend.weights is not None:  # as many as there are without reading one twice
+    if blend.weights is not None:  # the most samples that read none twice
         all_weights = normalized(blend.weights)
         weights = normalized([all_weights[i] for i in found])
         size = int(min(len(d) / weight for d, weight in zip(found.values(), weights, strict=True)))

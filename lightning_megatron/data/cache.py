@@ -1,9 +1,9 @@
 """Cache of arrays that are built once and then mapped by every process of a node.
 
-No process group is needed: the content depends only on its description, and each file gets its name in one step when it
-is on the disk. So any number of processes may build at the same time, on several machines too: a file that is there
-with the same content stays, because others may have mapped it, and over NFS a file that is replaced is lost to those. A
-later process compares length and CRC-32 of every file with those that were written, and builds damaged arrays again.
+No process group is needed: the content depends only on its description, and each file is renamed into place once it is
+on disk. So any number of processes may build at the same time, on several machines too: an existing file with the same
+content is kept, because others may have mapped it, and over NFS they would lose a file that is replaced. Later
+processes compare length and CRC-32 of every file with those that were written, and rebuild damaged arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK = 1 << 22  # bytes read at a time
 
 
 def default_cache_dir(prefix: str | Path) -> Path:
-    """Directory of the indices of a pair if the user gives none: beside the pair."""
+    """Default directory of the indices of a pair: beside the pair."""
     return Path(prefix).parent / "cache" / "GPTDataset_indices"
 
 
@@ -92,12 +92,12 @@ def cached_arrays(
 
 
 def mapped_files(arrays: Iterable[NDArray[Any]]) -> MappedFiles:
-    """Files behind the mapped ones among some arrays."""
+    """Files of those arrays that are memory-mapped."""
     return MappedFiles(path for array in arrays if isinstance(path := picklable(array), Path))
 
 
 def picklable(array: NDArray[Any]) -> NDArray[Any] | Path:
-    """Replace a mapped ``.npy`` by its path, for a pickle; :func:`unpickled` opens it again."""
+    """Replace a memory-mapped ``.npy`` by its path for pickling; :func:`unpickled` opens it again."""
     filename = getattr(array, "filename", None)
     return array if filename is None else Path(filename)
 
@@ -114,7 +114,7 @@ def _load(marker: Path, paths: Mapping[str, Path]) -> Arrays | None:
         written = read_json(marker)["files"]
         for path in paths.values():
             if _sums(path) != written[path.name]:
-                raise ValueError(f"{path.name} is not as it was written")
+                raise ValueError(f"{path.name} differs from what was written")
         return {name: np.lib.format.open_memmap(path, mode="r") for name, path in paths.items()}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         _log.warning("%s is damaged (%s) and is built again", marker.parent, error)

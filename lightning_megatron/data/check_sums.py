@@ -28,7 +28,7 @@ from lightning_megatron.errors import DataError
 _MAGIC = b"LMCRC32\0"
 _HEADER = struct.Struct("<8sQII")
 _BLOCK = 1 << 16
-_ANEW = "copy all files of the data again; if another program has written them anew, remove this one"
+_ANEW = "copy all files of the data again; if another program has rewritten them, remove this file"
 
 
 def sums_path(prefix: str | Path) -> Path:
@@ -68,7 +68,7 @@ class TokenSums:
             DataError: if they are not those that the sums were made of.
         """
         if zlib.crc32(raw.data) != self._index:
-            raise DataError.at(sums_path(self._prefix), f"the check sum of {self._prefix}.idx is another", do=_ANEW)
+            raise DataError.at(sums_path(self._prefix), f"the check sum of {self._prefix}.idx differs", do=_ANEW)
 
     def check(self, start: int, end: int) -> None:
         """Compare the tokens ``[start, end)``, unless that has been done.
@@ -93,14 +93,14 @@ class GrowingSums:
     """Check sums of a ``.bin`` that is being written.
 
     Args:
-        keep: takes the sum of each block in order.
+        keep: function that is called with the sum of each block, in order.
     """
 
     def __init__(self, keep: Callable[[list[int]], None]) -> None:
         self._keep, self._size, self._open = keep, 0, 0
 
     def update(self, data: memoryview) -> None:
-        """Go on with bytes behind those before."""
+        """Add the next bytes of the file."""
         while len(data):
             part = data[: _BLOCK - self._size % _BLOCK]
             self._open, self._size, data = zlib.crc32(part, self._open), self._size + len(part), data[len(part) :]
@@ -112,12 +112,12 @@ class GrowingSums:
         self._open = 0
 
     def write(self, file: BinaryIO, index: int, sums: Iterable[NDArray[Any]]) -> None:
-        """Write the file.
+        """Write the file of check sums.
 
         Args:
-            file: stream of it.
+            file: stream to write to.
             index: check sum of the ``.idx``.
-            sums: what was kept.
+            sums: the sums that ``keep`` was called with.
         """
         if self._size % _BLOCK:
             self._end_block()

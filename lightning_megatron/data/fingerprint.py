@@ -127,7 +127,7 @@ def _content(file: Path) -> str:
         if not _BLOCK * _BLOCKS < size <= _WHOLE:
             return digest.hexdigest()
         stream.seek(0)
-        whole = hashlib.blake2b(digest_size=16)  # of check sums: of the content it would be five times slower
+        whole = hashlib.blake2b(digest_size=16)  # of check sums: hashing the content is five times slower
         while block := stream.read(_BLOCK):
             whole.update(zlib.crc32(block).to_bytes(4, "big"))
     return f"{digest.hexdigest()}+{whole.hexdigest()}"

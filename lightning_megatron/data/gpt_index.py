@@ -26,12 +26,12 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Number of epochs that the documents are read, with the last one shuffled apart or not.
+    """Number of epochs over the documents; the last one may be shuffled separately.
 
     Attributes:
         epochs: passes over the documents.
         samples: number of samples in them.
-        separate_after: samples before the last epoch if that is kept apart, else ``None``.
+        separate_after: samples before the last epoch if that is shuffled separately, else ``None``.
     """
 
     epochs: int
@@ -114,9 +114,9 @@ def sample_bounds(
     """Start and end of each sample in sequences that are laid end to end.
 
     Sample ``k`` needs the tokens up to ``(k + 1) * seq_length`` (and the extra one), so it ends in the first sequence
-    whose end is not before that token: as many sequences end before it as the position says. How many that are, for all
-    samples at once, is a sum over counts, since the end of a sequence divided by ``seq_length`` is the first sample
-    that does not reach it.
+    whose end is not before that token; the number of that sequence is the number of sequences that end earlier. A
+    cumulative sum counts these for all samples at once: the end of a sequence (less the extra token), divided by
+    ``seq_length``, is the number of samples that are complete by then.
 
     Args:
         lengths: ``[s]`` tokens of each sequence.
@@ -131,13 +131,13 @@ def sample_bounds(
     """
     extra, count = int(extra_token), len(lengths) if order is None else len(order)
     bounds: NDArray[Any] = np.zeros((samples + 1, 2), dtype)
-    done, end = 0, 0  # samples that have an end so far, and tokens
+    done, end = 0, 0  # samples with an end so far, and tokens so far
     for start in range(0, count, _BLOCK):  # in blocks, which fit into a processor's cache
         block = slice(start, min(start + _BLOCK, count))
         sizes = lengths[block] if order is None else lengths.take(order[block])
         ends = np.cumsum(sizes, dtype=np.int64)
         ends += end
-        reached = (ends - extra) // seq_length  # samples that this end is enough for
+        reached = (ends - extra) // seq_length  # samples that are complete by then
         last = min(samples, int(reached[-1]))
         if last > done:
             reached -= done
@@ -152,7 +152,7 @@ def sample_bounds(
             bounds[done + 1 : last + 1, 1] = token
             done = last
         end = int(ends[-1])
-    if done < samples:  # the rest of the tokens, which is less than a sample needs
+    if done < samples:  # the remaining tokens, fewer than a sample needs
         last_sequence = count - 1 if order is None else int(order[-1])
         bounds[done + 1 :, 0] = count - 1
         bounds[done + 1 :, 1] = int(lengths[last_sequence]) - extra

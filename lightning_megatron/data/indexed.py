@@ -125,7 +125,7 @@ class IndexedDataset:
             return self.get(item)
         start, stop, step = item.indices(len(self))
         if step != 1:
-            raise IndexError(f"{self.prefix}: sequences are read in one piece, a step of {step} is not")
+            raise IndexError(f"{self.prefix}: a slice with a step of {step} is not supported")
         return [self.get(i) for i in range(start, stop)]
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:

@@ -165,8 +165,8 @@ class IndexedDatasetWriter:
                 self._sums.write(sums.stream, check_sum, self._blocks)
             index.sync()
             sums.sync()
-            # A reader must never see one part of this pair beside another one of an older one. So the old index goes
-            # first, and the new one comes last.
+            # A reader must never see files of an old and of the new pair together. So the old index is removed first,
+            # and the new one appears last.
             index_path(self.prefix).unlink(missing_ok=True)
             self._growing.publish()
             sums.publish()
@@ -221,7 +221,7 @@ class IndexedDatasetWriter:
 
 
 class SpooledNumbers:
-    """Numbers that are written once and read in order, in a file without a name behind the first block.
+    """Numbers that are appended and then read in order; full blocks are kept in an unnamed temporary file.
 
     Args:
         folder: folder of that file.
@@ -277,7 +277,7 @@ class SpooledNumbers:
 
 
 def blocks(numbers: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """A long array, mapped perhaps, in parts that fit into memory."""
+    """A long array, which may be memory-mapped, in parts that fit into memory."""
     for start in range(0, len(numbers), _INDEX_BLOCK):
         yield numbers[start : start + _INDEX_BLOCK]
 

@@ -85,14 +85,14 @@ class MegatronSampler(Sampler[list[int]]):
         self._last = range(0)
         self._resuming = False
         self._unfinished = False
-        self._ahead = 0  # epochs that Lightning counts more than have been read
-        # Itself: Lightning looks for ``set_epoch`` in ``loader.batch_sampler.sampler``. An attribute, because the
+        self._ahead = 0  # Lightning's epoch number minus our own
+        # This sampler: Lightning looks for ``set_epoch`` in ``loader.batch_sampler.sampler``. An attribute, because the
         # wrapper that it puts around batch samplers for prediction copies attributes, and nothing else.
         self.sampler = self
 
     @property
     def global_batch_size(self) -> int:
-        """Samples that all ranks together take in one batch, behind a ramp."""
+        """Samples that all ranks together take in one batch, after the ramp if there is one."""
         return self.batch_size * self.dp_size
 
     def global_batch_at(self, consumed: int) -> int:
@@ -173,8 +173,8 @@ class MegatronSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch. A position restored for this epoch is kept, one of another epoch is dropped.
 
-        An epoch that is known to be unfinished is read to its end, whatever its number is now: Lightning counts an
-        epoch that ``max_steps`` cut off as done. Epochs after it have the orders that they would have had.
+        An epoch that is known to be unfinished is read to its end, whatever ``epoch`` is: Lightning counts an epoch
+        that ``max_steps`` cut off as done. The epochs after it keep the orders that they would have had.
         """
         if self._unfinished:
             self._ahead = epoch - self._epoch
@@ -191,7 +191,7 @@ class MegatronSampler(Sampler[list[int]]):
         return {"epoch": self._epoch, "consumed_samples": self._consumed, **ahead}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go to a position; the end of an epoch is the beginning of the next.
+        """Set the position; the end of an epoch is the beginning of the next.
 
         Args:
             state: result of :meth:`state_dict`. ``unfinished`` may be True if the epoch was left before its end, and
@@ -223,7 +223,7 @@ class ConsecutiveEpochs(MegatronSampler):
 
     Args:
         num_samples_total: samples of one epoch.
-        epochs: number of epochs; then the first one follows again, each time shuffled by ``seed + epoch``.
+        epochs: number of epochs; after the last one the first follows again. Each is shuffled by ``seed + epoch``.
         **options: further arguments of :class:`MegatronSampler`.
     """
 

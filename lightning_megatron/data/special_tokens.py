@@ -1,4 +1,4 @@
-"""Special tokens that the settings beside a Hugging Face ``tokenizer.json`` name."""
+"""Special tokens from the settings files beside a Hugging Face ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 def settings_of(file: Path) -> dict[str, Any]:
-    """Content of a file of settings, if there is one.
+    """Content of a settings file; empty if there is none.
 
     Raises:
         DataError: if it cannot be read.
@@ -32,7 +32,7 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def add_tokens(backend: Any, settings: Mapping[str, Any], added_token: Any) -> None:
-    """Add tokens that only the settings of a tokenizer list or name, in transformers' order, by which they get ids."""
+    """Add the tokens that only a tokenizer's settings name, in transformers' order, which determines their ids."""
 
     def made(token: Any) -> Any:
         given = token if isinstance(token, dict) else {"content": token, "special": True}

@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Largest id and one: all ids are below it, and not each of them need have a token."""
+        """Largest id plus one; some ids below it may have no token."""
         ...
 
     @property
@@ -107,12 +107,12 @@ class FastTokenizer(_Base):
     """Tokenizer of the ``tokenizers`` library that ``file`` describes."""
 
     def __init__(self, backend: Any, file: Path, *, special_in_text: bool, **special: int | None) -> None:
-        backend.no_truncation()  # as transformers does: a text is all of its tokens, and no other
+        backend.no_truncation()  # as transformers does: a text gives all of its tokens, and no others
         backend.no_padding()
         self._backend, self._file = backend, file
         self._model = backend.model
         self._special_in_text = special_in_text
-        ids = [*self.vocabulary().values(), *self.encode("")]  # what is put around a text may have ids of its own
+        ids = [*self.vocabulary().values(), *self.encode("")]  # tokens around a text may have other ids
         super().__init__(max(ids, default=-1) + 1, **special)
 
     def encode(self, text: str) -> list[int]:
@@ -181,7 +181,7 @@ def _tokens_at(encoding: Any, characters: Iterable[int]) -> Iterator[int]:
 
 @contextmanager
 def _told_by(file: Path, fault: str = "the tokenizer that it describes fails") -> Iterator[None]:
-    """Name the file in errors of the library: it raises bare ``Exception``, or a panic of Rust, which is none."""
+    """Name the file in errors of the library: it raises bare ``Exception``, or a Rust panic, a ``BaseException``."""
     try:
         yield
     except BaseException as error:
@@ -252,7 +252,7 @@ class BertWordPieceTokenizer(FastTokenizer):
         lower_case: fold case and strip accents, for the uncased vocabularies.
 
     Attributes:
-        mask: token in the place of one to guess; ``None`` in a vocabulary without [MASK].
+        mask: token that replaces a token to predict; ``None`` in a vocabulary without [MASK].
         pieces: ids by piece; one that continues a word begins with ``##``.
     """
 
@@ -313,7 +313,7 @@ _BESIDE = {
     **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), ("vocab.txt",)),
     "NullTokenizer": (),
 }
-"""Files of each type, by the names that they have where nothing else is said."""
+"""Default file names of each tokenizer type."""
 
 TOKENIZER_TYPES = tuple(_BESIDE)
 
@@ -371,7 +371,7 @@ def build_tokenizer(
 
 
 def tokenizer_beside(type: str, folder: str | Path) -> Path | None:
-    """Tokenizer that lies in the folder of its data, as :func:`build_tokenizer` takes it; ``None`` if there is none.
+    """Path of a tokenizer in the folder of its data, for :func:`build_tokenizer`; ``None`` if there is none.
 
     Args:
         type: name in ``TOKENIZER_TYPES``.
@@ -405,7 +405,7 @@ def _existing(path: str | Path, do: str = "check the path") -> Path:
 
 
 def _refuse_cut_table(content: Any) -> None:
-    """Raise if the table of a precompiled normalizer is truncated, since the library would end the process.
+    """Raise if the table of a precompiled normalizer is truncated, since the library would abort the process.
 
     Raises:
         ValueError: naming it.

@@ -32,8 +32,8 @@ def _multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
     return any(answers) or not answers
 
 
-# Asked at import: inside a function that torch.compile traces, the question would break the graph. The oldest supported
-# torch does not answer it.
+# Read at import: reading it inside a function that torch.compile traces would break the graph. The oldest supported
+# torch has no get_capabilities.
 _CPU_MULTIPLIES_BF16 = _multiplies_bf16(getattr(torch.cpu, "get_capabilities", dict)())
 
 
@@ -61,7 +61,7 @@ def _cpu_vendor() -> str:
     return ""
 
 
-# Asked at import, as above.
+# Read at import, as above.
 _CPU_VENDOR = _cpu_vendor()
 
 
@@ -79,7 +79,7 @@ _OTHER_VENDORS = ("AuthenticAMD", "HygonGenuine")
 
 @dataclass(frozen=True)
 class Fp8Arithmetic:
-    """Products of 8-bit floating-point numbers on a card; the defaults are what every Gaudi from 2 on can do.
+    """Capabilities of a card's fp8 matmul; the defaults hold for every Gaudi from Gaudi 2 on.
 
     Attributes:
         largest_e4m3: largest magnitude of its E4M3 format.

@@ -42,7 +42,7 @@ def visible_modules(variables: Mapping[str, str] = os.environ) -> tuple[int, ...
 
 
 def allowed_modules(count: int) -> tuple[str, ...]:
-    """Values of ``HABANA_VISIBLE_MODULES`` for so many cards; those of the nearest smaller number if there are none."""
+    """Supported ``HABANA_VISIBLE_MODULES`` for ``count`` cards, or for the next smaller number that has any."""
     return _SUBSETS[max((size for size in _SUBSETS if size <= count), default=1)]
 
 
@@ -76,14 +76,14 @@ def device_name(device: torch.device) -> str:
 
 
 def own_device(kind: str, local_rank: int) -> torch.device:
-    """The device of a process of this node: of Gaudis each has one, with the index 0."""
+    """The device of a process of this node; each process sees one Gaudi, with index 0."""
     if kind == CPU.type:
         return torch.device(kind)
     return torch.device(kind, 0 if kind == HPU.type else local_rank)
 
 
 def take_card(device: torch.device, *, world_size: int, rank: int, local_rank: int) -> None:
-    """Assign a card to this process in Gaudi's software; before the first tensor on it, and never in a parent process.
+    """Assign a card to this process in Gaudi's software. Call it before the first tensor, never in a parent process.
 
     This writes the ranks and the number of the card into the environment, which children inherit: see
     :func:`drop_card`.
@@ -107,7 +107,7 @@ def drop_card(device: torch.device) -> None:
 def drop_default_address(device: torch.device) -> None:
     """Release the address that Gaudi's bridge has written into the environment.
 
-    With it, all jobs of a node would meet at one port, and the nodes of a Slurm job each by themselves.
+    With it, all jobs of a node would use one port, and each node of a Slurm job would rendezvous with itself.
     """
     if device.type == HPU.type and all(os.environ.get(name) == value for name, value in _DEFAULT_ADDRESS.items()):
         for name in _DEFAULT_ADDRESS:

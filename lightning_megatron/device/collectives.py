@@ -17,7 +17,7 @@ class CollectiveTraits:
 
     Attributes:
         timeout: default limit for a collective.
-        is_done_waits: True if the question for the end of a running collective or message waits for that end.
+        is_done_waits: True if asking whether a collective or message has finished blocks until it has.
         connects_at_first_use: True if the members of a group connect only at its first collective.
         exit_waits: True if a process that ends waits, without a limit, for the other members of its groups.
         needs_equal_nodes: True if a group must have equally many ranks on every node that it touches.

@@ -77,7 +77,7 @@ def compiler_lacks(device: torch.device, backend: str) -> str | None:
 
     Args:
         device: device of the job.
-        backend: the backend; needs are known of ``"inductor"`` only.
+        backend: the backend; only the requirements of ``"inductor"`` are known.
     """
     if backend != "inductor" or sys.platform == "win32":
         return None
@@ -104,27 +104,27 @@ def compiles_fixed_shapes(device: torch.device) -> bool:
 
 
 def recomputes_in_graphs(device: torch.device) -> bool:
-    """True if the backward of a graph is known to compute again what activation recomputation has not kept.
+    """True if the backward of a compiled graph is known to respect activation recomputation.
 
-    torch's own division into forward and backward does; of Gaudi's backend it is not documented.
+    torch's own partitioner into forward and backward does; for Gaudi's backend this is not documented.
     """
     return device.type != HPU.type
 
 
 def as_result(x: Tensor) -> Tensor:
-    """Return ``x`` from the ``forward`` of an autograd function: in a trace as a view.
+    """Make ``x`` the result of an autograd function's ``forward``: under ``torch.compile`` as a view.
 
-    ``torch.compile`` of torch 2.11 loses the gradient of a function whose result an operation has given back that it
-    was given, as ``x.mul_(y)`` does, or ``x.to(dtype)`` of that dtype
-    (https://github.com/pytorch/pytorch/issues/180642). A view is a tensor of its own.
+    ``torch.compile`` of torch 2.11 loses the gradient of a function whose result is the same tensor that its last
+    operation received, as with ``x.mul_(y)`` or an ``x.to(dtype)`` that changes nothing
+    (https://github.com/pytorch/pytorch/issues/180642). A view is a new tensor.
     """
     return x.view_as(x) if torch.compiler.is_compiling() else x
 
 
 def compiles_ends(device: torch.device) -> bool:
-    """True if ``compile=True`` is also about embedding, final norm, output layer and loss, not about blocks alone.
+    """True if ``compile=True`` compiles embedding, final norm, output layer and loss too, not only the blocks.
 
-    On Gaudi each of their operations would be one pass over memory, of logits in fp32 too.
+    On Gaudi each of their operations would otherwise be a pass over memory, even over logits in fp32.
     """
     return device.type == HPU.type
 
@@ -134,17 +134,17 @@ _RECIPE_MEGABYTES = 8192
 
 
 def keep_recipes(device: torch.device, root: str) -> str | None:
-    """Let Gaudi's compiler keep its recipes, so that a job that starts again does not compile them again.
+    """Let Gaudi's compiler cache its recipes on disk, so that a restarted job does not compile them again.
 
-    The processes of a node share the folder. Nodes have one each, since the root may be on storage that they share.
-    A user's own ``PT_HPU_RECIPE_CACHE_CONFIG`` stays.
+    The processes of a node share a folder. Each node has its own, since the root may be on storage that nodes share.
+    A ``PT_HPU_RECIPE_CACHE_CONFIG`` that the user has set stays.
 
     Args:
         device: device of the job; only Gaudi's software compiles such recipes.
         root: folder of the job.
 
     Returns:
-        The folder, or ``None`` if the environment names another one or the root cannot be one.
+        The folder, or ``None`` if the user has set the variable, or the root is a URL or contains a comma.
     """
     if device.type != HPU.type or _RECIPES in os.environ or "://" in root or "," in root:
         return None

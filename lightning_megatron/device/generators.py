@@ -40,9 +40,9 @@ def seeded_rng_state(seed: int, device: torch.device) -> torch.Tensor:
 
 
 def initialize_generators(*values: object) -> None:
-    """Let torch's recomputation keep the random state of the devices of some tensors.
+    """Let ``torch.utils.checkpoint`` preserve the random state of the devices of some tensors.
 
-    It keeps those of initialized devices only, and a Gaudi may be in use without being one.
+    It does so for initialized devices only, and a Gaudi may be in use without counting as initialized.
 
     Args:
         *values: inputs of a function that will be recomputed; others than tensors are ignored.

@@ -27,7 +27,7 @@ class DeviceKind:
         supports_double: True if there is fp64 arithmetic.
         supports_sync_batchnorm: True if torch's ``SyncBatchNorm`` works.
         peak_bf16_flops: matmul FLOP/s of one device by (part of) its marketing name, for MFU; vendor data sheets.
-        compiles_shapes: True if the device's software compiles its kernels anew for shapes that it has not seen.
+        compiles_shapes: True if the device's software compiles its kernels again for every new shape.
     """
 
     type: str
@@ -69,11 +69,11 @@ WEIGHT_SHARING = "PT_HPU_WEIGHT_SHARING"
 
 
 def prepare_bridge() -> None:
-    """Set what Gaudi's bridge reads when it is imported; no effect later, or where the variable is set.
+    """Switch off the weight sharing of Gaudi's bridge before its import, unless the user has set the variable.
 
     In lazy mode its weight sharing would replace parameters when a module moves, and ignore new storage (``param.data =
-    x``), so that an optimizer's flat buffer would be updated and the forward would read something else. Weights that
-    this package shares are passed from layer to layer, and need no such help.
+    x``), so that the optimizer would update its flat buffer while the forward reads another tensor. Weights that this
+    package shares are passed from layer to layer, and do not need it.
     """
     if "habana_frameworks.torch" not in sys.modules:
         os.environ.setdefault(WEIGHT_SHARING, "0")

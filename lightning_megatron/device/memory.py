@@ -13,7 +13,7 @@ import torch
 from lightning_megatron.device.kinds import CPU, CUDA, HPU
 
 _CACHE_OF_A_CORE = 2 << 20
-"""About what a core of a server has to itself in the second and third level."""
+"""Approximate second- and third-level cache of one core of a server."""
 
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes that numpy knows, too, by the bytes of an element."""
@@ -50,7 +50,7 @@ def memory_in_use_bytes(device: torch.device) -> int:
 
 
 def total_memory_bytes(kind: str) -> int:
-    """Memory of the first device of a kind; of a CPU that of the host."""
+    """Memory of the first device of a kind; for a CPU, that of the host."""
     if kind == CPU.type:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     module: Any = torch.get_device_module(kind)
@@ -62,7 +62,7 @@ def memory_of_device(device: torch.device, *, is_taken: bool) -> int | None:
 
     Args:
         device: device.
-        is_taken: True if this process has taken its card. A Gaudi that it has not cannot be asked: that would take it.
+        is_taken: True if this process has taken its card. Querying a Gaudi takes it, so one not taken is not asked.
     """
     if device.type == CPU.type or (device.type == HPU.type and not is_taken):
         return None
@@ -97,7 +97,7 @@ def host_memory(like: torch.Tensor) -> torch.Tensor:
     memory = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == CUDA.type)
     if like.device.type != HPU.type:
         return memory
-    with warnings.catch_warnings():  # new torch asks for no name; old torch, without one, looks for CUDA
+    with warnings.catch_warnings():  # new torch deprecates the name; old torch needs it, else it takes CUDA
         warnings.simplefilter("ignore", DeprecationWarning)
         return memory.pin_memory(HPU.type)
 
@@ -108,7 +108,7 @@ def copy_to_host(source: torch.Tensor, memory: torch.Tensor) -> None:
 
 
 def copy_alone(source: torch.Tensor, memory: torch.Tensor) -> None:
-    """Copy within host memory on the calling thread alone; torch would start threads of its own for that thread.
+    """Copy within host memory on the calling thread alone; torch's copy would start further threads.
 
     Args:
         source: tensor in host memory.
@@ -125,7 +125,7 @@ def begin_read(numbers: torch.Tensor) -> Callable[[], list[int]]:
     """Start a copy of integers to the host. The returned function waits for them, but not for work submitted later.
 
     Args:
-        numbers: int32; of int64, which it stores as int32, a Gaudi makes the copy at once, and the host waits.
+        numbers: int32; a Gaudi stores int64 as int32, so copying int64 would block the host.
     """
     if numbers.device.type == CPU.type:
         found = numbers.tolist()

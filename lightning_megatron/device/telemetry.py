@@ -15,7 +15,7 @@ from lightning_megatron.device.kinds import CPU, HPU
 
 @dataclass(frozen=True)
 class SoftwareCounters:
-    """Counts of a device's software since this process began.
+    """Counts of a device's software since this process started.
 
     Attributes:
         compilations: compiled graphs; Gaudi does not count the single ops of its eager mode.
@@ -60,7 +60,7 @@ def _statistics(metrics: Any, name: str) -> dict[str, Any]:
 def profiler_of(device: torch.device) -> Any:
     """A ``torch.profiler.profile`` of the host and the device.
 
-    Gaudi's bridge replaces torch's class, so that the class is looked up after the bridge has been imported.
+    Gaudi's bridge replaces torch's class, so the class is looked up only after the import of the bridge.
     """
     if device.type == HPU.type:
         import_module("habana_frameworks.torch")

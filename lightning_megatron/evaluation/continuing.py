@@ -1,4 +1,4 @@
-"""Texts continued token by token, in any layout, each until it has an end of its own."""
+"""Generation in any layout: texts are continued token by token, each up to an end of its own."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Ends = Callable[[Sequence[int]], bool]
 def continuations(
     ranks: Ranks, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, ends: Ends
 ) -> list[list[int]]:
-    """The continuation of each prompt, up to its end and with it.
+    """The continuation of each prompt, up to and including its end.
 
-    Without pipeline and context parallelism keys and values are kept, and prompts of one length are continued together.
-    Otherwise the whole texts are computed for each token.
+    Without pipeline and context parallelism, keys and values are cached, and prompts of equal length are continued
+    together. Otherwise the whole texts are recomputed for each token.
 
     Args:
         ranks: the ranks; all of them call this with the same prompts.
-        prompts: tokens of the prompts, none without a token.
-        count: tokens to add at most.
+        prompts: tokens of the prompts; none may be empty.
+        count: maximum number of tokens to add.
         sampling: choice of the tokens.
         ends: function that tells whether a continuation is complete.
     """
     caching = ranks.mesh.layout.pp == ranks.mesh.layout.cp == 1
     found: list[list[int]] = [[] for _ in prompts]
-    # All ranks of a replica choose alike; the choices of other replicas are told to them.
+    # All ranks of a replica choose the same tokens; ``Ranks.run`` sends them those of other replicas.
     generator = torch.Generator().manual_seed((sampling.seed or 0) + ranks.mesh.dp.rank)
     for some in _batches(prompts, ranks.rows, alike=caching):
         step = (_Cached if caching else _Whole)(sampling, generator)
@@ -70,7 +70,7 @@ class _Whole:
         return self._choose(next_logits(module, batch))
 
     def batch(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Whole texts, filled up at the end, where no token before it looks."""
+        """Whole texts, padded at the end, which causal attention hides from the tokens."""
         lengths = torch.tensor([len(text) for text in texts])
         tokens = torch.zeros(len(texts), int(lengths.max()), dtype=torch.long)
         for row, text in enumerate(texts):
@@ -82,9 +82,9 @@ class _Whole:
 
 
 class _Cached(_Whole):
-    """The next token, computed from the one before it, and from keys and values that are kept.
+    """The next token, computed from the one before it, and from cached keys and values.
 
-    Texts have one length, and the same texts are given each time.
+    All texts have one length, and every call continues the same texts.
     """
 
     _caches: list[KVCache] | None = None
@@ -99,12 +99,12 @@ class _Cached(_Whole):
         return self._choose(logits[:, -1].float())
 
     def batch(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """The tokens that are new."""
+        """The tokens that are not in the cache yet."""
         return {"tokens": torch.tensor([text if self._caches is None else text[-1:] for text in texts])}
 
 
 def _batches(prompts: Sequence[Sequence[int]], size: int, *, alike: bool) -> Iterator[list[int]]:
-    """Numbers of prompts that are continued together: of one length, or of lengths near each other."""
+    """Indices of prompts that are continued together: of equal length if ``alike``, else of similar lengths."""
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     if not alike:
         yield from groups(order, size)

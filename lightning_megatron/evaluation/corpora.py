@@ -43,7 +43,7 @@ class Reader:
         key: key of the text in JSON lines.
         begins: True to put a begin token before each text, so that its first token is predicted too.
         strict: True to predict all tokens of LAMBADA's last word; else only the last token.
-        longest_line: bytes of a line at most.
+        longest_line: maximum number of bytes in a line.
     """
 
     format: Format = "documents"
@@ -53,7 +53,7 @@ class Reader:
     longest_line: int = LONGEST_LINE
 
     def check(self, path: Path) -> None:
-        """Read a file without a tokenizer.
+        """Check a file without a tokenizer.
 
         Raises:
             DataError: naming file and line of the first fault, also of a file without texts.
@@ -96,7 +96,7 @@ class Reader:
             yield number, text
 
     def _text(self, encoding: Encoding, text: str) -> Text:
-        # Megatron-LM's count of WikiText's words, which are parted by single blanks and line breaks.
+        # Megatron-LM's count of WikiText's words, which are separated by single blanks and line breaks.
         words = len(text.strip().split(" ") if self.format == "wikitext" else text.split())
         words -= not self.begins
         size = len(text.encode())
@@ -107,7 +107,7 @@ class Reader:
         return Text(encoding.begun(tokens) if self.begins else tokens, None, max(words, 0), size)
 
     def _cloze(self, encoding: Encoding, text: str) -> tuple[list[int], int]:
-        """Tokens of a passage, and how many at its end are those of the word to predict."""
+        """Tokens of a passage, and the number of those at its end to predict."""
         if not self.strict:
             return encoding.whole(text), 1
         word = text.split()[-1]
@@ -141,11 +141,11 @@ class Encoding:
         return ids[: len(ids) - self._after]
 
     def inside(self, text: str) -> list[int]:
-        """Tokens of a text alone."""
+        """Tokens of a text, without special tokens."""
         return self.whole(text)[self._before :]
 
     def begun(self, tokens: list[int]) -> list[int]:
-        """Tokens behind a begin token, if they have none.
+        """Tokens with a begin token before them, added if there is none.
 
         Raises:
             DataError: if the tokenizer has no such token.

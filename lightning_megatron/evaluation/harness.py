@@ -1,6 +1,6 @@
 """An adapter for EleutherAI's lm-eval, whose tasks then run in any layout (https://github.com/EleutherAI/lm-evaluation-harness).
 
-All ranks run the whole of lm-eval with the same requests, and each of its calls is work that they do together.
+All ranks run all of lm-eval with the same requests, and compute each of its calls together.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lightning_megatron.models.generate import Sampling
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _MAX_GEN_TOKS = 256
 _RESAMPLED = 1000
-"""Resamplings for the errors of metrics that have no formula for theirs."""
+"""Bootstrap samples for the standard errors of metrics that have no formula for them."""
 
 
 class MegatronLM(TemplateLM):
-    """A decoder on the ranks of a layout, as lm-eval asks a model.
+    """A decoder on the ranks of a layout, in the interface that lm-eval needs.
 
     Args:
         ranks: the ranks.
@@ -64,7 +64,7 @@ class MegatronLM(TemplateLM):
         return begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Tokens of a text; with the token that the tokenizer itself puts before it, unless told otherwise."""
+        """Tokens of a text, with the tokenizer's own token before it unless ``add_special_tokens`` is False."""
         encode = self._encoding.inside if add_special_tokens is False else self._encoding.whole
         return encode(string)
 
@@ -99,7 +99,7 @@ class MegatronLM(TemplateLM):
         return answers
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each text, without the words that end it."""
+        """The continuation of each text, without the stop words."""
         answers = [""] * len(requests)
         kinds: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -134,7 +134,7 @@ class MegatronLM(TemplateLM):
         return texts
 
     def _scored(self, found: Sequence[Window]) -> list[tuple[float, bool]]:
-        """Log-likelihood of each window's end, and whether each of its tokens is the likeliest; long ones first."""
+        """Log-likelihood of each window's end, and True if its tokens are the likeliest ones; long windows first."""
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(found)
         order = sorted(range(len(found)), key=lambda number: -len(found[number].tokens))
         for some in groups(order, self._ranks.rows * self._ranks.mesh.layout.pp):
@@ -165,7 +165,7 @@ def task_results(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Results of tasks by their names, as lm-eval gives them; empty on ranks that it tells nothing.
+    """Results of tasks by their names, as lm-eval returns them; empty on ranks where it returns none.
 
     Args:
         ranks: the ranks; all of them call this alike.
@@ -174,7 +174,7 @@ def task_results(
         tasks: names of the tasks.
         path: directory with further tasks; ``None`` for none.
         num_fewshot: examples before each question; ``None`` for the task's.
-        limit: questions of each task at most; ``None`` for all.
+        limit: maximum number of questions of each task; ``None`` for all.
 
     Raises:
         ConfigError: for a task that lm-eval does not know.
@@ -194,4 +194,4 @@ def task_results(
         task_manager=manager,
         bootstrap_iters=_RESAMPLED,
     )
-    return {} if told is None else dict(told["results"])  # only the first process of a machine is told
+    return {} if told is None else dict(told["results"])  # only the first process of a machine gets results

@@ -1,4 +1,4 @@
-"""Measures of a decoder: perplexity of texts, bits per byte, and the share of words that are guessed right."""
+"""Measures of a decoder: perplexity of texts, bits per byte, and the share of words that are predicted correctly."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ class Perplexity:
 
     @property
     def loss(self) -> float:
-        """Mean over the tokens."""
+        """Mean loss of a token."""
         return self.loss_sum / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the mean."""
+        """Exponential of the mean loss."""
         return _exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits that the texts take, for each of their bytes."""
+        """Loss in bits, divided by the bytes of the texts."""
         return self.loss_sum / math.log(2) / self.num_bytes
 
     @property
     def token_ratio(self) -> float:
-        """Tokens of a word."""
+        """Tokens per word."""
         return self.tokens / self.words if self.words else math.inf
 
     @property
     def word_perplexity(self) -> float:
-        """Perplexity of a word, comparable between tokenizers; Megatron-LM's adjusted perplexity."""
+        """Perplexity per word, comparable between tokenizers; Megatron-LM's adjusted perplexity."""
         return _exp(self.loss * self.token_ratio)
 
 
 @dataclass(frozen=True)
 class Cloze:
-    """Guesses of the ends of passages.
+    """Predictions of the ends of passages.
 
     Attributes:
         passages: number of passages.
-        correct: number of those whose end is likeliest in each of its tokens.
+        correct: number of passages with every token of the end predicted as the likeliest.
         loss_sum: sum of the losses of the ends, in nats.
     """
 
@@ -74,7 +74,7 @@ class Cloze:
 
     @property
     def accuracy(self) -> float:
-        """Share that was guessed right."""
+        """Share of passages that were predicted correctly."""
         return self.correct / self.passages
 
     @property
@@ -90,7 +90,7 @@ def perplexity(ranks: Ranks, texts: Iterable[Text], length: int, stride: int) ->
         ranks: the ranks; all of them call this with the same texts.
         texts: the texts.
         length: tokens that the model sees at once.
-        stride: tokens by which windows of a text are shifted; below ``length``, tokens have more before them.
+        stride: tokens by which windows of a text are shifted; below ``length``, tokens have more context.
     """
     counts = {"texts": 0, "words": 0, "num_bytes": 0}
 
@@ -110,11 +110,11 @@ def perplexity(ranks: Ranks, texts: Iterable[Text], length: int, stride: int) ->
 
 
 def cloze(ranks: Ranks, passages: Iterable[Text], length: int) -> Cloze:
-    """Guesses of the ends of passages; what is longer than the model can see loses its beginning.
+    """Predict the ends of passages; a passage that is longer than ``length`` loses its beginning.
 
     Args:
         ranks: the ranks; all of them call this with the same passages.
-        passages: passages whose ends are asked for.
+        passages: passages whose ends are to be predicted.
         length: tokens that the model sees at once.
     """
     count, correct, total = 0, 0, 0.0

@@ -1,8 +1,8 @@
-"""A trained decoder spread over the ranks of a layout, and work with it that all of them do together.
+"""A trained decoder spread over the ranks of a layout, and computations with it on all of them.
 
 A Trainer starts the processes, builds the model and loads the weights, as for any prediction. The work is not a loop
-over a loader: what is asked next may depend on the last answer. So it runs in the module's first hook, and the loader
-is empty.
+over a loader, since the next computation may depend on the last result. So it runs in the module's first hook, and the
+loader is empty.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 Batch = Mapping[str, Tensor]
 Step = Callable[[GPTModule, Batch], Tensor | dict[str, Tensor]]
-"""One forward: a function of the module and a micro-batch, called on every stage; its tensors have a row a sample."""
+"""One forward: a function of the module and a micro-batch, called on every stage; its results have a row a sample."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Spread:
 
 
 class Ranks:
-    """The ranks that do some work together; every rank makes the same calls, and gets the same answers.
+    """The ranks that work together; every rank makes the same calls, and gets the same results.
 
     Args:
         module: this rank's module.
@@ -118,11 +118,11 @@ class Ranks:
         return (self._strategy.micro_batch_size or 1) * self.mesh.layout.data_parallel_size
 
     def run(self, step: Step, batch: Batch) -> dict[str, Tensor]:
-        """The results of a step for all samples, on the host, whichever replica computed them.
+        """Run a step on all samples, divided over the replicas; every rank gets all results, on the host.
 
         Args:
             step: the step.
-            batch: tensors with a row a sample, on the host.
+            batch: tensors with one row per sample, on the host.
 
         Returns:
             The step's tensors, by name; ``result`` if it returns one alone.
@@ -130,7 +130,7 @@ class Ranks:
         dp, replicas = self.mesh.dp, self.mesh.layout.data_parallel_size
         count = len(next(iter(batch.values())))
         share = -(-count // replicas)
-        # Replicas that share experts wait for each other: all take equally many samples, some of them twice.
+        # Replicas that share experts wait for each other: all get the same number of samples, the last one repeated.
         order = torch.arange(share * replicas).clamp_(max=count - 1)
         own = {name: x[order[share * dp.rank : share * (dp.rank + 1)]] for name, x in batch.items()}
         self._module.step = step
@@ -147,7 +147,7 @@ Work = Callable[[Ranks], T]
 
 
 class _Working(GPTModule, Generic[T]):
-    """A module whose prediction is some work.
+    """A module that does some work in place of prediction.
 
     Args:
         work: the work.
@@ -185,7 +185,7 @@ def on_ranks(trainer: Trainer, checkpoint: PathLike, work: Work[T]) -> T | None:
     Args:
         trainer: Trainer with a ``MegatronStrategy``.
         checkpoint: checkpoint directory of any layout, or a Hugging Face directory.
-        work: function that every rank calls; what it raises on all of them is raised.
+        work: function that every rank calls; an error that it raises on all ranks is raised.
 
     Returns:
         The result of the work; ``None`` in a process that another one has started.
@@ -194,7 +194,7 @@ def on_ranks(trainer: Trainer, checkpoint: PathLike, work: Work[T]) -> T | None:
         ConfigError: for a layout that the model cannot have, or a model that is no decoder.
         CheckpointError: if there is no such checkpoint, or it is damaged.
     """
-    # What the model was trained with, smoothed labels, is no part of what it knows.
+    # Label smoothing belongs to training, and would change the measured loss.
     module: _Working[T] = _Working(work, **decoder_arguments(checkpoint), label_smoothing=0.0)
     loader = DataLoader(_Nothing(), trainer.strategy.micro_batch_size)  # type: ignore[attr-defined]
     trainer.predict(module, loader, return_predictions=False, ckpt_path=os.fspath(checkpoint))
@@ -206,7 +206,7 @@ def decoder_arguments(checkpoint: PathLike) -> dict[str, Any]:
 
     Raises:
         ConfigError: if its model is no decoder.
-        CheckpointError: if there is none, it is damaged, or does not say.
+        CheckpointError: if there is none, it is damaged, or does not hold them.
     """
     given = {"config": hf_config(checkpoint)} if is_hf_directory(checkpoint) else module_arguments(checkpoint)
     config = config_of(given)

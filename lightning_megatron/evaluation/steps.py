@@ -1,4 +1,4 @@
-"""Steps of evaluation: what one forward of a decoder tells about the tokens of a batch."""
+"""Steps of evaluation: losses, scores and next logits from one forward of a decoder."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 from lightning_megatron.lightning.modules.decoder import GPTModule
 
 _LOGITS = 1 << 26
-"""Elements of the logits that are made at once."""
+"""Elements of the logits that are computed at once."""
 
 
 def losses(module: GPTModule, batch: Batch) -> Tensor:
-    """Losses ``[B, S]`` of ``labels``, 0 where they are -100; the vocabulary stays cut.
+    """Losses ``[B, S]`` of ``labels``, 0 where they are -100; the vocabulary stays sharded.
 
     Args:
         module: the module.
@@ -25,11 +25,11 @@ def losses(module: GPTModule, batch: Batch) -> Tensor:
 
 
 def scores(module: GPTModule, batch: Batch) -> dict[str, Tensor]:
-    """Losses ``[B, S]`` of ``labels``, and for each label whether no token is likelier; 0 and True without a label.
+    """Losses ``[B, S]`` of ``labels``, and True for labels that are the likeliest token; 0 and True without a label.
 
     Args:
         module: the module.
-        batch: ``tokens`` and ``labels`` ``[B, S]``; few labels, as all of their logits are made.
+        batch: ``tokens`` and ``labels`` ``[B, S]``; few labels, since their full logits are computed.
     """
     labels = batch["labels"]
     asked = labels != IGNORE_INDEX
@@ -44,11 +44,11 @@ def scores(module: GPTModule, batch: Batch) -> dict[str, Tensor]:
 
 
 def next_logits(module: GPTModule, batch: Batch) -> Tensor:
-    """Logits ``[B, V]``, fp32, of the token behind the last one of each sample.
+    """Logits ``[B, V]``, fp32, of the token after the last one of each sample.
 
     Args:
         module: the module.
-        batch: ``tokens`` ``[B, S]``, filled up at the end, and ``lengths`` ``[B]``.
+        batch: ``tokens`` ``[B, S]``, padded at the end, and ``lengths`` ``[B]``.
     """
     hidden = module.hidden(batch)
     last = torch.arange(hidden.shape[0], device=hidden.device), batch["lengths"] - 1
@@ -65,7 +65,7 @@ def _chunks(module: GPTModule, *parts: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def _logits(module: GPTModule, hidden: Tensor) -> Tensor:
-    """Logits ``[N, V]`` of hidden states ``[N, H]`` behind the final norm."""
+    """Logits ``[N, V]`` of hidden states ``[N, H]`` after the final norm."""
     model = module.model
     assert model is not None
     assert model.head is not None

@@ -1,11 +1,11 @@
-"""The spacing of WikiText undone: its files part words and signs by blanks, as no model has seen them in training."""
+"""Undo the spacing of WikiText, whose files separate words and punctuation by blanks, unlike texts of training."""
 
 from __future__ import annotations
 
 import re
 
 _CLOSERS = tuple(f" {sign} " for sign in ":;.!?,")
-# Texts are exchanged before pairs are closed, in the order in which Megatron-LM does it: its numbers are of that text.
+# Replacements come before pairs are closed, in Megatron-LM's order, since its results are for the text that this gives.
 _FIRST = {"s '": "s'", " @-@ ": "-", " @,@ ": ",", " @.@ ": ".", **{sign: sign[1:] for sign in _CLOSERS}}
 _PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 _LAST = {

@@ -15,7 +15,7 @@ from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 T = TypeVar("T")
 
 _MULTIPLE = 64
-"""Lengths of batches are multiples of this, so that a device meets few of them."""
+"""Lengths of batches are multiples of this, so that a device gets few different shapes."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[Window]
 
 
 def collate(found: Sequence[Window], longest: int) -> dict[str, Tensor]:
-    """``tokens`` and ``labels`` ``[B, S]``; shorter windows are filled up at the end, where no label asks.
+    """``tokens`` and ``labels`` ``[B, S]``; shorter windows are padded at the end, without labels there.
 
     Args:
         found: the windows.

@@ -24,14 +24,14 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Families by the ``model_type`` of ``config.json``: every ``FAMILY`` of a file in this folder.
 
-They are in the order in which they are asked to write a model. Those that a module takes its default from come first,
-so that a LLaMA stays one where a further family computes the same.
+An export tries them in this order. Families with the default preset of a module come first, so that a LLaMA is written
+as one even if another family computes the same.
 """
 
 DEFAULT_PRESETS: Mapping[str, str] = {
     family.module: family.default_preset for family in FAMILIES.values() if family.default_preset
 }
-"""Preset of each LightningModule where none is given, by the module's name."""
+"""Default preset of each LightningModule, by the module's name."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -47,11 +47,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def family_for(config: TransformerConfig, source: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """The family to write a model of ours as, and the contents of its ``config.json``.
+    """The family that one of our models is exported as, and the contents of its ``config.json``.
 
     Args:
         config: configuration of the model.
-        source: ``model_type`` of the directory in which the model began; its family is asked first.
+        source: ``model_type`` of the directory that the model was imported from; its family is tried first.
 
     Raises:
         ConfigError: if none can compute it, with the reasons of the nearest.

@@ -1,4 +1,4 @@
-"""BERT (https://arxiv.org/abs/1810.04805), with both heads or with that of masked tokens alone."""
+"""BERT (https://arxiv.org/abs/1810.04805), with both heads or only that of masked tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi, and a norm behind the token embedding (https://arxiv.org/abs/2211.05100)."""
+"""BLOOM: ALiBi, and a norm after the token embedding (https://arxiv.org/abs/2211.05100)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ ARCHITECTURE = "BloomForCausalLM"
 
 
 def _size(reader: ConfigReader, name: str, other: str) -> int:
-    """A size that has two names; where a file has both, they must agree."""
+    """A size that has two names; if a file has both, they must agree."""
     mine, theirs = reader.get(name, None), reader.get(other, None)
     if mine is None and theirs is not None:
         return reader.required(other)
     if theirs not in (None, mine):
-        reader.refuse(other, theirs, f"{name}={mine} says something else of the same", (mine,))
+        reader.refuse(other, theirs, f"contradicts {name}={mine}", (mine,))
     return reader.required(name)
 
 
 def _from_hf(reader: ConfigReader) -> dict[str, Any]:
     hidden = _size(reader, "hidden_size", "n_embed")
-    after_norm = "the residual stream goes past the norms"
+    after_norm = "the residual is taken before the norm"
     reader.expect("apply_residual_connection_post_layernorm", False, (False,), after_norm)
-    reader.expect("hidden_dropout", 0.0, (0.0,), f"{ARCHITECTURE} drops nothing of embeddings, and hidden_dropout does")
-    reader.expect("n_inner", None, (None, 4 * hidden), f"{ARCHITECTURE} takes 4 hidden_size whatever is said here")
+    reader.expect("hidden_dropout", 0.0, (0.0,), f"{ARCHITECTURE} has no dropout of embeddings, our model has")
+    reader.expect("n_inner", None, (None, 4 * hidden), f"{ARCHITECTURE} always has 4 hidden_size")
     reader.get("slow_but_exact", False)  # sums in the order of pretraining_tp ranks: the same up to rounding
     reader.get("pretraining_tp", 1)
     return {
@@ -123,7 +123,7 @@ FAMILY = Family(
     PRESETS,
     module="BloomModule",
     default_preset="bloom-560m",
-    # Of the code that trained BLOOM: published files have them, and transformers does not read them.
+    # Settings of the code that trained BLOOM: published files have them, and transformers does not read them.
     passive=frozenset(
         {
             "attention_softmax_in_fp32",

@@ -1,4 +1,4 @@
-"""Gemma 3, its text model: Gemma 2 with normed queries and keys, and angles of their own in layers with a window."""
+"""Gemma 3, its text model: Gemma 2 with normed queries and keys, and another rotary base in layers with a window."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _angles(reader: ConfigReader) -> dict[str, Any]:
     found = rope_of(reader, source, parts["full_attention"])
     local = rope_of(reader, "rope_parameters.sliding_attention", parts["sliding_attention"])
     if scaled := local["rope_scaling"]:
-        reason = "layers with a window have angles as they are"
+        reason = "layers with a window have unscaled angles"
         reader.refuse("rope_parameters.sliding_attention.rope_type", scaled["kind"], reason, ("default",))
     return found | {"rope_local_theta": local["rope_theta"]}
 

@@ -58,7 +58,7 @@ def _from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _expect_same(reader: ConfigReader, name: str, other: str, value: Any) -> None:
-    """Note a second name of an entry that has another value."""
+    """Refuse a second name of an entry with another value."""
     reader.expect(name, value, (value,), f"is another name of {other}={value}")
 
 

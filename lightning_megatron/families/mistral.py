@@ -1,4 +1,4 @@
-"""Mistral: LLaMA's blocks, in which a token sees a window of those before it."""
+"""Mistral: LLaMA's blocks with a sliding window."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def refuse_one_of_one(reader: ConfigReader, topk: int) -> None:
-    """Note one expert for each token, where weights of the chosen sum to 1."""
+    """Refuse one expert per token if the weights of the chosen experts sum to 1."""
     if topk == 1:
         reason = "the weight of one chosen expert is always 1, and the router would not learn"
         reader.refuse("num_experts_per_tok", topk, reason, (2,))

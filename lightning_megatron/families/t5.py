@@ -41,7 +41,7 @@ def _from_hf(reader: ConfigReader) -> dict[str, Any]:
     tied = reader.get("tie_word_embeddings", True)
     scales = reader.get("scale_decoder_outputs", tied)
     if scales and not tied:
-        reason = "an output layer of its own has unscaled inputs"
+        reason = "an untied output layer has unscaled inputs"
         reader.refuse("scale_decoder_outputs", scales, reason, (False,))
     encoder = reader.get("num_layers", 6)
     decoder = reader.get("num_decoder_layers", encoder, null=True)
@@ -71,7 +71,7 @@ def _from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _expect_parts_of(activation: str, reader: ConfigReader) -> None:
-    """Refuse entries that transformers derives from the activation, and that say something else."""
+    """Refuse entries that transformers derives from the activation, if they contradict it."""
     gate, _, function = activation.rpartition("-")
     if activation == "gated-gelu":
         function = "gelu_new"

@@ -1,4 +1,4 @@
-"""Space on a disk, asked for before long work begins."""
+"""Check of the free space on a disk before long work begins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_megatron.errors import DataError
 
 
 def require_space(needed: int, output_prefix: str | Path) -> int:
-    """Free bytes where output goes.
+    """Free bytes on the disk of the output.
 
     Args:
         needed: bytes of the output.

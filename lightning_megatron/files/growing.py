@@ -1,8 +1,8 @@
 """Files that are written under a temporary name, and renamed when they are complete and on the disk.
 
-The writing process holds a lock on its file, which the system frees when the process ends in any way. A free lock so
-identifies the leftover of a dead run, also on another machine. It is removed when the same name is written again. On a
-file system without locks it stays.
+The writing process holds a lock on its file, which the system frees when the process ends in any way. So a file with a
+free lock is the leftover of a dead run, even of one on another machine. It is removed when the same name is written
+again. On a file system without locks it stays.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class GrowingFile:
         self.stream.close()
 
     def publish_unless_equal(self) -> None:
-        """Publish it, but leave a file of the same name and content in its place: others may have mapped that."""
+        """Publish it unless a file of the same name and content exists, which other processes may have mapped."""
         self.sync()
         try:
-            os.link(self.path, self._final)  # unlike a rename, not if another process was faster
+            os.link(self.path, self._final)  # unlike a rename, it fails if another process was faster
         except FileExistsError:
             if not filecmp.cmp(self.path, self._final, shallow=False):
                 self.publish()

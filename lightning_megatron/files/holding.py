@@ -15,9 +15,9 @@ except ImportError:  # not on Windows
 
 @contextmanager
 def holding(path: Path) -> Iterator[bool]:
-    """Hold a lock on a file, which is made; gives ``False`` if another process holds it.
+    """Hold a lock on a file, created if necessary; yields ``False`` if another process holds it.
 
-    On a file system without locks it is always held.
+    On a file system without locks it always yields ``True``.
 
     Args:
         path: the file.

@@ -55,14 +55,14 @@ class SlurmSection:
     """Settings of a batch script.
 
     Attributes:
-        tasks: ``"device"`` for a task a device, which Slurm starts; ``"node"`` for one ``torchrun`` a node.
-        partition: partition; ``None`` for the site's own.
-        account: account that pays; ``None`` for the user's own.
-        qos: quality of service; ``None`` for the user's own.
+        tasks: ``"device"`` for one Slurm task per device; ``"node"`` for one ``torchrun`` per node.
+        partition: partition; ``None`` for the site's default.
+        account: account to charge; ``None`` for the user's default.
+        qos: quality of service; ``None`` for the user's default.
         time: time limit as Slurm writes it.
         gres: devices of a node in the site's words, such as ``gpu:8``; ``None`` asks for none.
-        cpus_per_task: cores of a task; ``None`` for the site's own number.
-        exclusive: share nodes with no other job.
+        cpus_per_task: cores of a task; ``None`` for the site's default.
+        exclusive: True to share nodes with no other job.
     """
 
     tasks: Literal["device", "node"] = "device"
@@ -82,7 +82,7 @@ class KubernetesSection:
     """Settings of a manifest.
 
     Attributes:
-        kind: ``"PyTorchJob"``, with one ``torchrun`` a pod, or ``"MPIJob"``, whose launcher runs ``mpirun``.
+        kind: ``"PyTorchJob"``, with one ``torchrun`` per pod, or ``"MPIJob"``, whose launcher runs ``mpirun``.
         namespace: namespace of the job; ``None`` for the one of the context.
         claim: persistent volume claim that all pods mount, for data, checkpoints and logs.
         claim_path: path at which they mount it.
@@ -116,9 +116,9 @@ class Cluster:
         image: container image; ``None`` for the environment that the job is started in.
         mounts: folders of the machine in containers, as ``SOURCE:TARGET``.
         shared_memory: size of ``/dev/shm`` in containers.
-        grace: seconds between the signal that ends a job and its end, in which it saves.
+        grace: seconds between the signal that ends a job and its end, for it to save a checkpoint.
         python: interpreter.
-        port: port at which ranks meet.
+        port: rendezvous port (``MASTER_PORT``).
         hosts: hostsfile; ``None`` for this machine alone.
         ssh_port: port of the machines' ssh; ``None`` for 22.
         environment: variables of the job.
@@ -167,7 +167,7 @@ def cluster_of(section: object, variables: Mapping[str, str] = os.environ) -> Cl
         variables: environment variables of the process.
 
     Raises:
-        ConfigError: with every key that is unknown, every value that cannot be, and every variable that is not set.
+        ConfigError: with every unknown key, every invalid value, and every variable that is not set.
     """
     if not isinstance(section, Mapping):
         raise ConfigError([Problem("cluster", section, "must be a mapping: see examples/clusters")])
@@ -204,7 +204,7 @@ def _part(given: object, place: str, kind: Any, found: list[Problem], more: Mapp
 def _variable_problems(environment: Mapping[str, object]) -> list[Problem]:
     place = "cluster.environment"
     found = [
-        Problem(f"{place}.{name}", value, "is no name of a variable")
+        Problem(f"{place}.{name}", value, "is not a valid name of a variable")
         for name, value in environment.items()
         if not _VARIABLE_NAME.fullmatch(str(name))
     ]

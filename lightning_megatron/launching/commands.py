@@ -15,13 +15,13 @@ def hosts_of(job: TrainingJob) -> list[Host]:
     """Machines of a job, each with as many slots as it has devices.
 
     Raises:
-        ConfigError: if the hostsfile lists other machines than the cluster has.
+        ConfigError: if the hostsfile is missing, or does not list ``cluster.nodes`` machines.
         OSError: if it cannot be read.
     """
     cluster = job.cluster
     if cluster.hosts is None:
         if cluster.nodes > 1:
-            reason = f"cluster.nodes is {cluster.nodes}: a file with the names of so many machines is needed"
+            reason = f"cluster.nodes is {cluster.nodes}: name a hostsfile with {cluster.nodes} machines"
             raise ConfigError([Problem("cluster.hosts", None, reason)])
         return [Host(LOOPBACK, cluster.devices_per_node)]
     hosts = read_hosts(cluster.hosts)
@@ -38,7 +38,7 @@ def torchrun_words(job: TrainingJob, hosts: Sequence[Host], node: int) -> list[s
     Args:
         job: the job.
         hosts: machines of the job.
-        node: number of this one.
+        node: number of this machine.
     """
     place = ["--nnodes", str(len(hosts)), "--nproc-per-node", str(job.cluster.devices_per_node)]
     if len(hosts) == 1:

@@ -19,7 +19,7 @@ class TrainingJob:
 
     Attributes:
         cluster: machines of the job.
-        configs: names of recipes and YAML files, of which later ones change earlier ones.
+        configs: names of recipes and YAML files; later ones override earlier ones.
         arguments: more words for ``fit``.
         checkpoints: folder in which the recipe keeps checkpoints; ``None`` if it names none.
         from_hf: True if the run begins with weights from the Hugging Face directory in ``HF_DIR``.
@@ -32,7 +32,7 @@ class TrainingJob:
     from_hf: bool = False
 
     def fit_words(self) -> list[str]:
-        """Words for ``lightning-megatron``: a run that goes on from its last checkpoint, if there is one."""
+        """Words for ``lightning-megatron``: a run that resumes from its last checkpoint, if there is one."""
         files = [word for config in self.configs for word in (option_of(config), config)]
         nodes, devices = str(self.cluster.nodes), str(self.cluster.devices_per_node)
         sizes = ["--trainer.num_nodes", nodes, "--trainer.devices", devices]

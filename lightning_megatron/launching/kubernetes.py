@@ -19,12 +19,12 @@ pkill -TERM -f -- "-m [l]ightning_megatron" || true
 while pkill -0 -f -- "-m [l]ightning_megatron"; do sleep 1; done
 """
 _SAVING = 30
-"""Seconds of the grace period that are left for the end of a pod, after its ranks have had time to save."""
+"""Seconds of the grace period that are reserved for the pod to shut down after its ranks have saved."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Needs of a kind of device in a pod.
+    """Requirements of a kind of device in a pod.
 
     Attributes:
         resource: name of the device in Kubernetes; ``None`` for none.
@@ -89,7 +89,7 @@ def _replica(job: TrainingJob, count: int) -> Manifest:
     script = _torchrun_script(job)
     container = _container(job, "pytorch", ["bash", "-euo", "pipefail", "-c", script])
     container["ports"] = [{"name": "pytorchjob-port", "containerPort": 23456}]
-    # Ranks have other statuses than torchrun, which ends with 1 for each: so OnFailure, not ExitCode.
+    # torchrun ends with 1 whatever the status of a rank: so OnFailure, not ExitCode.
     return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": _pod(job, container)}}
 
 
@@ -140,7 +140,7 @@ def _mpi_job(job: TrainingJob) -> Manifest:
     }
     worker = _container(job, "worker", ["/usr/sbin/sshd", "-De"])
     hook = {"exec": {"command": ["bash", "-c", _END_RANKS]}}
-    worker["lifecycle"] = {"preStop": hook}  # sshd, the pod's first process, would not tell the ranks
+    worker["lifecycle"] = {"preStop": hook}  # sshd, the pod's first process, does not pass the signal on to the ranks
     spec = {
         "slotsPerWorker": cluster.devices_per_node,
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 1000},
@@ -175,7 +175,7 @@ def _env(cluster: Cluster) -> list[Manifest]:
 def _container(job: TrainingJob, name: str, command: list[str]) -> Manifest:
     cluster, section = job.cluster, job.cluster.kubernetes
     kind = _KINDS[cluster.device]
-    # Devices and pages cannot be overcommitted: what is asked for is the limit.
+    # Devices and pages cannot be overcommitted, so requests equal limits.
     resources = {"cpu": str(section.cpu), "memory": section.memory}
     if kind.resource is not None:
         resources[kind.resource] = str(cluster.devices_per_node)

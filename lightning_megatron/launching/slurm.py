@@ -1,4 +1,4 @@
-"""Batch scripts for Slurm, of which a run that is preempted or out of time is queued again and goes on by itself."""
+"""Batch scripts for Slurm: a run that is preempted or out of time is requeued and resumes by itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lightning_megatron.launching.job import MODULE, TrainingJob, exports
 
 _SIZES = {"TP": "tp", "PP": "pp", "CP": "cp", "EP": "ep", "MICRO_BATCH_SIZE": "micro_batch_size"}
-"""Arguments of the strategy by variables that replace those of the recipe."""
+"""Arguments of the strategy, by the environment variable that overrides the recipe's value."""
 
 _USAGE = """\
 #

@@ -8,7 +8,7 @@ import yaml
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper without anchors, which writes texts of several lines as such."""
+    """A dumper without anchors, which writes texts of several lines as literal blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,8 +1,8 @@
-"""Sums of gradients over micro-batches, without a tensor for each summand. Autograd must not record these functions.
+"""Accumulation of gradients in place, without a tensor for each summand. Autograd must not record these functions.
 
-A summand of another dtype than the sum is converted in blocks that stay in a processor's caches: torch would convert
-all of it first, into memory of its own. A device without caches of that kind converts in the kernel that adds, and
-pays for every kernel.
+On a CPU a summand of another dtype than the sum is converted in blocks that stay in the caches: torch would convert
+the whole summand first, into new memory. An accelerator converts in the kernel that adds, so there one call does all:
+each kernel launch costs time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_(place: GradPlace, value: Tensor, scale: Tensor | None = None) -> None:
 
 
 def add_product_(place: GradPlace, a: Tensor, b: Tensor) -> None:
-    """Add ``a b``; in fp32 the product itself does so.
+    """Add ``a b``; in the dtype of the sum the product kernel itself accumulates.
 
     Args:
         place: place of the sum; all dimensions of the gradient before the last count as ``n``.

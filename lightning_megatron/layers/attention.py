@@ -24,10 +24,10 @@ from lightning_megatron.recompute import run_part
 
 
 class KVCache:
-    """Keys and values of the tokens decoded so far, of one layer; or the two tensors that they are made of.
+    """Keys and values of one layer for the tokens decoded so far; or the two tensors from which they are computed.
 
     Args:
-        window: number of tokens that a token sees in this layer, itself included; 0 for all. Older ones are forgotten.
+        window: number of tokens that a token sees in this layer, itself included; 0 for all. Older ones are dropped.
     """
 
     def __init__(self, window: int = 0) -> None:
@@ -51,13 +51,13 @@ class KVCache:
         return sum(each.nbytes for each in (self._keys, self._values) if each is not None)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append ``[S, ...]`` of both kinds and return those of all tokens in the cache."""
+        """Append ``[S, ...]`` to both tensors, and return both for all tokens in the cache."""
         self._keys = k if self._keys is None else torch.cat((self._keys, k))
         self._values = v if self._values is None else torch.cat((self._values, v))
         return self._keys, self._values
 
     def truncate(self, length: int) -> None:
-        """Keep what the next token sees of the first ``length`` tokens (the appended ones may end in padding)."""
+        """Keep of the first ``length`` tokens those that the next token sees; appended tokens may end in padding."""
         if self._keys is None or self._values is None:
             return
         first = max(self._forgotten, length - self._window + 1) if self._window else 0
@@ -66,7 +66,7 @@ class KVCache:
 
 
 class HeadAttention(nn.Module):
-    """Attention of the heads on one rank; a subclass makes their queries, keys and values.
+    """Attention of the heads on one rank; a subclass computes their queries, keys and values.
 
     Context-parallel ranks hold zigzag shards of the sequence (``context_parallel/zigzag.py``) and attend to all of it
     with the layout's ``cp_comm_type``.
@@ -127,7 +127,7 @@ class HeadAttention(nn.Module):
             first_query: position of the first query among the keys.
             key_mask: ``[B, T]``, True for the keys that are seen; ``None`` for all.
             bias: ``[1 or B, N/tp, S, T]``, added to the scores; ``None`` for none.
-            documents: documents that attention stays inside of; ``None`` for whole sequences.
+            documents: documents; attention stays inside each. ``None`` for whole sequences.
         """
         repeats = self.recompute.wraps("core_attn") and self._kernel_recomputes(q, k, v, first_query, key_mask, bias)
         plan = NO_RECOMPUTE if repeats else self.recompute
@@ -142,7 +142,7 @@ class HeadAttention(nn.Module):
     def _kernel_recomputes(
         self, q: Tensor, k: Tensor, v: Tensor, first_query: int, key_mask: Tensor | None, bias: Tensor | None
     ) -> bool:
-        """True if the kernel keeps no weights, and recomputation around it would run its forward twice for nothing."""
+        """True if the kernel itself recomputes its weights, so that recomputation around it would save nothing."""
         how: dict[str, Any] = {"causal": self.causal, "dropout": self.dropout, "rule": self.rule, "key_mask": key_mask}
         return self.attention.recomputes(q, k, v, first_query=first_query, bias=bias, **how)
 
@@ -164,7 +164,7 @@ class HeadAttention(nn.Module):
                 return self.share_context(q, k, v, self.context, core, key_mask=key_mask, documents=documents, **how)
             if documents is not None:
                 return attend_documents(core, q, k, v, documents=documents, **how)
-            # Some implementations are for keys without padding, and most for scores without a bias.
+            # Some implementations do not accept a key mask, and most no bias.
             how.update({name: value for name, value in (("key_mask", key_mask), ("bias", bias)) if value is not None})
             out: Tensor = core(q, k, v, first_query=first_query, **how)
             return out
@@ -222,14 +222,14 @@ class SelfAttention(HeadAttention):
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if config.qk_norm:  # ranks have other heads, so the gradients of their weights are parts of a sum
+        if config.qk_norm:  # each rank norms its own heads, so the gradients of the weights are summed over tp
             self.q_norm, self.k_norm = (model_norm(config, config.head_dim, mesh, True, ops) for _ in range(2))
         if config.attention_sinks:
             self.sinks = nn.Parameter(torch.empty(num_heads // mesh.tp.size))
             normal_(self.sinks, self.param_specs()["sinks"], mesh.shard_ranks, config.init_std)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """A head's sink is where the head is."""
+        """Each rank holds the sinks of its heads."""
         return {} if self.sinks is None else {"sinks": ParamSpec((self.num_heads,), tp_dim=0, decay=False)}
 
     def forward(
@@ -249,7 +249,7 @@ class SelfAttention(HeadAttention):
             cache: keys and values of earlier tokens; this call appends to them.
             key_mask: ``[B, T]`` of the whole sequence, True for the keys that are seen; ``None`` for all.
             bias: ``[1 or B, N/tp, S, T]``, added to the scores of this rank's heads; ``None`` for none.
-            documents: documents that attention stays inside of; ``None`` for whole sequences.
+            documents: documents; attention stays inside each. ``None`` for whole sequences.
         """
         groups = self.qkv(x).unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))  # [S, B, G/tp, N/G + 2, D]
         # One split, not three slices: its backward is one concatenation.

@@ -63,7 +63,7 @@ class CrossAttention(nn.Module):
         """``[S, B, H], [T, B, H] -> [S, B, H]``, or shards of them.
 
         Args:
-            x: input that queries are made of.
+            x: input of the queries.
             memory: output of the encoder.
             key_mask: ``[B, T]`` of the whole memory, True for the keys that are seen; ``None`` for all.
             cache: keys and values of the memory, which the first call fills.

@@ -4,8 +4,8 @@ A rank has its slice of the logits. The other ranks need four numbers per token 
 sum of exponentials relative to it, the target's logit, and the sum of logits (for label smoothing). One all-gather
 communicates them, and everything else is local. All arithmetic on logits is fp32.
 
-:func:`linear_cross_entropy` never holds all logits: it goes through the tokens in chunks and computes the gradients of
-a chunk together with its logits, so that memory and page faults do not grow with the vocabulary.
+:func:`linear_cross_entropy` never holds all logits: it processes the tokens in chunks and computes the gradients of a
+chunk together with its logits, so that memory and page faults do not grow with the vocabulary.
 :func:`linear_token_losses`, whose caller weights the losses, computes the logits of each chunk a second time, in the
 backward pass.
 """
@@ -60,7 +60,7 @@ class VocabSlice:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Rule by which a loss is made of logits.
+    """Definition of the loss of logits.
 
     Attributes:
         smoothing: share of the target's probability that goes to all tokens.
@@ -73,7 +73,7 @@ class _Rule:
 
 @dataclass
 class _Chunk:
-    """Results of the forward of some tokens for their gradient. ``V`` is the slice, ``T`` the tokens."""
+    """Results of a chunk's forward that its gradient needs. ``V`` is the slice of the vocabulary, ``T`` the tokens."""
 
     exps: Tensor  # [T, V] fp32, exp(logits - peak), in the place of the logits
     peak: Tensor  # [T], this slice's largest logit
@@ -85,7 +85,7 @@ class _Chunk:
 
 
 def _cap_(logits: Tensor, softcap: float) -> Tensor | None:
-    """Bound logits in place; the derivative, ``None`` without a bound."""
+    """Cap logits in place and return the derivative of the cap; ``None`` without a cap."""
     if not softcap:
         return None
     steepness = logits.div_(softcap).tanh_().square().neg_().add_(1)
@@ -112,7 +112,7 @@ def _losses_(logits: Tensor, labels: Tensor, part: VocabSlice, rule: _Rule) -> _
         peak = peaks.amax(0)
         total = (totals * (peaks - peak).exp()).sum(0)
         target, mass = targets.sum(0), masses.sum(0)
-    # The peak meets the target first: two large logits cancel exactly, and the small rest keeps its digits.
+    # Subtract the target from the peak first: two large logits cancel exactly, and the small rest keeps its digits.
     log_sum_exp, loss = peak + total.log(), (peak - target) + total.log()
     if smoothing:
         # torch's definition: the target is (1 - s) one-hot + s / V, over the true vocabulary and not a rank's slice.
@@ -121,7 +121,7 @@ def _losses_(logits: Tensor, labels: Tensor, part: VocabSlice, rule: _Rule) -> _
 
 
 def _gradient_(chunk: _Chunk, scale: Tensor, part: VocabSlice, smoothing: float) -> Tensor:
-    """``scale x d loss / d logits``, ``[T, V]``, in the place of the exponentials: one pass over them makes it."""
+    """``scale x d loss / d logits``, ``[T, V]``, computed in place of the exponentials in one pass."""
     to_probability = (chunk.peak - chunk.log_sum_exp).exp_()
     grad = chunk.exps.mul_((to_probability * scale).unsqueeze(-1))
     if smoothing:
@@ -135,7 +135,7 @@ def _gradient_(chunk: _Chunk, scale: Tensor, part: VocabSlice, smoothing: float)
 def _chunk_length(tokens: int, dtype: torch.dtype, padded_rows: int, chunk_bytes: int) -> int:
     """Tokens of a chunk whose fp32 logits take about ``chunk_bytes``.
 
-    Ranks meet once a chunk, so all must cut alike: by the padded slice, which has one length everywhere.
+    Ranks communicate once per chunk, so all need equal chunks: the length follows from the padded slice, equal on all.
     """
     length = max(1, chunk_bytes // (4 * padded_rows))
     if dtype != torch.float32:
@@ -149,11 +149,11 @@ def _softmax_(
 ) -> Tensor:
     """Sum of the weighted losses of logits ``[T, V]``, and their gradient in their place, scaled by ``scales``.
 
-    Ranks that share the vocabulary meet once. Without them, a CPU takes a few rows at a time, so that all passes over
-    the logits but the first find them in its caches, and 16-bit logits have no fp32 copy.
+    Ranks that share the vocabulary communicate once. On one rank, a CPU processes a few rows at a time: all passes over
+    the logits but the first find them in its caches, and only these rows of 16-bit logits have an fp32 copy.
     """
     loss = torch.zeros((), dtype=torch.float32, device=logits.device)
-    # A compiler makes the passes one, and cannot trace the number of threads.
+    # torch.compile fuses the passes, and cannot trace the number of threads.
     cache = None if torch.compiler.is_compiling() else cache_bytes(logits.device)
     unit = logits.shape[0]
     if part.axis.size == 1 and cache is not None:
@@ -184,7 +184,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         store: WeightGradStore | None,
     ) -> Tensor:
         rows = weight[: part.size]
-        # Where products are made in fp32, logits and gradients stay as they are made until they leave.
+        # If products are computed in fp32, logits and gradients stay fp32 until they are returned.
         wide = upcasts(hidden, weight.t())
         multiply, dtype = ((product, weight.dtype), (matmul_fp32, torch.float32))[wide]
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
@@ -209,11 +209,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[some] = multiply(grad, rows)
             if d_weight is not None:
-                # beta 0 on the first chunk: what has not been written is not read.
+                # beta 0 on the first chunk: uninitialized memory is not read.
                 d_weight[: part.size].addmm_(grad.t(), x, beta=1 if start else 0, alpha=1 / ctx.headroom)
             if d_bias is not None:
                 d_bias[: part.size] += grad.sum(0, dtype=torch.float32)
-            del grad  # or the next chunk's logits would be made beside it
+            del grad  # free it before the next chunk's logits are allocated
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.weight, ctx.store = weight, store
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -234,10 +234,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _gradient_scales(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, float]:
-    """Factors of gradients in the forward pass, and of the backward pass: a unit, and the weight gradient's headroom.
+    """Factors of the gradients: per token in forward; in backward a unit, and the headroom of the weight's gradient.
 
-    The loss scale of fp16 reaches them only in the backward pass. Until then a mean over thousands of tokens would
-    underflow, so tokens count about 1 each there; and their sum over tokens, for the weight, must not overflow.
+    The loss scale of fp16 is applied only in backward. Until then gradients of a mean over thousands of tokens would
+    underflow, so tokens weigh about 1 each there. Their sum over tokens, for the weight, must not overflow.
     """
     if dtype != torch.float16:
         return weights, None, 1.0
@@ -246,7 +246,7 @@ def _gradient_scales(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def _scaled_(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
-    """``gradient x scale`` in place: the gradients are the node's own and used once."""
+    """``gradient x scale``, in place, since the gradient belongs to the autograd node and is used once."""
     if gradient is None:
         return None
     # An accelerator would first round a scalar tensor to the gradient's dtype: 1/3 in bf16 is off by 0.2 %.
@@ -281,7 +281,7 @@ def linear_cross_entropy(
         vocab_size: true size of the vocabulary.
         label_smoothing: share of the target's probability, as in ``torch.nn.functional.cross_entropy``.
         softcap: bound ``c`` of the logits, ``c tanh(logit / c)``; 0 for none.
-        bias: ``[V/R]``, added to the logits, as the weight is cut; ``None`` for none.
+        bias: ``[V/R]``, added to the logits, sharded like the weight; ``None`` for none.
         chunk_bytes: approximate size of the fp32 logits of one chunk; larger for 16-bit weights, if there were more
             than 8 chunks.
         weight_grads: store that knows the place of the weight's accumulated gradient; ``None`` to leave it to autograd.
@@ -294,7 +294,7 @@ def linear_cross_entropy(
     targets = labels.flatten().masked_fill(weights == 0, 0)
     rule = _Rule(label_smoothing, softcap)
     kind = hidden.device.type
-    # By stock Lightning, whose products have a 16-bit dtype.
+    # Autocast is on under stock Lightning strategies, where products run in a 16-bit dtype.
     is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     hidden = hidden.to(weight.dtype) if is_cast else hidden
     with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
@@ -357,7 +357,7 @@ def _chunks(tokens: int, step: int) -> list[slice]:
 
 
 def _chunk_logits(hidden: Tensor, weight: Tensor, part: VocabSlice) -> tuple[Tensor, Tensor, _Multiply]:
-    """Fp32 logits ``[T, V]`` of a chunk, the chunk in the dtype they are made in, and what multiplies in it."""
+    """Fp32 logits ``[T, V]`` of a chunk, the chunk in the dtype of the product, and the function that multiplies."""
     wide = upcasts(hidden, weight.t())
     multiply, dtype = (matmul_fp32, torch.float32) if wide else (product, weight.dtype)
     x = hidden.to(dtype)

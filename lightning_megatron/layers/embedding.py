@@ -24,7 +24,7 @@ def padded_vocab_size(vocab_size: int, tp: int = 1, multiple: int = 128) -> int:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a weight; their gradients are added to the weight's, so that no gradient of all rows is made for them."""
+    """Look up rows; backward adds their gradients to the accumulated one, without a gradient of the whole weight."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, store: WeightGradStore) -> Tensor:
@@ -53,10 +53,10 @@ class VocabParallelEmbedding(nn.Module):
         num_embeddings: true size of the vocabulary.
         embedding_dim: features ``H``.
         mesh: mesh of the ranks; ``None`` for one process.
-        multiple: number such that the vocabulary is padded to a multiple of ``multiple x tp``.
+        multiple: the vocabulary is padded to a multiple of ``multiple x tp``.
         sequence_parallel: True to return a sequence shard ``[S/tp, B, H]``.
         init_std: standard deviation of the initial weight.
-        tied_copy: True if the weight is a copy of another pipeline stage's, under the same name.
+        tied_copy: True if the weight is a copy of the weight of that name on another pipeline stage.
         dtype: dtype of the weight.
         device: device of the weight.
 
@@ -96,7 +96,7 @@ class VocabParallelEmbedding(nn.Module):
 
     @property
     def is_tied_copy(self) -> bool:
-        """True if the weight is a copy of another pipeline stage's, which embeds no tokens here."""
+        """True if the weight is a copy of another pipeline stage's, and does not embed tokens on this rank."""
         return self._tied_with is not None
 
     def forward(self, tokens: Tensor) -> Tensor:

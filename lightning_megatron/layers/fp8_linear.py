@@ -32,7 +32,7 @@ from lightning_megatron.ops.registry import Ops
 
 _INPUT, _WEIGHT, _GRADIENT, _INPUT_BACKWARD, _WEIGHT_BACKWARD = range(5)
 _TENSOR = (_INPUT, _WEIGHT, _GRADIENT, _INPUT, _WEIGHT)
-"""The tensor, of three, that each of the five scales is for."""
+"""The tensor to which each of the five scales belongs."""
 
 
 class Cast(NamedTuple):
@@ -45,7 +45,7 @@ class Cast(NamedTuple):
 
 
 class WeightInFp8(NamedTuple):
-    """A weight ``[out, in]`` in the formats of forward and backward, with their scales."""
+    """A weight ``[out, in]`` cast to the formats of forward and backward, with their scales."""
 
     forward: Tensor
     forward_scale: Tensor
@@ -58,25 +58,25 @@ class Fp8Gemms(nn.Module):
 
     A tensor without a history is scaled by its own largest element, which costs a pass over it.
 
-    In a graph of ``torch.compile`` that pass is always made, and weights are cast in each forward and backward. A graph
+    In a graph of ``torch.compile`` that pass always runs, and weights are cast in each forward and backward. A graph
     that depended on the state of a run would be traced again in later steps, when parameters have gradients; in mixed
-    precision these have another dtype, and a trace breaks at them.
+    precision these have another dtype than the parameters, and tracing fails on them.
 
     Args:
         kernels: fp8 kernels of the device.
         recipe: rule for the scales.
-        selection: selection of this layer; notes calls that the kernels do not support.
+        selection: selection of this layer; its ``fallbacks`` record calls that the kernels do not support.
         device: device of the buffers.
 
     Attributes:
         amax_history: ``[steps, 3]``, the newest first: largest magnitude of input, weight and gradient, over all ranks.
         scale: ``[5]``, computed from the history: of input, weight and gradient, and of input and weight in the format
             that they have in backward; 0 before there is a history.
-        has_history: three flags, of input, weight and gradient: True where the host knows that there is a history. They
-            follow some steps later, so that nothing waits for the device, and change no result.
+        has_history: three flags, of input, weight and gradient: True where the host knows that there is a history. The
+            host learns it some steps late, so that it never waits for the device; results do not depend on it.
         seen_forward: ``[2]``, largest magnitudes of input and weight on this rank since the last step.
-        seen_backward: ``[1]``, largest magnitude of the gradient. A buffer of its own, because ``torch.compile`` allows
-            buffers that the forward writes, and buffers that the backward writes, but none that both write.
+        seen_backward: ``[1]``, largest magnitude of the gradient. A separate buffer, because ``torch.compile`` does not
+            allow a buffer that both forward and backward write.
         keeps_weight: True while the weight may be kept from one forward to the next.
         kept_weight: the weight in fp8, or ``None``.
     """
@@ -106,7 +106,7 @@ class Fp8Gemms(nn.Module):
         self.register_buffer("seen_backward", torch.zeros(1, device=device), persistent=False)
 
     def prepare(self, weight: Tensor) -> None:
-        """Cast the weight to fp8 for all products until the optimizer steps, if it may be kept."""
+        """Cast the weight to fp8 once for all products until the optimizer steps, if it may be kept."""
         if torch.compiler.is_compiling():
             return  # see the class
         if not (self.keeps_weight and self.training and self.has_history[_WEIGHT]) or self.kept_weight is not None:
@@ -177,7 +177,7 @@ class Fp8Gemms(nn.Module):
     def _cast(
         self, x: Tensor, scale: Tensor, dtype: torch.dtype, seen: int | None = None, stochastic: bool = False
     ) -> Cast:
-        """A tensor in fp8; in training its largest magnitude, which the cast finds, is noted as that of ``seen``."""
+        """Cast a tensor to fp8; in training, record its largest magnitude for the tensor with index ``seen``."""
         values, amax = self.kernels.cast(x.flatten(0, -2), scale, dtype, stochastic)
         if seen is not None:
             self._note(amax, seen)
@@ -189,7 +189,7 @@ class Fp8Gemms(nn.Module):
             seen.copy_(torch.maximum(seen, amax))
 
     def _scales(self, x: Tensor, *which: int) -> list[Tensor]:
-        """Factors for a tensor in one or two formats."""
+        """Scales of a tensor for one or two formats."""
         delayed = [self.scale[index].float() for index in which]
         if not torch.compiler.is_compiling() and self.has_history[_TENSOR[which[0]]]:
             return delayed
@@ -198,7 +198,7 @@ class Fp8Gemms(nn.Module):
         return [torch.where(scale > 0, scale, other) for scale, other in zip(delayed, own, strict=True)]
 
     def take_seen(self) -> Tensor:
-        """``[3]``: largest magnitudes since the last call."""
+        """Return the largest magnitudes since the last call, ``[3]``, and reset them."""
         seen = torch.cat((self.seen_forward, self.seen_backward)).float()
         self.seen_forward.zero_()
         self.seen_backward.zero_()
@@ -216,7 +216,7 @@ class Fp8Gemms(nn.Module):
 class Fp8Steps(nn.Module):
     """Scales of the fp8 layers on this rank, and their weights in fp8, from one optimizer step to the next.
 
-    Largest magnitudes are exchanged between ranks that hold the same layers, once a step for all layers. So scales are
+    Ranks that hold the same layers exchange largest magnitudes once per step, for all layers together. So scales are
     equal on all ranks in every layout, and a checkpoint holds their history once.
 
     Args:
@@ -232,7 +232,7 @@ class Fp8Steps(nn.Module):
         self._history_read: Callable[[], list[int]] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """State without the function that reads a running copy."""
+        """State for ``copy`` and ``pickle``, without the function that finishes a running copy to the host."""
         return {**self.__dict__, "_history_read": None}
 
     @property
@@ -244,7 +244,7 @@ class Fp8Steps(nn.Module):
         """Allow weights to be kept in fp8 from now on, until :meth:`release`.
 
         Args:
-            first: True if the weights may be others than in the batch before.
+            first: True if the weights may have changed since the batch before.
         """
         for gemms in self.gemms:
             if first or not gemms.keeps_weight:
@@ -255,10 +255,10 @@ class Fp8Steps(nn.Module):
         for gemms in self.gemms:
             gemms.drop_weight()
 
-    @torch.compiler.disable  # it looks at versions of tensors
+    @torch.compiler.disable  # it reads versions of tensors
     @torch.no_grad()
     def refresh(self) -> None:
-        """Before a forward: follow histories that were loaded, and weights that were written, since the last one."""
+        """Before a forward: update scales if histories were loaded, and drop fp8 weights if weights were written."""
         now = [_state(linear.weight) for linear in self._linears]
         if now != self._weights:
             self._weights = now
@@ -274,7 +274,7 @@ class Fp8Steps(nn.Module):
         """Compute the scales of the next step."""
         self.release()
         gemms = self.gemms
-        if self._history_read is not None:  # of the step before: the copy is complete
+        if self._history_read is not None:  # started in an earlier step, so the copy is complete
             flags = iter(self._history_read())
             for each in gemms:
                 each.has_history = bool(next(flags)), bool(next(flags)), bool(next(flags))
@@ -289,7 +289,7 @@ class Fp8Steps(nn.Module):
         self._set_scales()
 
     def forget_step(self) -> None:
-        """Keep the scales after a step that was not taken."""
+        """Discard the magnitudes of a skipped step; the scales stay."""
         self.release()
         for gemms in self.gemms:
             gemms.take_seen()
@@ -313,7 +313,7 @@ class Fp8Steps(nn.Module):
 
 
 def _state(x: Tensor) -> tuple[int, int]:
-    """Address and version of a tensor; one of the two changes when it is written, except through ``.data`` in place."""
+    """Address and version of a tensor; every write changes one of them, except an in-place write through ``.data``."""
     return x.data_ptr(), 0 if x.is_inference() else x._version
 
 

@@ -25,8 +25,8 @@ _ARE_ZERO: ContextVar[bool] = ContextVar("weights_are_zero", default=False)
 def normal_(param: Tensor, spec: ParamSpec, ranks: ShardRanks, std: float) -> None:
     """Fill a local parameter with its slice of a global normal draw; padding becomes zero.
 
-    Draws one number from torch's default CPU generator, also on the meta device (where nothing is filled), so that
-    later layers do not depend on the device.
+    Draws one number from torch's default CPU generator even on the meta device, where nothing is filled, so that the
+    weights of later layers do not depend on the device.
     """
     _fill(param, spec, ranks, lambda values, generator: values.normal_(std=std, generator=generator))
 
@@ -65,9 +65,9 @@ def _fill(param: Tensor, spec: ParamSpec, ranks: ShardRanks, draw: Callable[[Ten
 
 @contextmanager
 def weights_follow() -> Iterator[None]:
-    """Build layers whose weights are all loaded afterwards: they are zero, and drawing them takes no time.
+    """Within the context layers get zero weights, which takes no time: for weights that are loaded afterwards.
 
-    Numbers that are drawn from the default generator later do not change.
+    Later draws from the default generator do not change.
     """
     token = _ARE_ZERO.set(True)
     try:
@@ -78,7 +78,7 @@ def weights_follow() -> Iterator[None]:
 
 @contextmanager
 def seeded(base: int, number: int) -> Iterator[None]:
-    """Seed of one part of a model, so that a rank that builds only some parts draws the same weights."""
+    """Seed the initialization of one part of a model, so that ranks with only some parts draw the same weights."""
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would also reseed accelerators, and differently on ranks with other parts.
         torch.default_generator.manual_seed((base + 7919 * number) % _SEEDS)
@@ -86,5 +86,5 @@ def seeded(base: int, number: int) -> Iterator[None]:
 
 
 def draw_seed() -> int:
-    """Random number from the default generator, the base of the seeds of numbered parts."""
+    """Draw from the default generator the base seed of numbered parts (:func:`seeded`)."""
     return int(torch.randint(_SEEDS, (), device="cpu").item())

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
 
-Keys and values of all heads are made of one small vector a token, the latent, and of a key that all heads share and
-that alone is turned by the token's position. In decoding only these two are kept. Letters beside those of other layers:
-``C`` features of the latent, ``Q`` of the queries' latent, ``R`` of the turned part of a key, ``D`` of a whole query or
-key, ``V`` of a value.
+Keys and values of all heads are computed from one small vector per token, the latent. Rotary positions are applied only
+to a small extra key that all heads share. Decoding caches only these two. Letters beside those of other layers: ``C``
+features of the latent, ``Q`` of the queries' latent, ``R`` of the rotated ("turned") part of a key, ``D`` of a whole
+query or key, ``V`` of a value.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 class LatentAttention(HeadAttention):
     """Attention whose keys and values, and where configured whose queries, come from latents.
 
-    Every tensor-parallel rank holds the matrices to the latents whole, and those from the latents to its own heads.
-    Under sequence parallelism a rank makes the latents of its own tokens, and what is gathered is the latents: much
-    less than the tokens.
+    Every tensor-parallel rank holds the whole down-projections (to the latents), and its heads' slice of the
+    up-projections. Under sequence parallelism a rank computes the latents of its own tokens; then the latents are
+    gathered, which are much smaller than the hidden states.
 
     Args:
         config: shape of the model.
         mesh: mesh of the ranks.
-        layer: number of the layer, by which layers may differ.
+        layer: number of the layer, since layers may differ.
         sequence_parallel: True if input and output are sequence shards.
         causal: True if a position sees only the positions before it and itself.
         recompute: plan of activation recomputation, for core attention.
@@ -94,7 +94,7 @@ class LatentAttention(HeadAttention):
             rotary: cosines and sines of the positions.
             cache: latents and turned keys of earlier tokens; this call appends to them.
             key_mask: ``[B, T]`` of the whole sequence, True for the keys that are seen; ``None`` for all.
-            documents: documents that attention stays inside of; ``None`` for whole sequences.
+            documents: documents; attention stays inside each. ``None`` for whole sequences.
         """
         assert rotary is not None
         q, turned_q = self._queries(x, rotary)  # [S, B, N/tp, D - R], [S, B, N/tp, R]
@@ -111,7 +111,7 @@ class LatentAttention(HeadAttention):
         return self.out(core.flatten(2, 3))
 
     def _queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The part of the queries that is not turned, and the turned one."""
+        """The part of the queries without rotary positions, and the part with them."""
         if self.q is None:
             assert self.q_down is not None
             assert self.q_norm is not None
@@ -150,15 +150,15 @@ class LatentAttention(HeadAttention):
     def _absorbed(
         self, q: Tensor, turned_q: Tensor, latent: Tensor, turned_k: Tensor, first: int, key_mask: Tensor | None
     ) -> Tensor:
-        """The same without keys and values: queries and outputs go through the matrix that would make them.
+        """Like :meth:`_expanded`, with the up-projections of keys and values absorbed into queries and outputs.
 
-        The latents are then one key and one value that all heads share. For a few tokens behind many that is far less
-        work.
+        The latents are then one key and one value that all heads share. That is far less work for a few new tokens
+        after many cached ones.
         """
         by_head = self.kv_up.effective_weight.unflatten(0, (-1, self.unturned + self.value))  # [N/tp, D - R + V, C]
         to_keys, to_values = by_head.split((self.unturned, self.value), dim=1)
         absorbed = self._sharpened(torch.einsum("sbnd,ndc->sbnc", q, to_keys), turned_q)
-        # Scores stay those of D features: the query is longer only in this form.
+        # Keep the scale of D features: the absorbed query has more.
         absorbed = absorbed * (self.rule.factor(self.head_dim) / self.rule.factor(absorbed.shape[-1]))
         key = torch.cat((latent, turned_k), dim=-1).unsqueeze(2)  # [T, B, 1, C + R]
         out = self.attend(absorbed, key, latent.unsqueeze(2), first, key_mask)  # [S, B, N/tp, C]

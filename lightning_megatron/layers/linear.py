@@ -11,8 +11,8 @@ row                      ``[S, B, in/R]``            ``[S, B, out]``
 row, SP                  ``[S, B, in/R]``            ``[S/R, B, out]``
 =======================  ==========================  ===========================
 
-``torch.compile`` leaves a layer on several ranks out of its graphs, whole: a collective would break the graph anyway,
-and each function around it once more.
+``torch.compile`` leaves out layers on several ranks entirely: a collective would break the graph anyway, and each
+function around it would break it again.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Linear(torch.autograd.Function):
     (https://arxiv.org/abs/2205.05198, section 4.2.2).
 
     Without an ``axis`` nothing is communicated. The parameters are passed again in ``leaves``. If the store has a place
-    for the weight's gradient, it is added there. With ``defers`` the parameters come detached, and their gradients go
-    through the store. In both cases autograd takes a ``None`` for a gradient that has arrived.
+    for the weight's gradient, it is added there. With ``defers`` the parameters are passed detached, and their
+    gradients go through the store. In both cases autograd gets ``None`` for such a gradient.
     """
 
     @staticmethod
@@ -119,8 +119,8 @@ class _TensorParallelLinear(nn.Module):
     """Common part of the two layers below: the matrix products and their gradients.
 
     Attributes:
-        products: matrix products of forward and backward. Its name is in the checkpoint keys of fp8's scales.
-        product_choice: reason for these products, for the op report; ``None`` where there was no choice.
+        products: matrix products of forward and backward. This attribute's name is in the checkpoint keys of fp8.
+        product_choice: choice of these products, for the op report; ``None`` where there was no choice.
         lora: adapters of the layer; ``None`` without.
     """
 
@@ -136,7 +136,7 @@ class _TensorParallelLinear(nn.Module):
         self.lora: nn.Module | None = None
 
     def _adapted(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
-        """The output with that of an adapter, if there is one.
+        """Add the adapter's output, if there is an adapter.
 
         Args:
             x: input.
@@ -259,7 +259,7 @@ class ColumnParallelLinear(_TensorParallelLinear):
         out = self._adapted(x, self._linear(x, self.bias, self.axis), self.bias)  # [S, B, out/tp]
         if not self.gather_output:
             return out
-        # Block by block, so that the result is the blocks side by side and not the ranks.
+        # Gather block by block: the result is ordered by blocks, not by ranks.
         return gather_features(out.unflatten(-1, (self.blocks, -1)), self.axis).flatten(-2)
 
 

@@ -1,6 +1,6 @@
 """Angles of the rotary position embedding, and its frequencies under the rules of ``config/rope_scaling.py``.
 
-The order of their operations is that of transformers: at position 100,000 the last bit of a frequency is 0.01 radians.
+Operations run in the order of Hugging Face's: at position 100,000 the last bit of a frequency is worth 0.01 radians.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RotaryEmbedding(nn.Module):
     Args:
         head_dim: ``D``, even.
         theta: base of the frequencies.
-        scaling: rule by which frequencies are slowed, or ``None``.
+        scaling: rule that lowers frequencies for long contexts, or ``None``.
     """
 
     def __init__(self, head_dim: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> None:
@@ -41,8 +41,8 @@ class RotaryEmbedding(nn.Module):
         Args:
             positions: ``[S]`` or ``[S, B]``.
             dtype: dtype of the result; the angles are computed in fp32.
-            everywhere: positions of all ranks, or the end of consecutive ones, which dynamic scaling looks at;
-                ``None`` for ``positions``.
+            everywhere: positions of all ranks, or the end of consecutive ones, which dynamic scaling needs; ``None``
+                for ``positions``.
 
         Returns:
             Two tensors ``[S, 1 or B, 1, D]``.
@@ -66,7 +66,7 @@ class RotaryEmbedding(nn.Module):
         length = count if length is None or not isinstance(self.scaling, DynamicScaling) else length
         key = (count, length, device, dtype)
         if self._cache is None or self._cache[0] != key:
-            # Created outside inference mode, so that training can use a table that validation has created.
+            # Created outside of inference mode, so that training can use a table that validation has created.
             with torch.inference_mode(False), torch.no_grad():
                 self._cache = key, self(torch.arange(count, device=device), dtype, length)
         return self._cache[1]
@@ -80,8 +80,8 @@ def frequencies(
     Args:
         head_dim: ``D``.
         theta: base of the frequencies.
-        scaling: rule by which they are slowed, or ``None``.
-        length: length of the sequences, which only the dynamic rule asks for.
+        scaling: rule that lowers them for long contexts, or ``None``.
+        length: length of the sequences; only dynamic scaling uses it.
         device: device of the result.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
@@ -114,7 +114,7 @@ def _llama3(plain: Tensor, rule: Llama3Scaling) -> Tensor:
 
 def _yarn(periods: Tensor, head_dim: int, theta: float, rule: YarnScaling) -> Tensor:
     def feature(turns: float) -> float:
-        """Feature whose frequency makes so many turns within the length of the pretraining."""
+        """Index of the feature pair that makes ``turns`` full turns within the length of the pretraining."""
         return (head_dim * math.log(rule.original_max_position_embeddings / (turns * 2 * math.pi))) / (
             2 * math.log(theta)
         )

@@ -1,4 +1,4 @@
-"""Linear layer that every tensor-parallel rank holds whole, for the small matrices in and beside a model's blocks."""
+"""Linear layer replicated on every tensor-parallel rank, for the small matrices in and beside a model's blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.params import ParamSpec
 
 
 class WholeLinear(nn.Module):
-    """``x W^T + b`` with whole weights, computed alike on all ranks or, of a sequence shard, for its tokens.
+    """``x W^T + b`` with replicated weights. All ranks compute the same or, with sequence shards, their own tokens.
 
     Args:
         in_features: features of the input.

@@ -24,17 +24,17 @@ def parse_bytes(text: str) -> int:
 
 
 def told_bytes(size: float) -> str:
-    """A number of bytes as text: ``61.20 GiB``, or ``1.25 MiB`` of small ones."""
+    """A number of bytes as text: ``61.20 GiB``, or ``1.25 MiB`` below 1 GiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def memory_bytes(given: int | str | None) -> int | None:
-    """Bytes of an argument that may be a number, a text, or left out."""
+    """Bytes of an argument that may be a number, a text or ``None``."""
     return parse_bytes(given) if isinstance(given, str) else given
 
 
 def memory_problems(name: str, given: int | str | None) -> list[Problem]:
-    """Faults of such an argument."""
+    """Faults of an argument of :func:`memory_bytes`."""
     reason = "must be a number of bytes of at least 1, or a text such as '80GB' or '80GiB'"
     fault = [Problem(name, given, reason, ("80GB", "80GiB"))]
     if isinstance(given, str):

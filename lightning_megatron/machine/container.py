@@ -1,6 +1,6 @@
 """Files, devices and settings that Gaudi's software needs from its container and its host.
 
-Each fault here was the reason for an error of Gaudi's software that names something else. All of it is read without the
+Each fault here has caused an error of Gaudi's software that names something else. The checks run without that
 software.
 """
 
@@ -39,7 +39,7 @@ def container(root: Path = Path("/"), variables: Mapping[str, str] = os.environ)
 
 
 def compiler_path(root: Path, variables: Mapping[str, str]) -> Finding:
-    """Libraries of kernels, which the graph compiler reads."""
+    """Check the kernel libraries that the graph compiler reads."""
     value = variables.get(KERNELS)
     effect = "every graph fails with synStatus 26"
     if not value:
@@ -49,7 +49,7 @@ def compiler_path(root: Path, variables: Mapping[str, str]) -> Finding:
 
 
 def logs(root: Path, variables: Mapping[str, str]) -> Finding:
-    """The folder of log files, without which no session with a card begins."""
+    """Check the folder of log files, without which no session with a card starts."""
     value = variables.get(LOGS)
     folder = value or str(Path(variables.get("HOME", "/root")) / ".habana_logs")
     nearest = _below(root, folder)
@@ -70,7 +70,7 @@ def cards(root: Path) -> Finding:
 def network(root: Path) -> Finding:
     """Device files of the cards' network, which a card needs even for one process."""
     count = len(list(_below(root, "/dev/infiniband").glob("uverbs*")))
-    fault = "cards fail with 'Device acquire failed': --runtime=habana, or in Kubernetes runtimeClassName: habana"
+    fault = "cards fail with 'Device acquire failed': use --runtime=habana (Kubernetes: runtimeClassName: habana)"
     return Finding("/dev/infiniband", f"{count} ports", "" if count else fault)
 
 

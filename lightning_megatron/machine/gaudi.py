@@ -40,10 +40,10 @@ _SWITCHES: tuple[tuple[str, str | None, str, bool], ...] = (
         "lazy mode: legacy; steps are marked where it needs them, torch.compile is not possible",
         False,
     ),
-    ("PT_HPU_GPU_MIGRATION", "1", "CUDA seems to be available although there is none", False),
+    ("PT_HPU_GPU_MIGRATION", "1", "CUDA seems to be available although it is not", False),
     ("HLS_MODULE_ID", None, "pins every process started from here to one card: unset it", True),
     ("PT_HPU_EMULATE_DISTRIBUTED", "1", "collectives are imitated on one card: for tests of the software only", True),
-    ("CUDA_DEVICE_MAX_CONNECTIONS", None, "means nothing on Gaudi", False),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", None, "has no effect on Gaudi", False),
 )
 
 BRIDGE = "habana-torch-plugin"
@@ -71,7 +71,7 @@ def has_bridge() -> bool:
 
 @contextmanager
 def without_autoload(variables: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Let ``import torch`` in the block leave Gaudi's bridge alone; one that does not fit would end that import."""
+    """Keep ``import torch`` in the block from loading Gaudi's bridge: one for another torch would fail that import."""
     name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
     before = variables.get(name)
     variables[name] = "0"
@@ -95,7 +95,7 @@ def required_torch() -> str | None:
             text = (Path(folder) / "torch" / "required_version.txt").read_text().strip()
         except OSError:
             continue
-        if text[:1].isdigit():  # the simulation's takes any torch
+        if text[:1].isdigit():  # the simulation's file accepts any torch
             return text
     return None
 

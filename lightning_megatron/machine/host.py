@@ -34,7 +34,7 @@ def shared_memory(directory: Path = SHARED_MEMORY, enough: int = ENOUGH_SHARED_B
 
 
 def open_files(world_size: int) -> Finding:
-    """The limit of open files, for a job of so many ranks."""
+    """Check the limit of open files for a job of ``world_size`` ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{_count(soft)}, at most {_count(hard)}"
     enough = world_size <= MANY_RANKS or _at_least(soft, _ENOUGH_FILES)
@@ -42,7 +42,7 @@ def open_files(world_size: int) -> Finding:
 
 
 def raise_open_files(world_size: int) -> Finding:
-    """Raise this process's limit of open files to its hard limit, if a job of so many ranks needs it."""
+    """Raise this process's limit of open files to its hard limit, if a job of ``world_size`` ranks needs it."""
     if world_size > MANY_RANKS:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if not _at_least(soft, _ENOUGH_FILES) and soft != hard:

@@ -91,7 +91,7 @@ def slots_of(hosts: Sequence[Host], world_size: int, source: str) -> int:
 
 
 def _host(text: str) -> Host:
-    """One line.
+    """Parse one line.
 
     Raises:
         ValueError: with the fault of the line.

@@ -1,1 +1,1 @@
-"""Transformers: one configuration, one block, and for each family only what differs."""
+"""Transformers: one configuration, one block, and for each family only its differences."""

@@ -13,8 +13,8 @@ from torch import nn
 class CompilablePart(nn.Module):
     """A module whose calls run through ``torch.compile`` after :meth:`compile`.
 
-    A trace refuses a parameter whose gradient has another dtype, as bf16 parameters have whose gradients add up in
-    fp32. So these gradients are taken away from the parameters during a call, which does not use them.
+    Tracing fails on a parameter whose gradient has another dtype, such as a bf16 parameter with an fp32 gradient. So
+    these gradients are detached from the parameters during a call, which does not need them.
     """
 
     is_compiled = False
@@ -35,7 +35,7 @@ class CompilablePart(nn.Module):
 
 @contextmanager
 def _without_other_gradients(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Take away gradients of another dtype than their parameters' within the context."""
+    """Set gradients of another dtype than their parameters' to ``None`` within the context, and restore them."""
     taken = [(param, param.grad) for param in params if param.grad is not None and param.grad.dtype != param.dtype]
     for param, _ in taken:
         param.grad = None
@@ -47,7 +47,7 @@ def _without_other_gradients(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def without_graphs(parts: Iterable[nn.Module]) -> AbstractContextManager[Any]:
-    """Context in which compiled parts run as they are, without graphs."""
+    """Context in which compiled parts run eagerly."""
     if any(isinstance(part, CompilablePart) and part.is_compiled for part in parts):
         return torch.compiler.set_stance("force_eager")
-    return nullcontext()  # the compiler is not imported where nothing is compiled
+    return nullcontext()  # do not import the compiler if nothing is compiled

@@ -19,7 +19,7 @@ from lightning_megatron.models.gpt import GPTModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of each next token, and of the last one.
+    """Sampling of the next token, and the token that ends a sequence.
 
     Attributes:
         temperature: temperature of the softmax; 0 takes the likeliest token.
@@ -74,7 +74,7 @@ def generate(
         top_p: total probability of the likeliest tokens to sample from (https://arxiv.org/abs/1904.09751).
         stop: token that ends a sequence; it is kept, and repeated while other sequences of the batch continue.
         seed: seed of the sampling; ``None`` draws one from torch's default generator, which is alike on all tp ranks.
-        documents: documents of the prompts; the last of each prompt goes on, and sees no other.
+        documents: documents of the prompts; the last one of each prompt is continued, and sees no other.
 
     Returns:
         ``[B, S + n]``, ``n <= max_new_tokens``.
@@ -100,9 +100,9 @@ def generate(
 def _with_last_documents(
     model: GPTModel, tokens: Tensor, count: int, sampling: Sampling, documents: Documents
 ) -> Tensor:
-    """Texts ``[B, S]`` and what continues the last document of each: nothing else of them needs to be computed.
+    """Texts ``[B, S]``, each with a continuation of its last document; the model runs on these documents only.
 
-    Those of one length go on together.
+    Documents of equal length are continued in one batch.
 
     Args:
         model: model.
@@ -116,7 +116,7 @@ def _with_last_documents(
     ends = [spans[-1] if spans else (0, 0) for spans in documents.spans]
     padded = [row for row, (_, end) in enumerate(ends) if end != length]
     if padded:
-        raise ConfigError([Problem("segment_ids", f"row {padded[0]}", "a prompt that goes on does not end in padding")])
+        raise ConfigError([Problem("segment_ids", f"row {padded[0]}", "a prompt to continue must not end in padding")])
     new: list[Tensor] = [tokens[:0]] * len(ends)
     for first in sorted({first for first, _ in ends}):
         rows = [row for row, (begin, _) in enumerate(ends) if begin == first]
@@ -130,10 +130,10 @@ def _with_last_documents(
 
 
 def continued(logits_of: Callable[[Tensor], Tensor], tokens: Tensor, count: int, sampling: Sampling) -> Tensor:
-    """Texts ``[B, S]`` and at most ``count`` tokens more.
+    """Texts ``[B, S]``, continued by at most ``count`` tokens.
 
     Args:
-        logits_of: function of the tokens that are new that gives logits ``[B, 1, V]`` behind the last.
+        logits_of: function that takes the new tokens and returns the logits ``[B, 1, V]`` after the last one.
         tokens: texts.
         count: tokens to add at most.
         sampling: choice of the tokens.
@@ -165,7 +165,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
     probabilities = logits.softmax(-1)
     if top_p is not None:
         ordered, index = probabilities.sort(descending=True)
-        # Kept while the mass before a token is below top_p: the likeliest always is.
+        # Keep a token while the mass before it is below top_p: so the likeliest one is always kept.
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
         probabilities = torch.zeros_like(probabilities).scatter_(-1, index, ordered)
     return torch.multinomial(probabilities, 1, generator=generator)
@@ -177,7 +177,7 @@ def prompt_length_problems(length: int, new: int, longest: int | None = None) ->
     Args:
         length: tokens of a prompt.
         new: tokens to add at most.
-        longest: tokens that the model has positions for; ``None`` for any number.
+        longest: number of positions of the model; ``None`` for any number.
     """
     found = []
     if length < 1:

@@ -53,7 +53,7 @@ class GPTModel(StagedModel):
 
     Attributes:
         mtp: modules of the last stage that predict further tokens in training.
-        mtp_losses: mean loss of each in the last training forward, without their weight.
+        mtp_losses: mean loss of each ``mtp`` module in the last training forward, before weighting.
 
     Raises:
         ConfigError: if ``recompute`` does not fit this model or mesh, or ``ops`` requires a kernel that is missing.
@@ -64,7 +64,7 @@ class GPTModel(StagedModel):
         how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "recompute": self.recompute, "ops": ops}
         self.mtp = nn.ModuleList()
         self.mtp_losses: tuple[Tensor, ...] = ()
-        base = draw_seed() if config.mtp_num_layers else 0  # on all stages, so that they draw the same afterwards
+        base = draw_seed() if config.mtp_num_layers else 0  # on all stages, so that later draws agree
         for depth in range(config.mtp_num_layers if self.head is not None else 0):
             with seeded(base, depth):
                 self.mtp.append(NextTokenModule(config, mesh, **how))
@@ -84,29 +84,29 @@ class GPTModel(StagedModel):
     ) -> Tensor:
         """Logits, or with labels the loss; on a stage that is not the last, the end of the step.
 
-        The losses of experts and, in training, of the modules that predict further tokens are in the gradients of the
-        loss, and not in its value: that is comparable with one of validation.
+        The losses of experts and, in training, of the ``mtp`` modules are in the gradients of the loss, but not in its
+        value, which so stays comparable with a validation loss.
 
         Args:
             tokens: ``[B, S]``.
             labels: ``[B, S]``; -100 is ignored.
             loss_mask: ``[B, S]``, weight of each token in the loss; ``None`` for 1.
-            position_ids: ``[B, S]``; ``None`` for ``0 .. S-1``, which begins anew in each document.
+            position_ids: ``[B, S]``; ``None`` for ``0 .. S-1``, restarting in each document.
             caches: key/value caches for decoding, one per layer; this call appends to them.
-            documents: documents that attention stays inside of; ``None`` for whole sequences. Their padding is given to
-                no expert; in the loss it counts as ``labels`` and ``loss_mask`` say.
+            documents: documents; attention stays inside each. ``None`` for whole sequences. Padding between them visits
+                no expert; ``labels`` and ``loss_mask`` decide if it counts in the loss.
 
         Returns:
             ``[B, S, V]`` (``[B, 1, V]`` of the last token with caches), or the mean loss over tokens of weight 1.
 
         Raises:
             ConfigError: for a sequence or document longer than the learned positions, caches on context-parallel ranks,
-                or documents that the angles of dynamic scaling would differ for.
+                or documents that would need different angles under dynamic scaling.
             RuntimeError: if the model is cut into stages and no schedule is running.
         """
         position_ids = _places(position_ids, documents, tokens.device)
         if labels is None:
-            # Decoding grows keys and values with every token: each length would be a graph of its own.
+            # Decoding grows keys and values with every token: each length would compile another graph.
             with without_graphs(self.layers.values()) if caches else nullcontext():
                 return self._logits(tokens, position_ids, caches, documents)
         hidden, aux_losses = self._stream(tokens, position_ids, caches, documents)
@@ -130,12 +130,12 @@ class GPTModel(StagedModel):
         """Losses of the modules that predict further tokens, weighted, and those of their experts.
 
         Args:
-            hidden: this rank's shard of ``[S, B, H]``, behind the model's norm.
+            hidden: this rank's shard of ``[S, B, H]``, after the model's norm.
             tokens: ``[B, S]``, whole.
             labels: ``[B, S]``, whole.
             loss_mask: ``[B, S]``, whole.
             position_ids: ``[B, S]``, whole.
-            documents: documents; there is no loss for what would be predicted of the next one.
+            documents: documents; predictions beyond the end of a document have no loss.
         """
         assert self.embedding is not None
         losses, of_experts = [], []
@@ -181,14 +181,14 @@ class GPTModel(StagedModel):
     ) -> Tensor:
         """Hidden states before the output layer, whole on every rank; on an earlier stage, the end of the step.
 
-        All ranks that share a sequence must compute the same from them: the gradient of the result is taken as whole on
-        each rank, as in one process.
+        All ranks that share a sequence must compute the same from them: each rank's gradient of the result is taken as
+        the whole gradient, as in one process.
 
         Args:
             tokens: ``[B, S]``.
-            position_ids: ``[B, S]``; ``None`` for ``0 .. S-1``, which begins anew in each document.
-            scale: factor of the caller's loss in the backward pass, which the experts' losses take too; ``None`` for 1.
-            documents: documents that attention stays inside of; ``None`` for whole sequences.
+            position_ids: ``[B, S]``; ``None`` for ``0 .. S-1``, restarting in each document.
+            scale: factor of the caller's loss in backward, applied to the experts' losses too; ``None`` for 1.
+            documents: documents; attention stays inside each. ``None`` for whole sequences.
 
         Returns:
             ``[B, S, H]``, after the final norm.
@@ -254,7 +254,7 @@ class GPTModel(StagedModel):
         return hidden, aux_losses
 
     def _on_rank(self, documents: Documents | None, device: torch.device) -> Documents | None:
-        """The documents with this rank's tokens that are no padding, where routers need to know."""
+        """The documents, with a mask of this rank's tokens that are no padding, if routers need it."""
         config = self.config
         is_global = config.moe_load_balancing == "global_aux_loss"  # other replicas may have padding
         if documents is None or not config.num_experts or not (documents.has_padding or is_global):
@@ -263,12 +263,12 @@ class GPTModel(StagedModel):
         return documents.with_present(local_shard(present, self.axis) if self.sequence_parallel else present)
 
     def _document_problems(self, documents: Documents | None, *, decodes: bool) -> list[Problem]:
-        """Faults of documents beside caches, and of those of which each would need angles of its own."""
+        """Faults of documents: combined with caches, or too long for angles that all documents share."""
         rule = self.config.rope_scaling
         if documents is None:
             return []
         if decodes:
-            reason = "decoding with caches goes on with one document a row: give its tokens alone, as generate does"
+            reason = "decoding with caches continues one document per row: pass only its tokens, as generate does"
             return [Problem("documents", "given", reason, (None,))]
         if not isinstance(rule, DynamicScaling):
             return []
@@ -276,13 +276,13 @@ class GPTModel(StagedModel):
         if documents.longest <= known:
             return []
         reason = (
-            f"dynamic scaling slows the angles of a document of more than {known} tokens, and of no other in the same"
-            " sequence: give such documents a sample each, without bounds of documents"
+            f"dynamic scaling needs slower angles for a document of more than {known} tokens than for the others of its"
+            " sequence: make such a document a sample of its own, without document bounds"
         )
         return [Problem("longest document", documents.longest, reason, (known,))]
 
     def _length_problems(self, length: int, reach: int, *, decodes: bool) -> list[Problem]:
-        """Faults of sequences of ``length`` tokens, of which the last position is before ``reach``."""
+        """Faults of sequences of ``length`` tokens, whose last position is ``reach - 1``."""
         found, config, sharding = [], self.config, self._sharding
         if config.position_embedding == "learned" and reach > config.max_position_embeddings:
             reason = f"longer than max_position_embeddings={config.max_position_embeddings}"
@@ -380,15 +380,15 @@ class GPTModel(StagedModel):
 
 
 def _places(position_ids: Tensor | None, documents: Documents | None, device: torch.device) -> Tensor | None:
-    """Positions that are given, or those in each document; ``None`` for consecutive ones."""
+    """The given positions, or those within each document; ``None`` for consecutive ones."""
     if position_ids is not None or documents is None:
         return position_ids
     return documents.positions().to(device, non_blocking=True)
 
 
 def _with_aux_losses(carrier: Tensor, aux_losses: Sequence[Tensor], scale: BackwardScale | None = None) -> Tensor:
-    """The loss, or an activation before it, whose backward differentiates the losses of experts too.
+    """``carrier``, a loss or an activation before it, whose backward differentiates the losses of experts too.
 
-    They are no part of the logged loss, which is the same in every layout and known on the last stage only.
+    They are not part of the logged loss, which is the same in every layout and known on the last stage only.
     """
     return attach_aux_loss(carrier, torch.stack(list(aux_losses)).sum(), scale) if aux_losses else carrier

@@ -1,8 +1,8 @@
 """Multi-token prediction (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.2).
 
-Behind the last layer modules predict further tokens, one after another: module ``k`` takes the hidden states before it
-and the tokens ``k`` places later, and predicts the tokens one place behind those. All share the model's embedding and
-output layer. Their losses train the model to plan ahead; it generates without them.
+Modules after the last layer predict further tokens, one after another: module ``k`` takes the hidden states of its
+predecessor and the tokens ``k`` places later, and predicts the tokens one place after those. All share the model's
+embedding and output layer. Their losses train the model to plan ahead; generation does not use them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 
 
 class NextTokenModule(nn.Module):
-    """Hidden states for one token further: two norms, a projection, a block like the model's last one, a norm.
+    """Hidden states that predict one token further: two norms, a projection, a block like the last one, a norm.
 
     Args:
         config: shape of the model.
@@ -70,13 +70,13 @@ class NextTokenModule(nn.Module):
         """``[S, B, H], [S, B, H] -> [S, B, H]``, or shards of them.
 
         Args:
-            hidden: hidden states behind the norm of the model, or of the module before this one.
-            embedded: embedded tokens, as many places later as there are modules up to this one.
+            hidden: hidden states after the norm of the model, or of the module before this one.
+            embedded: embedded tokens, shifted by ``k`` places for module ``k``.
             rotary: cosines and sines of the positions.
-            documents: documents that attention stays inside of; ``None`` for whole sequences.
+            documents: documents; attention stays inside each. ``None`` for whole sequences.
 
         Returns:
-            Hidden states behind this module's norm, and the losses of its experts.
+            Hidden states after this module's norm, and the losses of its experts.
         """
         both = torch.cat((self.token_norm(embedded), self.hidden_norm(hidden)), dim=-1)
         out, aux_loss = self.block(self.projection(both), rotary, documents=documents)
@@ -84,6 +84,6 @@ class NextTokenModule(nn.Module):
 
 
 def later(x: Tensor, places: int, fill: float, documents: Documents | None = None) -> Tensor:
-    """``[B, S] -> [B, S]``: what stands so many places later, and ``fill`` behind the end, of a document if told."""
+    """``[B, S] -> [B, S]``: shift by ``places`` to the left, with ``fill`` after the end of a sequence or document."""
     moved = F.pad(x[:, places:], (0, min(places, x.shape[1])), value=fill)
     return moved if documents is None else moved.masked_fill(~documents.together(places).to(x.device), fill)

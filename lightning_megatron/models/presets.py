@@ -1,4 +1,4 @@
-"""Named shapes; the families have them as data."""
+"""Presets: configurations by name, which the families define."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RECIPES: Mapping[str, Recipe] = {
 
 
 class _Presets(Mapping[str, TransformerConfig]):
-    """Configurations by name, of which each is built and checked at its first use."""
+    """Configurations by name; each is built and checked at its first use."""
 
     def __getitem__(self, name: str) -> TransformerConfig:
         return _built(name)
@@ -38,7 +38,7 @@ def _built(name: str) -> TransformerConfig:
 
 
 _CLASSES = {name: family.config_class for name, family in FAMILIES.items()}
-"""Classes of configurations by the field ``model_type``; without one it is a decoder's."""
+"""Classes of configurations by the field ``model_type``; without that field the class is a decoder's."""
 
 PRESETS: Mapping[str, TransformerConfig] = _Presets()
 
@@ -55,7 +55,7 @@ def preset(name: str) -> TransformerConfig:
 
 
 def configuration(given: str | TransformerConfig | Mapping[str, Any], **changes: Any) -> TransformerConfig:
-    """A preset by name, a configuration, or one by its fields; with some of them changed.
+    """The configuration for a preset's name, a configuration, or a mapping of fields, with ``changes`` applied.
 
     Raises:
         ConfigError: for an unknown name or field, or sizes that cannot work.

@@ -1,4 +1,4 @@
-"""Models that are cut into pipeline stages: the parts of this rank, and the stage that a call runs."""
+"""Base of models that are split into pipeline stages: a rank builds its parts, and a call runs one stage."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StagedModel(nn.Module):
         ops: implementations of the ops.
 
     Attributes:
-        embedding: first part; ``None`` on a rank that has no use for it.
+        embedding: first part; ``None`` on a rank that does not need it.
         layers: blocks of this rank by their global number.
         head: last part; ``None`` on a rank without the last stage.
 
@@ -107,7 +107,7 @@ class StagedModel(nn.Module):
         return Parts()
 
     def _add_parts(self, mesh: ParallelMesh, ops: Ops) -> None:
-        """Build what a subclass has besides."""
+        """Build further parts of a subclass."""
 
     def hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
         """Shape of the activations between stages for ``tokens`` ``[B, S]``: ``[S, B, H]``, or a sequence shard."""
@@ -133,12 +133,12 @@ class StagedModel(nn.Module):
         return self._boundary.take()
 
     def _refresh(self) -> None:
-        """Begin a forward pass."""
+        """Update fp8 scales and weights before a forward pass."""
         if self.fp8 is not None:
             self.fp8.refresh()
 
     def _key_mask(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
-        """``[B, S]``, True for tokens that others see, with the padding that a layout adds; ``None`` for all."""
+        """``[B, S]``, True for tokens to attend to, extended by the layout's padding; ``None`` for all."""
         added = self._sharding.padding(tokens.shape[1])
         if mask is None and not added:
             return None
@@ -148,7 +148,7 @@ class StagedModel(nn.Module):
     def _in_groups(
         self, run: Callable[[Tensor, Sequence[int]], Tensor], layers: Sequence[int], hidden: Tensor, plan: RecomputePlan
     ) -> Tensor:
-        """Run layers in the groups of a recomputation plan; no input but ``hidden`` is kept in shards."""
+        """Run layers in the groups of a recomputation plan; of the saved inputs only ``hidden`` is sharded."""
         for group in plan.groups(layers):
             if group.recomputed:
                 hidden = recomputed(run, hidden, group.layers, rng=self.rng, shard_over=self._shard_saved_over)
@@ -161,12 +161,12 @@ class StagedModel(nn.Module):
 
 
 def mean_weights(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-    """Weights of the tokens' losses in their mean, of the shape of the labels; all 0 if the mask keeps no token."""
+    """Weight of each token's loss in the mean, in the shape of the labels; all 0 if the mask keeps no token."""
     kept = labels != IGNORE_INDEX
     weights = kept.float() if loss_mask is None else loss_mask.float() * kept
     return weights / one_for_none(weights.sum())
 
 
 def one_for_none(total: Tensor) -> Tensor:
-    """A divisor of sums that may be empty."""
+    """``total``, or 1 where it is 0: a divisor for means over possibly no elements."""
     return torch.where(total == 0, 1, total)

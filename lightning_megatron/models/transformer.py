@@ -1,4 +1,4 @@
-"""Parts of every model family: embedding, block, head."""
+"""Parts that all model families share: embedding, block, head."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Block(CompilablePart):
     Args:
         config: shape of the model.
         mesh: mesh of the ranks.
-        layer: number of the layer, by which layers may differ.
+        layer: number of the layer, since layers may differ.
         sequence_parallel: True if the residual stream is a sequence shard.
         recompute: plan of activation recomputation.
         ops: implementations of the ops.
@@ -111,7 +111,7 @@ class Block(CompilablePart):
             rotary: cosines and sines of the positions.
             cache: keys and values of earlier tokens.
             key_mask: ``[B, T]``, True for the tokens that are seen; ``None`` for all.
-            documents: documents that attention stays inside of; ``None`` for whole sequences.
+            documents: documents; attention stays inside each. ``None`` for whole sequences.
 
         Returns:
             The residual stream, and the auxiliary loss of its experts, if any.
@@ -210,7 +210,7 @@ class Embedding(CompilablePart):
 
 
 def _scale(config: TransformerConfig) -> Tensor | None:
-    """Factor of the embedded tokens, rounded to their dtype as the other parameters are; ``None`` for 1."""
+    """Factor of the embedded tokens, a buffer so that it is rounded with the parameters; ``None`` for 1."""
     return None if config.embedding_scale == 1.0 else torch.tensor(config.embedding_scale)
 
 
@@ -239,7 +239,7 @@ class Head(CompilablePart):
         self._shape = (config.vocab_size, config.hidden_size)
         self.norm = model_norm(config, config.hidden_size, mesh, sequence_parallel, ops)
         self.weight: nn.Parameter | None = None
-        self.bias: nn.Parameter | None = None  # of a subclass, cut as the weight is
+        self.bias: nn.Parameter | None = None  # set by a subclass, sharded like the weight
         self.multiple = config.vocab_multiple
         self.rows = padded_vocab_size(config.vocab_size, self.axis.size, self.multiple) // self.axis.size
         if not config.tie_embeddings:
@@ -268,7 +268,7 @@ class Head(CompilablePart):
     def final(self, hidden: Tensor) -> Tensor:
         """``[S, B, H]`` after the final norm, whole and equal on all tensor-parallel ranks.
 
-        All of them must compute the same from it: its gradient is taken as whole on each rank.
+        All of them must compute the same from it: each rank's gradient of it is taken as the whole gradient.
 
         Args:
             hidden: residual stream, or this rank's shard of it.
@@ -287,7 +287,7 @@ class Head(CompilablePart):
         is_final: bool = False,
         is_normed: bool = False,
     ) -> Tensor:
-        """Logits ``[S, B, V]``, padding stripped; with labels the tokens' losses ``[S, B]``, with weights their sum.
+        """Logits ``[S, B, V]`` without padding; with labels the losses ``[S, B]``, with weights too their weighted sum.
 
         All are equal on all tensor-parallel ranks.
 
@@ -295,10 +295,10 @@ class Head(CompilablePart):
             hidden: residual stream, or this rank's shard of it.
             tied: weight of the embedding, in a model with tied embeddings.
             keep: positions of the whole sequence for which to compute logits.
-            labels: ``[S, B]``; -100 has no loss.
+            labels: ``[S, B]``; tokens with label -100 have no loss.
             token_weights: ``[S, B]``.
             is_final: True if ``hidden`` comes from :meth:`final`.
-            is_normed: True if a norm has been applied to ``hidden``, and nothing else of :meth:`final`.
+            is_normed: True if the norm has been applied to ``hidden``, but not the gathering of :meth:`final`.
         """
         if is_final:
             hidden = copy_to_region(hidden, self.axis)

@@ -1,7 +1,7 @@
 """Auxiliary losses of experts, as pure functions.
 
-All are *sums over ranks of local terms*: the counts are of all tokens that share a loss, the probabilities of this
-rank's, so that gradients need no further communication than the router's own.
+All are *sums over ranks of local terms*: counts are those of all tokens that share a loss, probabilities only those of
+this rank's tokens. So gradients need no communication beyond that of the router's weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def load_balancing_loss(probs: Tensor, counts: Tensor, total_tokens: int | Tenso
     Args:
         probs: ``[..., T, E]`` of this rank's tokens, over all experts.
         counts: ``[..., E]`` choices of all tokens that share the loss; without gradient.
-        total_tokens: number ``T`` of these tokens, ``[...]`` where there is one for each loss.
+        total_tokens: number ``T`` of these tokens, ``[...]`` if it differs between losses.
         topk: choices of a token.
     """
     num_experts = probs.shape[-1]
@@ -67,9 +67,9 @@ def attach_aux_loss(carrier: Tensor, extra: Tensor, scale: BackwardScale | None 
     """``carrier`` unchanged, with a backward that differentiates ``extra`` too.
 
     Args:
-        carrier: loss, whose gradient ``extra`` shares; or an activation.
+        carrier: loss, whose gradient is that of ``extra`` too; or an activation.
         extra: auxiliary loss, a scalar.
-        scale: gradient of ``extra`` if the carrier is no loss.
+        scale: gradient of ``extra``; needed if the carrier is not a loss.
     """
     out: Tensor = _Attach.apply(carrier, extra, scale)
     return out

@@ -31,7 +31,7 @@ def permute_by_expert(experts: Tensor, num_experts: int, priority: Tensor | None
     Args:
         experts: ``[T, k]`` ids; ``num_experts`` for a dropped choice.
         num_experts: number of experts ``E``.
-        priority: ``[T, k]``, the highest first; ``None`` for the order of tokens.
+        priority: ``[T, k]``, highest first within an expert; ``None`` for the order of tokens.
     """
     flat = experts.flatten()
     if priority is None:
@@ -51,8 +51,8 @@ def drop_overflow(experts: Tensor, num_experts: int, capacity: int, priority: Te
     Args:
         experts: ``[T, k]`` ids.
         num_experts: number of experts ``E``, the id of a dropped choice.
-        capacity: number of choices that an expert takes.
-        priority: ``[T, k]``, the highest stay; ``None`` for the first.
+        capacity: most choices of an expert.
+        priority: ``[T, k]``, the highest are kept; ``None`` to keep the first ones.
     """
     order, _, place = permute_by_expert(experts, num_experts, priority)
     flat = experts.flatten().clone()

@@ -1,8 +1,8 @@
 """Capacity bins: a few fixed capacities, of which a forward uses the smallest that drops nothing.
 
-Devices that compile a graph for every shape need the rows of an expert to be one of few numbers. Intel's recipe for
-Gaudi keeps a small set of capacities ("bins"), takes for each forward the smallest that holds the fullest expert, and
-cuts the set anew by how often each was used.
+Devices that compile a graph for every shape need few different numbers of rows per expert. Intel's recipe for Gaudi
+keeps a small set of capacities ("bins"), uses in each forward the smallest that holds the fullest expert, and
+recomputes the set from the number of uses of each.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.mesh import ParallelMesh
 
 LARGEST_SUM = 2**30
-"""Above it, sums are halved: a Gaudi keeps 64-bit integers in 32 bits."""
+"""Above it, sums are halved, because a Gaudi stores 64-bit integers in 32 bits."""
 
 
 def expected_waste(edges: Sequence[int], usage: Sequence[float], low: int) -> float:
-    """Rows of padding, if what was requested in a bin is spread evenly over it."""
+    """Expected rows of padding, if the requests that fell into a bin are spread evenly over it."""
     widths = (b - a for a, b in pairwise((low, *edges)))
     return sum(times * width / 2 for times, width in zip(usage, widths, strict=True))
 
 
 def spread(usage: Sequence[float], edges: Sequence[int], others: Sequence[int], low: int) -> list[float]:
-    """Usage of bins at ``others``, if requests in each bin at ``edges`` are spread evenly over it."""
+    """Usage of the bins with edges ``others``, if requests in each bin of ``edges`` are spread evenly over it."""
     found = [0.0] * len(others)
     for times, (begin, end) in zip(usage, pairwise((low, *edges)), strict=True):
         for i, (first, last) in enumerate(pairwise((low, *others))):
@@ -40,7 +40,7 @@ def spread(usage: Sequence[float], edges: Sequence[int], others: Sequence[int], 
 
 
 def optimized_edges(edges: Sequence[int], usage: Sequence[int], low: int, alignment: int) -> list[int]:
-    """Join bins that are seldom used and halve those that waste most, while that lowers the expected waste.
+    """Join rarely used bins and halve wasteful ones, as long as that lowers the expected waste.
 
     Args:
         edges: capacities, ascending; the last one holds the worst case and stays.
@@ -61,7 +61,7 @@ def optimized_edges(edges: Sequence[int], usage: Sequence[int], low: int, alignm
 
 
 def _neighbours(edges: list[int], low: int, alignment: int) -> Iterator[list[int]]:
-    """Two bins joined and one halved, in every way."""
+    """Every way to join two neighbouring bins and to halve one bin."""
     for joined in range(len(edges) - 1):
         fewer = edges[:joined] + edges[joined + 1 :]
         for halved, (begin, end) in enumerate(pairwise((low, *fewer))):
@@ -79,8 +79,8 @@ class CapacityBins(nn.Module):
 
     Attributes:
         edges: ``[N]`` capacities, ascending; zeros before the first forward.
-        usage: ``[N]`` number of uses of each since the bins were cut, by all ranks.
-        rows: ``[2]`` rows requested and rows used since then, by all ranks; halved with ``usage`` where they get large.
+        usage: ``[N]`` number of uses of each bin on all ranks since the edges were last computed.
+        rows: ``[2]`` rows requested and rows used on all ranks since then; halved with ``usage`` when they get large.
         steps: optimizer steps taken, a scalar.
         low: smallest capacity that a forward can request, a scalar.
     """
@@ -100,14 +100,14 @@ class CapacityBins(nn.Module):
         self._seen: Tensor | None = None  # [N + 2] usage and rows of this rank since the last step
 
     def choose(self, counts: Tensor, tokens: int) -> int:
-        """The capacity for a forward.
+        """Choose the capacity for a forward.
 
         Args:
             counts: ``[E]`` choices of each expert on this rank.
             tokens: ``T`` of this rank.
 
         Raises:
-            ConfigError: if there are fewer capacities than bins between the least and the most that can be requested.
+            ConfigError: if there are more bins than multiples of the alignment in the range of possible requests.
         """
         requested = all_reduce_max(counts.max(), self.mesh.etp_ep)
         used, capacity = self._smallest(requested)
@@ -122,13 +122,13 @@ class CapacityBins(nn.Module):
         return int(rows)
 
     def _smallest(self, requested: Tensor) -> tuple[Tensor, Tensor]:
-        """The smallest bin that holds the rows that were requested, as ``[N]`` of 0 and one 1, and its capacity.
+        """The smallest bin that holds the requested rows, one-hot ``[N]``, and its capacity.
 
-        Indexing with a tensor would wait for the device.
+        One-hot, because indexing with a tensor would wait for the device.
         """
         number = (self.edges < requested).sum().clamp(max=len(self.edges) - 1)
         used = (torch.arange(len(self.edges), device=self.edges.device) == number).to(self.edges.dtype)
-        # A batch longer than the first one may need more than the last bin: nothing is dropped, whatever comes.
+        # A batch longer than the first one may need more than the last bin; its tokens are not dropped either.
         return used, torch.maximum((self.edges * used).sum(), requested)
 
     def _cut(self, tokens: int) -> None:
@@ -142,7 +142,7 @@ class CapacityBins(nn.Module):
         return self.config.moe_capacity_bins_alignment
 
     def after_optimizer_step(self) -> None:
-        """Sum the counts of all ranks; cut the bins anew after every interval."""
+        """Sum the counts of all ranks; recompute the edges of the bins after every interval."""
         seen = torch.zeros(len(self.usage) + 2, dtype=torch.int64, device=self.usage.device)
         if self._seen is not None:
             seen, self._seen = self._seen, None
@@ -159,7 +159,7 @@ class CapacityBins(nn.Module):
             self._cut_anew()
 
     def forget_step(self) -> None:
-        """Discard the counts of a step that was not taken."""
+        """Discard the counts of a skipped step."""
         self._seen = None
 
     def _cut_anew(self) -> None:
@@ -172,7 +172,7 @@ class CapacityBins(nn.Module):
 
 
 def bins_problems(config: MoEConfig, tokens: int) -> list[Problem]:
-    """Fault of a configuration with more bins than there are capacities.
+    """Fault of a configuration with more bins than possible capacities.
 
     Args:
         config: configuration of the experts.
@@ -184,7 +184,7 @@ def bins_problems(config: MoEConfig, tokens: int) -> list[Problem]:
     low = lowest_capacity(tokens, config.moe_router_topk, config.num_experts)
     alignment = config.moe_capacity_bins_alignment
     reason = (
-        f"between the {low} rows of an even load and the {tokens} of a rank's tokens there are only {len(edges)} "
-        f"multiples of moe_capacity_bins_alignment={alignment} that differ: fewer bins, or a finer alignment"
+        f"between the {low} rows of an even load and the {tokens} tokens of a rank there are only {len(edges)} "
+        f"multiples of moe_capacity_bins_alignment={alignment}: use fewer bins, or a finer alignment"
     )
     return [Problem("moe_capacity_bins", count, reason, (len(edges),))]

@@ -23,8 +23,8 @@ class RoutedExperts(nn.Module):
     """Feed-forward layers in two tensors: ``fc2(activation(fc1(x)))`` for each expert.
 
     An expert-parallel rank holds whole experts; with expert tensor parallelism it holds a slice of the inner features
-    of each, and its output is a partial sum. Of a bias behind ``fc2`` it holds, and adds, some of the output features:
-    so the sum has all of it, once.
+    of each, and its output is a partial sum. The bias of ``fc2`` is sharded by output features, and each rank adds only
+    its shard, so that the sum contains the bias once.
 
     Args:
         config: shape of the model and its experts.
@@ -80,7 +80,7 @@ class RoutedExperts(nn.Module):
         }
 
     def _biases(self) -> ExpertBiases | None:
-        """Biases of the experts on this rank; the second is zero where other ranks of the etp axis have it."""
+        """Biases of this rank's experts; the second is zero in the features that other etp ranks hold."""
         if self.fc1_bias is None or self.fc2_bias is None:
             return None
         features = self.fc2_bias.shape[1]

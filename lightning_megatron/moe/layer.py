@@ -26,8 +26,8 @@ from lightning_megatron.recompute import recomputed
 class MoELayer(nn.Module):
     """Router, dispatch, experts; ``output, aux_loss = layer(x)``.
 
-    Where the host reads how many tokens each expert has, ``torch.compile`` leaves dispatch and experts out of its
-    graphs: reading breaks a graph, and new numbers would make new ones.
+    Where the host reads the number of tokens of each expert, ``torch.compile`` leaves dispatch and experts out of its
+    graphs: reading breaks a graph, and every new number would compile another.
 
     Args:
         config: shape of the model and its experts.
@@ -61,7 +61,7 @@ class MoELayer(nn.Module):
         self.experts = RoutedExperts(config, mesh, ops=ops)
         self.bins = CapacityBins(config, mesh) if config.moe_capacity_bins else None
         if self.gathers:
-            self._reads_counts = not self.experts.mixture.candidates  # an operator of the device reads none
+            self._reads_counts = not self.experts.mixture.candidates  # a device's operator does not read counts
         else:
             self._reads_counts = self.bins is not None or not config.moe_pad_to_capacity
         self.shared: MLP | None = None
@@ -108,7 +108,7 @@ class MoELayer(nn.Module):
         return self._compute(x, experts, weights)
 
     def _dispatch(self, experts: Tensor, tokens: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Function of tokens, ids and weights that sends tokens to their experts and back, for this routing."""
+        """Function of tokens, ids and weights that runs the dispatcher for this routing."""
         c = self.config
         if self.gathers:
             return partial(allgather, compute=self.experts.routed, axis=self.grid.axis)

@@ -12,7 +12,7 @@ from torch import Tensor
 class CountSum:
     """Sum of ``[E]`` counts since the last :meth:`take`.
 
-    After the first counts the sum is a tensor of its own at all times: a compiled graph is for one or for none.
+    From the first counts on, the sum is always a tensor and never ``None``, so that compiled graphs stay valid.
 
     Args:
         num_experts: number of experts ``E``.
@@ -27,7 +27,7 @@ class CountSum:
         self._sum = counts.clone() if self._sum is None else self._sum + counts
 
     def take(self, device: torch.device) -> Tensor:
-        """The sum ``[E]``, int64; the next one starts at 0."""
+        """Return the sum ``[E]``, int64, and start again at 0."""
         if self._sum is None:
             return torch.zeros(self._num_experts, dtype=torch.int64, device=device)
         total, self._sum = self._sum, torch.zeros_like(self._sum)
@@ -62,7 +62,7 @@ class BatchMean:
 
 
 class ExpertLoad:
-    """Load of one router on one rank; no part of the model's state.
+    """Load of one router on one rank; it is not part of the model's state.
 
     Attributes:
         num_experts: number of experts ``E``.
@@ -78,7 +78,7 @@ class ExpertLoad:
         self.step, self.batch = CountSum(num_experts), BatchMean()
         self._window = CountSum(num_experts)
         self._losses: dict[str, Tensor] = {}
-        self._forwards = CountSum(1)  # a number would be a constant of a compiled graph: a new graph for each forward
+        self._forwards = CountSum(1)  # an int would be a constant of a compiled graph: a new graph for each forward
 
     def add_counts(self, counts: Tensor) -> None:
         """Add the ``[E]`` counts of a micro-batch."""
@@ -92,6 +92,6 @@ class ExpertLoad:
             self._losses[name] = self._losses.get(name, 0.0) + value.detach()
 
     def take(self, device: torch.device) -> tuple[Tensor, dict[str, Tensor], int]:
-        """Counts ``[E]``, sums of this rank's parts of losses, and number of micro-batches since the last call."""
+        """Return and reset counts ``[E]``, sums of this rank's parts of losses, and the number of micro-batches."""
         losses, self._losses = self._losses, {}
         return self._window.take(device), losses, int(self._forwards.take(device))

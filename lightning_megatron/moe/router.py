@@ -38,8 +38,8 @@ class Router(nn.Module):
     """Choice of ``k`` of ``E`` experts for each token, in fp32 for any dtype of the model.
 
     Weights of the chosen experts are the softmax over them (Mixtral, https://arxiv.org/abs/2401.04088), the softmax
-    over all, or sigmoids (DeepSeek-V3, https://arxiv.org/abs/2412.19437). Where experts are cut into groups, those of
-    the best groups only are to choose from.
+    over all, or sigmoids (DeepSeek-V3, https://arxiv.org/abs/2412.19437). With groups of experts, a token chooses only
+    among the experts of its best groups.
 
     Args:
         hidden_size: features ``H`` of a token.
@@ -89,8 +89,8 @@ class Router(nn.Module):
 
         Args:
             x: tokens.
-            present: bool ``[S, B]``, False for padding: it goes to no expert, and counts neither in the losses nor in
-                the load; ``None`` for none.
+            present: bool ``[S, B]``, False for padding, which visits no expert and counts neither in the losses nor in
+                the load; ``None`` for no padding.
         """
         c, learns = self.config, self.training and torch.is_grad_enabled()
         if learns and c.moe_input_jitter_eps:
@@ -154,7 +154,7 @@ class Router(nn.Module):
             return None
         if not mesh.rng.replaying:
             self.load.add_losses(terms)
-        # Gradients are summed over tp and averaged over dp and cp: what is a sum over cp must count cp times.
+        # Gradients are summed over tp and averaged over dp and cp: a sum over cp must be multiplied by cp.
         return torch.stack(list(terms.values())).sum() * mesh.cp.size
 
     def _balance(self, probs: Tensor, experts: Tensor, tokens: int | Tensor, present: Tensor | None) -> Tensor:
@@ -170,8 +170,8 @@ class Router(nn.Module):
         if c.moe_load_balancing == "aux_loss":
             counts = all_reduce(counts, mesh.tp_cp)
             return load_balancing_loss(probs.flatten(0, 1), counts, tokens, c.moe_router_topk)
-        # Counts of all replicas, averaged over the batch's micro-batches so far; T is that of one micro-batch,
-        # and where there is padding, by which replicas differ, the mean of theirs.
+        # Counts of all replicas, averaged over the batch's micro-batches so far. T is that of one micro-batch;
+        # with padding, which differs between replicas, it follows from these mean counts.
         if mesh.rng.replaying:
             mean = self.load.batch.replayed_mean()
         else:
@@ -193,6 +193,6 @@ class Router(nn.Module):
             self.expert_bias += self.config.moe_expert_bias_update_rate * missing.sign()
 
     def forget_step(self) -> None:
-        """Discard the load of a step that was not taken."""
+        """Discard the load of a skipped step."""
         self.load.batch.reset()
         self.load.step.take(self.weight.device)

@@ -14,10 +14,10 @@ from lightning_megatron.params import ParamSpec
 
 @torch.no_grad()
 def broadcast_params(named_params: Iterable[tuple[str, nn.Parameter, ParamSpec]], mesh: ParallelMesh) -> None:
-    """Give every copy of a parameter the value of the first rank that holds it; every rank must call this.
+    """Broadcast every parameter from the first rank that holds it to its copies; every rank must call this.
 
-    Models that are built after the processes have agreed on a seed are equal already. A model that a script builds
-    before that is initialized differently in each process; ``DistributedDataParallel`` broadcasts such a model too.
+    Copies are equal already in a model that is built after all processes have set the same seed. A model that a script
+    builds earlier is initialized differently in each process; ``DistributedDataParallel`` broadcasts such a model too.
 
     Args:
         named_params: name, parameter and spec of every parameter of this rank.

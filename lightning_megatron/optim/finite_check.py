@@ -1,8 +1,8 @@
 """Check of losses, gradients and parameters for NaN and infinity, before the optimizer uses them.
 
-Each rank checks its own tensors, and one number tells all ranks if any of them has found something. A CPU's answer is
-read at once, so that the step is not taken. A device's answer is read in the next step, so that no step waits for it.
-By then the parameters may be spoilt, so nothing of such a model is saved.
+Each rank checks its own tensors, and an all-reduce of one number tells all ranks if any of them has found something. On
+a CPU the result is read at once, and a bad step is not taken. On an accelerator it is read in the next step, so that no
+step waits for it. By then the parameters may be bad too, so such a model is not saved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NonFiniteError(RuntimeError):
 
 
 class _Result(NamedTuple):
-    """Result of checking one tensor: its kind, its first bad row if it has one, and the names behind its rows."""
+    """Result of checking one tensor: its kind, finiteness, first bad row, and the parameter's name by row."""
 
     kind: str
     is_finite: Tensor
@@ -42,11 +42,10 @@ class _Result(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class BadTensor:
-    """One bad tensor on one rank. Findings are ordered: the least of all is the origin.
+    """One bad tensor on one rank. Findings are ordered: the smallest one is the origin.
 
     Attributes:
-        cause: number of the kind: parameters before losses, losses before gradients of a rank, those before gradients
-            of the step and their norm.
+        cause: order of the kind: 0 for parameters, then losses, local gradients, gradients of the step, and their norm.
         stage: pipeline stage, negated for gradients, which travel backwards.
         place: position of the tensor among those of the rank.
         rank: global rank.
@@ -85,7 +84,7 @@ class FiniteCheck:
         sharded.on_local_grads(self._add_grads)
 
     def add_loss(self, loss: Tensor) -> None:
-        """Include the loss of a batch in the check; on the rank that computed it."""
+        """Include the loss of a batch in the check; call it on the rank that computed the loss."""
         if loss.is_floating_point():
             self._losses.append(loss.detach())
 
@@ -95,7 +94,7 @@ class FiniteCheck:
             self._grads[bucket] = _Result("own", *_check(bucket.grads), _namer(bucket.slots, bucket.start))
 
     def forget(self) -> None:
-        """Discard the losses and gradients of a step that the caller has decided about."""
+        """Discard the collected losses and gradients, for a step that needs no check."""
         self._losses.clear()
         self._grads.clear()
 
@@ -107,8 +106,8 @@ class FiniteCheck:
             norm: norm of the gradients that the step will use, if it is known.
 
         Raises:
-            NonFiniteError: on all ranks, if any has found something: in this step on a CPU, in the previous one on a
-                device.
+            NonFiniteError: on all ranks, if any has found something: in this step on a CPU, in the previous step on an
+                accelerator.
         """
         results = []
         if self._losses:
@@ -146,7 +145,7 @@ class FiniteCheck:
         anybody, *numbers = read()
         if not anybody:
             return
-        # On a device, trained parameters are among the results: the step may have spoilt them since.
+        # On an accelerator the results include the trained parameters, which the step may have changed since.
         apart = {n: p for n, p in self._params.items() if self._device.type == devices.CPU.type or not p.requires_grad}
         own = self._findings(results, numbers[::2], numbers[1::2]) + self._bad_params(apart)
         if all(finding.cause == _NORM for finding in own):
@@ -184,7 +183,7 @@ class FiniteCheck:
         return found
 
     def _bad_grads(self) -> list[BadTensor]:
-        """Bad gradients that were finite when they were complete (all of them, if clipping spread the value)."""
+        """Bad gradients behind a bad norm, finite before their reduction (all of them if clipping spread the value)."""
         results = self._optimizer_results("step")
         return self._findings(
             results, [int(result.is_finite) for result in results], [int(result.row) for result in results]
@@ -210,7 +209,7 @@ _CAUSES = {
 
 
 def _check(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Finiteness of the worst row and its index; rows are as long as the alignment, so each is in one parameter."""
+    """Finiteness and index of the worst row; rows have ``ALIGNMENT`` elements, so each lies in one parameter."""
     return first_bad_row(x.reshape(-1), ALIGNMENT)
 
 
@@ -232,6 +231,6 @@ def _error_text(when: str, findings: Sequence[BadTensor]) -> str:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         text += f"; then {', '.join(others[:_SHOWN])}{more}"
     return (
-        f"{text}. The run ends before that is saved; the last checkpoint is whole."
-        " MegatronStrategy(check_for_nan_in_loss_and_grad=False) goes on all the same"
+        f"{text}. The run ends before that is saved; the last checkpoint is intact."
+        " To continue anyway, set MegatronStrategy(check_for_nan_in_loss_and_grad=False)"
     )

@@ -22,7 +22,7 @@ class DynamicLossScale:
     """Multiplies the loss so that fp16 gradients do not vanish, and backs off when they overflow.
 
     Megatron-LM's state machine. It differs from torch's GradScaler in its hysteresis: the first ``hysteresis - 1``
-    overflows since the last growth only skip the step, and only a growth gives them back.
+    overflows only skip the step, and every further one shrinks the scale. Only a growth resets that count.
 
     Attributes:
         scale: the current factor.

@@ -1,6 +1,6 @@
 """Megatron-LM's learning-rate and weight-decay schedules, as functions of the training step.
 
-The unit of ``step`` is the caller's choice, steps or samples, the same throughout.
+The caller chooses the unit of ``step``, steps or samples, and uses it for all lengths.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class MegatronLR(LambdaLR):
 
         Args:
             epoch: argument of torch's schedulers: number of optimizer steps to go to.
-            units: units of this step, where steps differ; ``None`` for the ``step_size``.
+            units: units of this step, if steps differ; ``None`` for ``step_size``.
         """
         self.position += self._step_size if units is None else units
         if epoch is not None:
@@ -200,7 +200,7 @@ class MegatronLR(LambdaLR):
         return {name: value for name, value in super().state_dict().items() if name not in ("_lr", "_wd")} | schedules
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at a saved place of saved schedules; earlier versions saved neither, but the number of steps."""
+        """Restore schedules and position; state of earlier versions has only the number of steps."""
         at = state_dict["last_epoch"] * state_dict.get("_step_size", self._step_size)
         state = {"position": at, **state_dict}
         lr, wd = state.pop("lr", None), state.pop("wd", None)

@@ -16,15 +16,15 @@ class MainParamGroups:
 
     At all other times its groups hold the parameters that the user gave it. So ``zero_grad``, toggling, freezing and
     all other code that iterates over ``param_groups`` acts on the model, as in plain torch. It uses torch's public
-    hooks of optimizers, and so works for every caller of ``step``. Where the user has left the choice to torch, a step
-    on a CPU may take torch's fused kernel.
+    hooks of optimizers, and so works for every caller of ``step``. If the user has left the kernel to torch, a step on
+    a CPU may use torch's fused kernel.
 
     Args:
         optimizer: the user's optimizer.
         mains: function that returns the main parameters of each group, called at every step.
         before: function called before a step.
         after: function called after a step.
-        may_round: function that returns True if values need not be those of plain torch to the last bit.
+        may_round: function that returns True if values need not equal those of plain torch bit for bit.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from lightning_megatron.optim.clip import local_norm
 def norms_by_name(
     grads: Iterable[tuple[str, Tensor]], names: Sequence[str], world: Axis, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """L2 norms by name of the parameter, equal on all ranks; all of them call this, for one collective.
+    """L2 norms by name of the parameter, equal on all ranks. Every rank must call this; it costs one collective.
 
     Args:
         grads: name and gradient of the parameters, or parts of parameters, that this rank counts.

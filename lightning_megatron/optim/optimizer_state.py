@@ -1,10 +1,10 @@
 """Optimizer state by parameter, as a checkpoint saves and loads it.
 
-The optimizer sees one long tensor per bucket and keeps its state in that shape. A checkpoint needs to know which range
-of which parameter each part of it is.
+The optimizer sees one long tensor per bucket and keeps its state in that shape. For a checkpoint that state is split
+into ranges of parameters.
 
-State has torch's form, in which every parameter has a ``step`` of its own. An optimizer that counts the steps of a
-group in the group instead (Intel's FusedAdamW) is translated, so that either continues from the other's checkpoints.
+State has torch's form, in which every parameter has a ``step`` of its own. The state of an optimizer that keeps one
+step count per group (Intel's FusedAdamW) is converted, so that each kind can continue from the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def shards_of(
 
 
 def state_like(main: Tensor, state: Mapping[str, Any], owner: Tensor) -> dict[str, Any]:
-    """State of ``main`` like the initial state of another parameter, ``owner``, filled with its first element."""
+    """State for ``main`` from the initial state of ``owner``, whose tensors are expanded by their first element."""
     made: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == owner.shape and name != STEP:
@@ -69,9 +69,9 @@ def allocate_state(optimizer: Optimizer, mains: Sequence[Sequence[nn.Parameter]]
 
     Only the optimizer knows the names, dtypes and shapes of its state. So a copy of it takes one step on parameters of
     one element, with value and gradient zero, and the resulting state is expanded to the size of the main parameters.
-    Neither the weights nor the optimizer's hooks are affected. ``step`` is reset to zero. Moments are zero as in a
-    fresh optimizer; the few values that a step changes without a gradient (``mu_product`` of NAdam, ``eta`` of ASGD)
-    are those after one step, until a checkpoint overwrites them.
+    Weights are not changed, and the optimizer's hooks do not run. ``step`` is reset to zero. Moments are zero as in a
+    fresh optimizer. The few values that a step changes even with a zero gradient (``mu_product`` of NAdam, ``eta`` of
+    ASGD) are those after one step, until a checkpoint overwrites them.
 
     Args:
         optimizer: the user's optimizer.
@@ -116,8 +116,8 @@ def load_shard(
 
     Args:
         target: the shard.
-        owner: the optimizer's state of the main parameter that contains the shard; plain numbers are set there.
-        group: the optimizer's group; its count of steps, where it has one, is set there.
+        owner: the optimizer's state for the main parameter that contains the shard; plain numbers are written to it.
+        group: the optimizer's group; a step count of the group is written to it.
         main: ``[n]``, main values; ``None`` to keep the present ones.
         state: state per element by name, each ``[n]``.
         shared: state that all elements share, by name.

@@ -47,7 +47,7 @@ def scope_problems(
     reason = f"it {looks}, and ranks hold parts: set {' and '.join(remedies)}"
     if scope is UpdateScope.MODEL:
         reason += (
-            "; or, if its update of an element depends on that element alone, say so with"
+            "; or, if its update of an element depends on that element alone, declare that with"
             f" MegatronStrategy(elementwise_optimizers=[{kind!r}])"
         )
     return [Problem("optimizer", kind, reason, _WORKS)]
@@ -57,7 +57,7 @@ def _remedies(mesh: ParallelMesh, shard: bool, specs: Sequence[ParamSpec], scope
     """Settings with which a rank holds all values that an optimizer reads."""
     whole_model, layout = scope is UpdateScope.MODEL, mesh.layout
     has_experts = any(spec.is_expert for spec in specs)
-    # Parameters whose slices on other ranks it reads, too: True stands for experts, False for all else.
+    # Kinds of parameters whose slices on other ranks the optimizer reads: True for experts, False for all others.
     sliced = {False, has_experts} if whole_model else {spec.is_expert for spec in specs if spec.tp_dim is not None}
     remedies = {
         "distributed_optimizer=False": shard and mesh.dp_cp.size > 1,

@@ -1,6 +1,6 @@
-"""Check that parameters which every tensor-parallel rank holds whole have equal gradients.
+"""Check that parameters replicated over tensor-parallel ranks have equal gradients.
 
-These gradients are not communicated: they are equal because all ranks compute the same. A user's head that was given a
+These gradients are not reduced over tp: they are equal because all ranks compute the same. A user's head that reads a
 shard of the sequence breaks this, and its copies would silently drift apart. So the first steps compare two numbers of
 each gradient.
 """
@@ -19,7 +19,7 @@ from lightning_megatron.params import ParamSpec
 
 STEPS = 3
 TOLERANCE = 1e-2
-"""Relative difference: far above the effect of another order of sums, far below the effect of other tokens."""
+"""Relative tolerance: far above the effect of another order of summation, far below the effect of other tokens."""
 
 
 class ReplicaError(RuntimeError):
@@ -55,7 +55,7 @@ class ReplicaCheck:
             f"gradients of {names} differ between tensor-parallel ranks, each of which holds these parameters whole:"
             " their copies would drift apart. All tp ranks must compute the same with them: take hidden states from"
             " module.hidden(batch), which are whole on every rank; an activation inside the model may be a shard of the"
-            " sequence. A layer whose ranks are meant to see parts of it says so with grad_sum_over_tp in its"
+            " sequence. For a layer whose ranks read parts of the sequence on purpose, set grad_sum_over_tp in its"
             " param_specs"
         )
 
@@ -65,7 +65,7 @@ class ReplicaCheck:
         sketches = torch.stack([_sketch(grad) for _, grad in gradients])
         over_ranks = all_gather(sketches[None], self._mesh.tp)  # [R, gradients, 2]
         apart = (over_ranks.amax(0) - over_ranks.amin(0)).amax(-1)
-        differs = (apart > TOLERANCE * over_ranks[..., 0].amax(0)).tolist()  # a NaN differs from nothing
+        differs = (apart > TOLERANCE * over_ranks[..., 0].amax(0)).tolist()  # False for a NaN
         return [name for (name, _), fault in zip(gradients, differs, strict=True) if fault]
 
 
@@ -74,6 +74,6 @@ def _is_replicated(spec: ParamSpec) -> bool:
 
 
 def _sketch(grad: Tensor) -> Tensor:
-    """Norm, and component along a fixed direction: gradients of different tokens do not agree in both."""
+    """Norm of a gradient and its component along a fixed direction: for different tokens at least one differs."""
     direction = torch.arange(grad.numel(), dtype=torch.float32, device=grad.device).cos_()
     return torch.stack([local_norm(grad).float(), grad.float().dot(direction)])

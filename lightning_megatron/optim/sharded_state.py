@@ -1,4 +1,4 @@
-"""Access to a rank's main parameters and to the user optimizer's state of them, for checkpoints."""
+"""Main parameters of a rank and the user optimizer's state for them, as checkpoints access them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEMBERS = frozenset({"params", "param_names"})
 
 
 class ShardedState:
-    """Main parameters of a torch optimizer by group, and its state of them.
+    """Main parameters of a torch optimizer, and its state for them.
 
     Attributes:
         optimizer: the user's optimizer.
@@ -41,15 +41,15 @@ class ShardedState:
         self._take_back: Callable[[], None] | None = None
 
     def lend(self, take_back: Callable[[], None]) -> None:
-        """Let somebody read main values and state. Before they are written, a function is called that waits for it.
+        """Allow a background reader of main values and state; the next write waits for the reader.
 
         Args:
-            take_back: function that returns once they are read.
+            take_back: function that blocks until the reader is done; called once, before the next write.
         """
         self._take_back = take_back
 
     def _before_write(self) -> None:
-        """Wait until nobody reads main values and state any more."""
+        """Wait for the background reader of main values and state, if there is one."""
         take_back, self._take_back = self._take_back, None
         if take_back is not None:
             take_back()
@@ -104,9 +104,9 @@ class ShardedState:
                 main.split_all(self.optimizer)
 
     def drop_initial_state(self) -> None:
-        """Remove the state that :meth:`init_state` has allocated, as an optimizer may treat its first step specially.
+        """Remove the state that :meth:`init_state` has allocated: an optimizer may treat its first step specially.
 
-        Called after a checkpoint was saved, or loaded that was saved before the first step.
+        Called after a save, and after loading a checkpoint that was saved before the first step.
         """
         for param in self._provisional:
             self.optimizer.state.pop(param, None)
@@ -116,13 +116,13 @@ class ShardedState:
         beside = [str(key) for key in self.optimizer.state if not isinstance(key, Tensor)]
         if beside:
             reason = (
-                f"it keeps {', '.join(beside)} beside its parameters, which flat state has no place for: do not vouch"
-                " for it, and set distributed_optimizer=False"
+                f"its state has the entries {', '.join(beside)} of no parameter, which sharded state cannot hold:"
+                " remove it from elementwise_optimizers, and set distributed_optimizer=False"
             )
             raise ConfigError([Problem("optimizer", type(self.optimizer).__name__, reason)])
 
     def param_shards(self) -> list[ParamShard]:
-        """This rank's shards with their state; views, so that copying into them loads a checkpoint.
+        """This rank's shards with their state. They are views: copying into them loads a checkpoint.
 
         A parameter that is not sharded, or that is replicated over tp, appears on every rank that holds it.
         """
@@ -157,9 +157,9 @@ class ShardedState:
         raise KeyError(f"no shard {shard.name}[{shard.start}:{shard.end}] on this rank")
 
     def whole_state(self) -> dict[str, dict[str, Any]]:
-        """State of an optimizer that is not element-wise, by name of the parameter, in whatever form it has.
+        """State of an optimizer that is not element-wise, by name of the parameter, in the optimizer's own form.
 
-        The key :data:`NO_PARAMETER` has the state that belongs to no parameter.
+        The key :data:`NO_PARAMETER` holds the state that belongs to no parameter.
         """
         if self.is_flat:
             return {}

@@ -64,8 +64,8 @@ class ShardedOptimizer(ShardedState):
             passes over them; other writes are detected for free.
 
     Args:
-        optimizer: a torch optimizer without state, over parameters of the model: any where each rank updates whole
-            parameters, else an element-wise one.
+        optimizer: a torch optimizer without state, over parameters of the model. It must be element-wise unless each
+            rank updates whole parameters.
         named_params: global name, parameter and spec of every parameter of the model (``params.named_specs``).
             Parameters in no group, and those that need no gradient, are left alone.
         mesh: this rank's mesh; gradients are averaged over ``mesh.dp_cp``, and replicas of an expert are the ranks of
@@ -135,7 +135,7 @@ class ShardedOptimizer(ShardedState):
             self._gather.install(self._model)
 
     def _has_copies(self) -> bool:
-        """True if main values are of higher precision than the parameters: no other program's run is the same bits."""
+        """True if all main values have their own dtype; then no plain torch run exists to match bit for bit."""
         return not any(main.is_view for main in self._mains.values())
 
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
@@ -160,10 +160,10 @@ class ShardedOptimizer(ShardedState):
     # Gradients
 
     def last_backward(self, last: bool = True) -> AbstractContextManager[None]:
-        """Bracket the backward that is the last of the step for the parameters it reaches: their buckets may be sent.
+        """Context manager around the last backward of the step for the parameters that it reaches; sends their buckets.
 
         Args:
-            last: False if it is not the last after all.
+            last: False if it is not the last; then no bucket is sent during it.
         """
         return self._reducer.last_backward(last)
 
@@ -173,7 +173,7 @@ class ShardedOptimizer(ShardedState):
         return self._reducer.complete
 
     def places(self) -> dict[int, Callable[[], GradPlace | None]]:
-        """For each parameter, by its identity, a function that finds the place of its gradient during a backward."""
+        """For each parameter, by ``id``, a function that returns the place of its gradient during a backward."""
         return {id(slot.owned.param): partial(self._reducer.place, bucket, slot) for bucket, slot in self._slots()}
 
     def zero_grads(self) -> None:
@@ -187,7 +187,7 @@ class ShardedOptimizer(ShardedState):
             slot.clear()
 
     def continue_accumulation(self) -> None:
-        """Allow gradients to be added to those that were not cleared; at most once a batch, before its backward."""
+        """Allow gradients to be added to those not cleared; call it at most once per batch, before its backward."""
         self._reducer.continue_accumulation()
 
     @property
@@ -250,7 +250,7 @@ class ShardedOptimizer(ShardedState):
         return [main.grad for main in self.main_params if main.grad is not None]
 
     def on_local_grads(self, inspect: Callable[[Bucket], None]) -> None:
-        """Register a function called with every bucket once its gradients are complete and still this rank's own.
+        """Register a function to call with each bucket when its local gradients are complete, before they are reduced.
 
         It may be called twice for a bucket.
         """
@@ -266,7 +266,7 @@ class ShardedOptimizer(ShardedState):
             yield from ((bucket, part.param, bucket.own_start + part.start) for part in main.parts)
 
     def grad_norm(self) -> Tensor:
-        """L2 norm of the whole model's gradient, each element counted once: fp32 scalar, equal on all ranks."""
+        """L2 norm of the whole model's gradient, each element counted once: equal on all ranks, of ``norm_dtype``."""
         self._copy_edited_grads()
         mains = (main for bucket, main in self._mains.items() if counts_here(bucket, self._mesh))
         counted = [part.param.grad for main in mains for part in main.parts if part.param.grad is not None]

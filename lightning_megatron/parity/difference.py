@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _SMALL = 1e-3
-"""Share of the whole gradient's norm below which a parameter's gradient is held against that share: a bias whose
-gradient is 0 by arithmetic has some rounding."""
+"""Share of the whole gradient's norm: the tolerance of smaller gradients is relative to this share, since a bias whose
+gradient is 0 in exact arithmetic has some rounding."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Output:
     Attributes:
         rms: root mean square of the values.
         signed: mean of the values with random signs.
-        count: number of values over all ranks, with those that several ranks hold.
+        count: number of values over all ranks; a value that several ranks hold counts several times.
         tp: number of tensor-parallel ranks.
         spread: largest difference between ranks of a tensor-parallel group in the root mean square, or in the sum with
-            random signs of that size. It is 0 where each holds the whole.
+            random signs over the root of the count. It is 0 where each rank holds the whole output.
         signs: name of the random signs.
     """
 
@@ -34,9 +34,9 @@ class Output:
     signs: str = ""
 
     def shared_count(self, other: Output, tolerance: float) -> int:
-        """Number of values that both layouts return, whole on every tensor-parallel rank or in shards; 0 if none fits.
+        """Number of values of the output, whole on every tensor-parallel rank or sharded; 0 if it cannot be compared.
 
-        A rank may also hold a part of a sum, of the size of the whole: ranks differ then, and it is not comparable.
+        A rank may also hold a partial sum, of the size of the whole: then ranks differ, and it is not comparable.
 
         Args:
             other: output of the same layer in the other layout.
@@ -81,7 +81,7 @@ class Difference:
         name: layer or parameter; empty for a loss or a norm.
         first: value of the first record; NaN if it has none.
         second: value of the second one.
-        measure: how an output is measured.
+        measure: measure of an output, such as its root mean square.
     """
 
     step: int
@@ -104,8 +104,8 @@ class Difference:
 def first_difference(first: Sequence[Step], second: Sequence[Step], tolerance: float) -> Difference | None:
     """The earliest number that differs, in the order in which a step computes them; ``None`` if all agree.
 
-    After a fault in one layer all that follows differs. The forward is looked at from the first layer on, and the
-    backward from the last one.
+    After a fault in one layer everything that follows differs. So the forward is compared from the first layer on, and
+    the backward from the last one.
 
     Args:
         first: steps of one run.
@@ -135,7 +135,7 @@ def not_compared(first: Step, second: Step, tolerance: float) -> list[str]:
 
 
 def _pairs(step: int, a: Step, b: Step, tolerance: float) -> Iterator[tuple[Difference, float]]:
-    """Both values of each number in the order of a step, and a size to hold small ones against."""
+    """Pairs of numbers in the order of a step, each with the scale for the tolerance of small ones."""
     left_out = not_compared(a, b, tolerance)
     for name in b.outputs:  # the second layout often is one process, which has them all in their order
         if name not in left_out:

@@ -23,9 +23,9 @@ _DOCUMENTS, _LENGTH = 64, 400
 """Random documents of a twin, and tokens of each."""
 _STRATEGY = "lightning_megatron.MegatronStrategy"
 _OF_THE_DEVICE = ("compile", "ops", "fp8", "max_memory", "async_save", "gpu_migration", "record_actions")
-"""Arguments of the strategy that are for the recipe's device, or that numbers do not depend on."""
+"""Arguments of the strategy that belong to the recipe's device, or do not change the numbers of a training."""
 _KEPT = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
-"""Arguments of the Trainer that numbers depend on."""
+"""Arguments of the Trainer that change the numbers of a training."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def layout_of(recipe: Mapping[str, Any]) -> ParallelLayout:
 
 
 def twin_recipe(recipe: Mapping[str, Any], job: PlannedJob, folder: Path, layout: ParallelLayout) -> dict[str, Any]:
-    """Recipe of the small twin, which reads tokens in a folder.
+    """Recipe of the small twin, which reads its tokens from ``folder``.
 
     Args:
         recipe: contents of the recipe.
@@ -118,7 +118,7 @@ def write_tokens(prefix: Path) -> None:
 def in_layout(
     recipe: Mapping[str, Any], own: ParallelLayout, layout: ParallelLayout, settings: Settings
 ) -> dict[str, Any]:
-    """The recipe in a layout, for a few steps without checkpoints.
+    """The recipe in another layout, for a few steps without checkpoints.
 
     Args:
         recipe: contents of the recipe.
@@ -151,10 +151,10 @@ def in_layout(
 
 
 def strategy_in(part: object, own: ParallelLayout, layout: ParallelLayout) -> dict[str, Any]:
-    """A recipe's strategy in a layout, on a device that need not be the recipe's.
+    """A recipe's strategy in another layout, without the arguments for the recipe's device.
 
     Args:
-        part: the recipe's; a name of Lightning's registry stands for the usual class.
+        part: strategy of the recipe; a name of Lightning's registry stands for :class:`MegatronStrategy`.
         own: layout that it is written for.
         layout: layout to run; both resolved.
     """
@@ -163,7 +163,7 @@ def strategy_in(part: object, own: ParallelLayout, layout: ParallelLayout) -> di
 
 
 def _without_split(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a strategy without those that say which stage has which layers."""
+    """Arguments of a strategy without those that assign layers to stages."""
     return {name: value for name, value in arguments.items() if name not in SPLIT_ARGUMENTS}
 
 

@@ -1,4 +1,4 @@
-"""A callback that writes a training down in numbers that no layout changes."""
+"""Callback that records a training in numbers that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ParityRecord(Callback):
     """Writes each step's loss, norm of the gradient, norms of parameters' gradients and of layers' outputs to a file.
 
     The layers of a :class:`GPTModule` are its embedding and blocks; those of any other module, all submodules that
-    return a tensor. Every step waits for all of it: this is for comparisons, not for long runs.
+    return a tensor. Every value is read on the host at once: this is for comparisons, not for long runs.
 
     Args:
         file: JSON file that rank 0 writes at the end.
@@ -66,7 +66,7 @@ class ParityRecord(Callback):
         self._handles: list[RemovableHandle] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at what layers return.
+        """Register hooks on the outputs of layers.
 
         Raises:
             TypeError: for another strategy.
@@ -87,7 +87,7 @@ class ParityRecord(Callback):
         self._handles.append(layer.register_forward_hook(add))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Note norms while there are gradients."""
+        """Record outputs and gradient norms, before gradients are cleared."""
         strategy = trainer.strategy
         assert isinstance(strategy, MegatronStrategy)
         gradients = {name: float(norm) for name, norm in strategy.grad_norms().items()}
@@ -103,7 +103,7 @@ class ParityRecord(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the loss, and a step that has ended."""
+        """Record the loss of a batch; after the last batch of a step, append the step."""
         logged = trainer.callback_metrics.get("train_loss")
         self._losses.append(float(_loss_of(outputs, trainer.strategy.reduce) if logged is None else logged))
         if self._pending is not None:
@@ -131,7 +131,7 @@ def _loss_of(outputs: Any, reduce: Callable[[Any], Any]) -> float:
 
 
 def _layers(module: LightningModule) -> Iterator[tuple[str, nn.Module]]:
-    """The layers to look at, by name."""
+    """The layers to record, by name."""
     if not isinstance(module, GPTModule):
         yield from ((name, layer) for name, layer in module.named_modules() if name)
     elif (model := module.model) is not None:
@@ -142,15 +142,15 @@ def _layers(module: LightningModule) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _place(name: str) -> tuple[int, int]:
-    """Place in the forward of a layer of a :class:`GPTModule`."""
+    """Position of a layer in the forward of a :class:`GPTModule`, as a sort key."""
     kind, _, number = name.partition(".")
     return ("embedding", "layers", "mtp").index(kind), int(number or 0)
 
 
 def _sums_of(output: Tensor, replicas: int) -> Sums:
-    """Sums over all values of ``[..., H]``; a small change of any direction changes the signed one at first order.
+    """Sums over all values of ``[..., H]``; a small change in any direction changes the signed one at first order.
 
-    The last dimension of a vector or a matrix may be that of the samples, whose places depend on the replicas.
+    In a vector or matrix the last dimension may be the samples, whose positions depend on the number of replicas.
     """
     draw = torch.Generator().manual_seed(output.shape[-1])
     signs = torch.randint(2, output.shape[-1:], generator=draw).mul_(2).sub_(1).to(output)

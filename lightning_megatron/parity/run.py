@@ -1,4 +1,4 @@
-"""One of the compared runs: a training in processes of its own, and its record."""
+"""Run of one of the compared trainings, in its own processes, and its record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(recipe: Mapping[str, Any], folder: Path, seconds: float) -> list[Step]:
     Args:
         recipe: contents of the recipe.
         folder: folder for its files, which is made.
-        seconds: time in which it must end.
+        seconds: time limit.
 
     Raises:
         RunError: if it fails.

@@ -1,4 +1,4 @@
-"""The small twin of a recipe as a training of its own: on a CPU, with random tokens, in few steps."""
+"""Recipe that trains the small twin of a recipe by itself: on a CPU, with random tokens, for a few steps."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightning_megatron.recipes.contents import arguments_of, class_of
 MOST = 16
 """Processes of a twin, unless the user says otherwise."""
 _AXES = ("dp", "cp", "pp", "tp")
-"""Axes in the order in which equal ones are made smaller."""
+"""Axes that shrink; of equally large ones the first in this order shrinks first."""
 _STEPS, _VALIDATION = 10, 5
 _ENDS = ("max_epochs", "max_time", "min_steps", "min_epochs", "limit_train_batches", "logger", "plugins")
-"""Arguments of the Trainer that say another length, or belong to the recipe's machines."""
+"""Arguments of the Trainer that set another length of the run, or belong to the recipe's machines."""
 
 
 def on_cpu(recipe: Mapping[str, Any], job: PlannedJob, folder: Path, most: int = MOST) -> dict[str, Any]:
-    """A recipe in small.
+    """The small twin of a recipe, for a CPU.
 
     Args:
         recipe: contents of the recipe.
         job: the job that it describes.
-        folder: folder of its run, where tokens will be.
-        most: most processes that it may have.
+        folder: folder of the run, where its tokens will be.
+        most: largest number of processes.
     """
     layout = at_most(twin_layout(job.layout), most)
     found = twin_recipe(recipe, job, folder, layout)
@@ -54,17 +54,17 @@ def on_cpu(recipe: Mapping[str, Any], job: PlannedJob, folder: Path, most: int =
 
 
 def at_most(layout: ParallelLayout, most: int) -> ParallelLayout:
-    """A layout of at most so many ranks: the largest axis is halved again and again, none that is used vanishes.
+    """Shrink a layout to at most ``most`` ranks: halve the largest axis repeatedly, but keep 2 on every used axis.
 
     Args:
         layout: a resolved layout.
-        most: most ranks; a layout that cannot be so small has two on every axis.
+        most: largest number of ranks; exceeded where 2 on every used axis are more.
     """
     sizes = {axis: int(getattr(layout, axis) or 1) for axis in _AXES}
     while _product(sizes) > most and max(sizes.values()) > 2:
         axis = max(_AXES, key=lambda name: sizes[name])
         sizes[axis] = max(each for each in divisors(sizes[axis]) if each <= max(2, sizes[axis] // 2))
-        if sizes[axis] == 1:  # of a prime number
+        if sizes[axis] == 1:  # the size was a prime number
             sizes[axis] = 2
     ranks = sizes["tp"] * sizes["cp"] * sizes["dp"]
     etp = None if layout.etp in (None, layout.tp) else max(e for e in divisors(sizes["tp"]) if e <= (layout.etp or 1))

@@ -1,6 +1,6 @@
 """A small job with the layout of a large one, for a comparison on a laptop.
 
-Every axis keeps its size but data parallelism; every size of the model is the smallest that the axes divide.
+Every axis except data parallelism keeps its size; every size of the model is the smallest that the axes divide.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ MOST_REPLICAS = 2
 
 
 def twin_layout(layout: ParallelLayout) -> ParallelLayout:
-    """The layout with at most two replicas, or as many as share experts."""
+    """The layout with at most two replicas, or with as many as the experts are distributed over."""
     dp = layout.data_parallel_size
     experts = layout.ep * (layout.etp or layout.tp) // (layout.tp * layout.cp) or 1
     return replace(layout, dp=min(dp, max(MOST_REPLICAS, experts)))
 
 
 def twin_seq_length(layout: ParallelLayout) -> int:
-    """Tokens of a sample, which tensor- and context-parallel ranks can share."""
+    """Tokens of a sample, a multiple of tp x cp."""
     return max(64, 4 * layout.tp * layout.cp)
 
 
 def twin_micro_batches(layout: ParallelLayout) -> int:
-    """Micro-batches of a replica that every schedule takes."""
+    """Number of micro-batches of a replica that every schedule accepts."""
     return 2 * max(1, layout.pp)
 
 
 def twin_config(config: TransformerConfig, layout: ParallelLayout) -> TransformerConfig:
-    """The model with few heads, features, experts and words, and two layers or one of each stage.
+    """The model with few heads, features, experts and words, and two layers or one for each stage.
 
-    Dropout is off: replicas draw random numbers of their own.
+    Dropout is off, since replicas draw different random numbers.
     """
     groups = layout.tp * layout.cp  # all-to-all shares the heads over cp too
     heads = groups if config.num_query_groups == config.num_attention_heads else 2 * groups
@@ -76,7 +76,7 @@ def _experts(config: TransformerConfig, layout: ParallelLayout, layers: int, fea
         "moe_ffn_hidden_size": features if config.moe_ffn_hidden_size else 0,
         "moe_shared_expert_ffn_hidden_size": features if config.moe_shared_expert_ffn_hidden_size else 0,
         "moe_input_jitter_eps": 0.0,
-        # A capacity is of a rank's tokens, so that what it drops depends on the layout.
+        # A capacity applies to a rank's tokens, so the dropped choices would depend on the layout.
         "moe_capacity_factor": 0.0,
         "moe_capacity_bins": 0,
         "moe_pad_to_capacity": False,
@@ -84,5 +84,5 @@ def _experts(config: TransformerConfig, layout: ParallelLayout, layers: int, fea
 
 
 def _below(layers: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers of a kind that the twin has too, or its last one."""
+    """Numbers of a list of layers that the twin has too, or its last layer if there are none."""
     return tuple(number for number in numbers if number < layers) or (layers - 1,)

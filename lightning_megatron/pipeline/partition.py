@@ -12,7 +12,7 @@ from lightning_megatron.pipeline.action import chunk_of, rank_of
 from lightning_megatron.stage import StageLayers
 
 BALANCED = "balanced"
-"""Layout in which the output layer counts as its work, in place of a layout string."""
+"""Value of ``layout`` that weighs the output layer by its work, in place of a layout string."""
 
 _LONGEST = 10_000
 """Largest number of letters of a layout string with its repeats written out."""
@@ -99,7 +99,7 @@ def partition(
         if size < 1
     )
     if layout is not None:
-        reason = "the layout string says already how many layers a stage gets: leave one of the two out"
+        reason = "the layout already defines the number of layers of every stage: leave one of the two out"
         given = {n: v for n, v in uneven.items() if v is not None} | {n: v for n, v in counted.items() if v}
         raise_if_any(Problem(name, value, reason) for name, value in given.items())
         by_work = layout == BALANCED
@@ -109,7 +109,7 @@ def partition(
     elif first_stage_layers is None and last_stage_layers is None:
         sizes = _even_sizes(num_layers, pp * vpp, count_embedding, count_loss)
     else:
-        reason = "first_stage_layers and last_stage_layers say already what those stages hold: leave one of the two out"
+        reason = "first_stage_layers and last_stage_layers already define those stages: leave one of the two out"
         raise_if_any(Problem(name, value, reason, (False,)) for name, value in counted.items() if value)
         sizes = _uneven_sizes(num_layers, pp * vpp, uneven)
     stages = []
@@ -147,7 +147,7 @@ def _expand(layout: str, tokens: list[str], inside: bool = False) -> tuple[str, 
             return "".join(parts), tokens if inside else [token]
         elif token.startswith("*"):
             if len(token) == 1 or not parts:
-                reason = "a * stands between what it repeats and how often, as in t*3 or (tt|)*4"
+                reason = "a * needs an item before it and a number after it, as in t*3 or (tt|)*4"
                 raise ConfigError([Problem("pipeline_layout", layout, reason)])
             times = int(token[1:])
             if len(parts[-1]) * times > _LONGEST:
@@ -188,7 +188,7 @@ def _layout_sizes(layout: str, num_layers: int, pp: int, vpp: int) -> list[int]:
 
 
 def _balanced_sizes(num_layers: int, num_stages: int, loss_cost: float) -> list[int]:
-    """Layers of stages of which the one with most work has as little as possible."""
+    """Layers of each stage such that the stage with the most work has as little work as possible."""
     others = num_stages - 1
     if others == 0:
         return [num_layers]
@@ -199,7 +199,7 @@ def _balanced_sizes(num_layers: int, num_stages: int, loss_cost: float) -> list[
     def most_work(last: int) -> float:
         return max(last + loss_cost, math.ceil((num_layers - last) / others))
 
-    last = min(range(num_layers - others, -1, -1), key=most_work)  # of equal ones the last stage with most layers
+    last = min(range(num_layers - others, -1, -1), key=most_work)  # ties go to the largest last stage
     share, rest = divmod(num_layers - last, others)
     # Earlier stages keep activations of more micro-batches, so they get the smaller shares.
     return [share] * (others - rest) + [share + 1] * rest + [last]

@@ -96,8 +96,8 @@ class PipelineRuntime:
         Args:
             plan: this rank's actions and transfers.
             work: the computation of the stages.
-            last_backward: brackets the last backwards of each stage in the step; gradients that they reach are complete
-                afterwards.
+            last_backward: function that returns a context manager for the last backwards of each stage in the step,
+                which complete the gradients that they reach.
         """
         actions = [step for step in plan if isinstance(step, Action)]
         trains = any(action.kind != "F" for action in actions)
@@ -149,7 +149,7 @@ def _waiting_for(message: Message, axis: Axis, peer: int) -> Iterator[None]:
         said = f"waited for the {message}: pipeline rank {peer} (rank {axis.ranks[peer]} of the job) at the other end"
         if isinstance(error, PeerLostError):
             raise PeerLostError(f"{said} did not answer; {error}") from error.__cause__
-        raise PeerLostError(f"{said} has failed, ended or fallen behind; what it printed itself says why") from error
+        raise PeerLostError(f"{said} has failed, exited or fallen behind; see its output for the reason") from error
 
 
 def _note(error: Exception, text: str) -> None:
@@ -203,8 +203,8 @@ class _Run:
         Some backends (gloo) report the end of a send only to a wait. Waiting for the oldest is safe, since a plan also
         runs if every send blocks, and costs nothing unless the receiver lags behind by as many messages.
 
-        On Gaudi, to ask is to wait: the next computation would start only once the peer has received. So a send is not
-        asked for its end there.
+        On Gaudi a query for completion waits: the next computation would start only once the peer has received. So
+        sends are not queried there.
         """
         if self._may_ask:
             self._sending = [(transfer, sent) for transfer, sent in self._sending if not sent.is_done()]
@@ -255,7 +255,7 @@ class _Run:
             self._weights.pop((action.stage, action.microbatch)).flush()
 
     def finish(self) -> None:
-        """Wait until everything is sent; on Gaudi the last sends are dropped, since HCCL keeps their tensors itself."""
+        """Wait until everything is sent; not on Gaudi, where HCCL itself keeps the tensors of the last sends alive."""
         if self._may_ask:
             self._let_go(0)
 

@@ -19,22 +19,22 @@ from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise
 from lightning_megatron.pipeline.action import Action, Schedule
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-"""Names of the schedules, for annotations; ``SCHEDULES`` holds what there is to know of each."""
+"""Names of the schedules, for annotations; ``SCHEDULES`` describes each."""
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule for any sizes; other code reads these fields, and no name.
+    """A schedule for any sizes; other code depends on these fields, never on the name.
 
     Attributes:
         name: name in the strategy's arguments.
         build: actions of every rank, from ``pp``, ``vpp``, the number of micro-batches and the size of their groups.
-        bubble: factor of the paper's bubble ``(pp - 1) / (num_microbatches * vpp)``, from the times of ``F``, ``I`` and
-            ``W``; ``None`` where no paper gives one.
+        bubble: function of the times of ``F``, ``I`` and ``W`` that returns the factor of the paper's bubble
+            ``(pp - 1) / (num_microbatches * vpp)``; ``None`` where no paper gives one.
         chunks: least and largest number of chunks of a rank; ``None`` for any number.
         alternates: True if forwards and backwards alternate, so that a rank holds few micro-batches at once.
         splits_backward: True if backwards are split into ``I`` and ``W``.
-        needs_pp: True if the bubble is the paper's from ``pp`` micro-batches on.
+        needs_pp: True if the paper's bubble holds only for at least ``pp`` micro-batches.
     """
 
     name: str
@@ -102,7 +102,7 @@ def schedule_problems(
         reason = "micro-batches are grouped to alternate between chunks, and vpp=1 has one chunk: leave it out"
         found.append(Problem("microbatch_group_size", microbatch_group_size, reason, (None,)))
     elif microbatch_group_size is not None and microbatch_group_size < pp:
-        reason = f"a group of fewer than pp={pp} micro-batches ends before its first one is back at rank 0"
+        reason = f"a group needs at least pp={pp} micro-batches: rank 0 would finish it before its first one returns"
         found.append(Problem("microbatch_group_size", microbatch_group_size, reason, (pp,)))
     return found
 

@@ -2,7 +2,7 @@
 
 A schedule does not define the order in which a rank posts its sends and receives, and untagged point-to-point messages
 need the same order at both ends. With ``pp=2`` interleaved, for example, activations and gradients travel between the
-same two ranks in the same direction, and a rank may need them in another order than they are made.
+same two ranks in the same direction, and the receiver may need them in another order than the sender makes them.
 
 Therefore all messages of a step are put into **one** order, that of a simulated run, and every rank posts its messages
 in that order. Then both ends of a pair agree, and the step cannot deadlock even if a send blocks until its receive is
@@ -23,7 +23,7 @@ class Transfer(NamedTuple):
     """One end of a message, written as torch.distributed.pipelining writes it: ``0SEND_F3``, ``1RECV_F3``.
 
     Attributes:
-        message: message that travels.
+        message: message to send or receive.
         peer: pipeline rank at the other end.
         sends: True at the end that sends.
     """

@@ -1,6 +1,6 @@
 """Parameters that several pipeline stages hold.
 
-These are the embedding, if the output layer of the last stage is tied to that of the first; and parameters that a
+These are the embedding of the first stage, if the output layer of the last stage is tied to it; and parameters that a
 user's module adds beside the model, which every stage builds and only the last one uses.
 """
 
@@ -34,7 +34,7 @@ def tied_names(own: Sequence[str], mesh: ParallelMesh) -> frozenset[str]:
     """Names of the parameters that both the first and the last stage hold. Every rank must call this.
 
     Args:
-        own: tied parameters that this rank knows of; only the last stage knows any.
+        own: names of this rank's tied parameters; only the last stage has any.
         mesh: mesh of this rank.
     """
     if mesh.pp.size == 1:
@@ -63,7 +63,7 @@ class SharedParameters:
 
     Args:
         stages: parameters of every stage (:func:`held_by_stages`).
-        apart: names to leave out, since they are summed elsewhere.
+        apart: names to leave out, because their gradients are summed elsewhere.
         axis: the pipeline.
 
     Attributes:
@@ -98,7 +98,7 @@ class SharedParameters:
                 own.copy_(value)
 
     def sum_gradients(self, gradients: Mapping[str, Tensor], device: torch.device) -> None:
-        """Sum in place; every stage calls this, also one that holds nothing.
+        """Sum gradients over the stages in place; every stage calls this, even one without a shared parameter.
 
         Args:
             gradients: gradients of the shared parameters that this stage holds.

@@ -54,7 +54,7 @@ def check_schedule(schedule: Sequence[Sequence[Action]], forward_only: bool = Fa
 
 
 def check_transfers(plan: Sequence[Sequence[Step]]) -> list[str]:
-    """Faults of a plan of actions and transfers, from :func:`add_transfers` or from elsewhere.
+    """Faults of a plan of actions and transfers, of :func:`add_transfers` or any other origin.
 
     Both ends of every pair of ranks must list the same messages in the same order, a send must follow the action that
     makes its message, a receive must precede the action that needs it, and the plan must run to its end if every
@@ -98,7 +98,7 @@ def _complete(schedule: Sequence[Sequence[Action]], forward_only: bool) -> list[
     """Check that every stage is on its rank, and that every forward and backward occurs once."""
     pp, num_stages = len(schedule), count_stages(schedule)
     num_microbatches = 1 + max((a.microbatch for a in chain(*schedule)), default=-1)
-    missing = {"": "B", "I": "W", "W": "I"}  # what is missing beside the backwards that there are
+    missing = {"": "B", "I": "W", "W": "I"}  # kinds of backward that are present: the missing one
     faults = []
     for rank, actions in enumerate(schedule):
         count = Counter(actions)
@@ -168,7 +168,7 @@ def _batches_between_actions(schedule: Sequence[Sequence[Action]]) -> list[list[
 
 
 def _stuck(batches: Sequence[Sequence[Iterable[Message]]]) -> dict[int, int]:
-    """Ranks that never finish, with their position, if a batch ends only when each message is posted at both ends."""
+    """Position of each rank that never finishes, if a batch ends only when each message is posted at both ends."""
     position = [0] * len(batches)
     posted: Counter[Message] = Counter(m for rank in batches for m in (rank[0] if rank else ()))
     moved = True

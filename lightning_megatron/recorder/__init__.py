@@ -1,1 +1,1 @@
-"""The last actions of every rank, in a file that outlives it: they show which rank hung or died first, and in what."""
+"""Flight recorder: a file per rank with its last actions. It outlives the rank, and shows the first to hang or die."""

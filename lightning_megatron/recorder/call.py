@@ -1,4 +1,4 @@
-"""A collective or message, recorded while it is under way; if it fails, its error names the rank that is missing."""
+"""Record a collective or a message while it runs; if it fails, raise an error that names the missing rank."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ T = TypeVar("T")
 
 
 class PeerLostError(RuntimeError):
-    """Another rank has failed, is gone, stopped or has fallen behind; ``__cause__`` is the error of the backend."""
+    """Another rank has failed, died, stopped or fallen behind; ``__cause__`` is the error of the backend."""
 
 
 class Call:
     """A collective or a message of one rank.
 
     Args:
-        action_log: log to write to; ``None`` for a rank that keeps none.
+        action_log: log to write to; ``None`` if this rank records no actions.
         kind: kind of the action.
         name: name of the group.
         group: number of the group in the file.
-        value: tensor that travels, for its size in bytes.
-        peer: rank at the other end of a message.
+        value: tensor to communicate, of which only the size in bytes is recorded.
+        peer: source or destination rank of a message.
     """
 
     __slots__ = ("_action_log", "_group", "_kind", "_name", "_peer", "_size", "_token")
@@ -47,7 +47,7 @@ class Call:
         self._token = -1
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a function that returns when the collective is done.
+        """Call a function that runs the collective and blocks until it is done.
 
         Raises:
             PeerLostError: if it fails because of another rank.
@@ -106,14 +106,14 @@ class Call:
 
 
 def peer_lost_error(action_log: ActionLog | None, doing: str) -> PeerLostError:
-    """The error of a rank that waited in vain.
+    """Error for a rank whose collective or message failed because of another rank.
 
     Args:
         action_log: log of the thread that waited.
-        doing: description of the action that it waited in.
+        doing: description of the failed action.
     """
     blame = None if action_log is None else action_log.recorder.blame
     if blame is None:
-        said = "a rank at the other end has failed, ended or fallen behind; what it printed itself says why"
+        said = "a peer has failed, exited or fallen behind; see the output of that rank for the reason"
         return PeerLostError(f"{doing}: {said}")
     return PeerLostError(blame(doing))

@@ -1,4 +1,4 @@
-"""Diagnosis of a failed run: the rank that died or raised first, is stopped, or is missing where others wait."""
+"""Diagnosis of a failed run: find the rank that died or raised first, is stopped, or keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_megatron.recorder.process import ProcessState, describe_exit
 from lightning_megatron.recorder.reading import RankView, Record
 
 _TOLD = 4
-"""Ranks of which the text names the action."""
+"""Most ranks that the text about a deadlock lists."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Diagnosis:
     """Diagnosis of a run.
 
     Attributes:
-        culprits: ranks to blame, the first one first; none if nothing is wrong.
+        culprits: ranks to blame, the most likely cause first; empty if nothing is wrong.
         is_fact: True if the first is dead, has raised, is stopped or never came; False if it is inferred from waits.
-        reason: reason to blame the first, in words.
+        reason: text that explains the blame.
     """
 
     culprits: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ def diagnose(views: Sequence[RankView]) -> Diagnosis:
 
 
 def _failed(views: Sequence[RankView]) -> list[int]:
-    """Ranks that ended by themselves, the first one first, then those that are stopped, then those that never came."""
+    """Ranks that raised or died, the earliest first; then those that are stopped; then those that never came."""
     ended = sorted(
         filter(_ended_by_itself, views), key=lambda view: view.since if view.state == State.RAISED else view.active
     )
@@ -59,7 +59,7 @@ def _failed(views: Sequence[RankView]) -> list[int]:
 
 
 def _deadlock(views: Sequence[RankView]) -> Diagnosis:
-    """Ranks that wait for each other in different actions, if they do."""
+    """Diagnosis of ranks that wait for each other in different actions; empty if they do not."""
     waits = {view.rank: view.waits_in for view in views if view.waits_in is not None}
     if len({_same(record) for record in waits.values()}) < 2:
         return Diagnosis()
@@ -68,7 +68,7 @@ def _deadlock(views: Sequence[RankView]) -> Diagnosis:
 
 
 def _has_met(view: RankView) -> bool:
-    """True if a rank has passed the rendezvous: a rank without a file then writes to another folder."""
+    """True if a rank has passed the rendezvous. Then all ranks have started: one without a file uses another folder."""
     return any(record.kind not in (Kind.START, Kind.RENDEZVOUS, Kind.END) for record in view.last)
 
 
@@ -79,7 +79,7 @@ def _ended_by_itself(view: RankView) -> bool:
 
 
 def _aborted(view: RankView) -> bool:
-    """True if a backend's own watchdog has ended the rank because its peers did not come: it is not to blame."""
+    """True for SIGABRT: the backend's own watchdog ends a rank so when its peers do not come; the rank is innocent."""
     return view.is_dead and view.process.status == -signal.SIGABRT
 
 
@@ -88,7 +88,7 @@ def _same(record: Record | None) -> tuple[object, ...]:
 
 
 def _awaited(view: RankView, by_rank: Mapping[int, RankView]) -> list[int]:
-    """Ranks that are missing in the action that this rank waits in."""
+    """Ranks that have not yet reached the action in which this rank waits."""
     record = view.waits_in
     if record is None:
         return []
@@ -106,7 +106,7 @@ def _is_at_rendezvous(view: RankView) -> bool:
 
 
 def _awaited_in_the_end(by_rank: Mapping[int, RankView]) -> list[int]:
-    """Ranks at the ends of all chains of waits, which wait for no rank themselves; the most awaited first."""
+    """Ranks at the ends of all chains of waits, which wait for no other rank; the one with most waiters first."""
     counts = Counter(rank for view in by_rank.values() for rank in _leaves(view, by_rank))
     return sorted(counts, key=lambda rank: (-counts[rank], by_rank[rank].active, rank))
 
@@ -143,7 +143,7 @@ def describe_state(view: RankView) -> str:
 
 
 def describe_actions(view: RankView) -> str:
-    """Describe the action of a rank, with the step of the run."""
+    """Describe the step and the unfinished actions of a rank, or its last action if none is unfinished."""
     if view.state is None:
         return "-"
     if not view.under_way:

@@ -1,7 +1,7 @@
-"""Format of a rank's file: a header, and for each of two threads the actions under way and a ring of the last ones.
+"""Format of a rank's file: a header, and for each of two threads the unfinished actions and a ring of the last actions.
 
-The layout is a structured dtype; an action is written by one ``struct.pack_into``, which is faster. In the file of a
-dead rank every action is whole, except perhaps the last.
+The layout is a NumPy structured dtype; actions are written by one ``struct.pack_into`` each, which is faster. In the
+file of a dead rank every action is complete, except perhaps the last.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ WORDS = {
     Kind.WRITE: "writing in the background",
     Kind.USER: "hooks and callbacks",
 }
-"""Printed names of kinds; others are printed by their name in lower case."""
+"""Printed names of kinds; the other kinds are printed as their names in lower case."""
 
 
 class State(IntEnum):
-    """State of a rank's run as the rank itself wrote it; a rank that has died still says RUNNING."""
+    """State of a rank's run as the rank itself wrote it; the file of a rank that died still says RUNNING."""
 
     RUNNING = 0
     FINISHED = 1
@@ -79,9 +79,9 @@ class State(IntEnum):
 
 
 DEPTH = 8
-"""Nested actions that are kept while they are under way."""
+"""Most levels of nested actions that the stack of a thread holds."""
 LAST = 256
-"""Actions in a ring."""
+"""Number of actions that the ring of a thread holds."""
 THREADS = 2
 
 RECORD = np.dtype(
@@ -91,23 +91,23 @@ RECORD = np.dtype(
         *(("kind", "<u2"), ("group", "<u2"), ("stage", "<i2"), ("has_detail", "<u2")),
     ]
 )
-"""An action; ``number`` begins at 1, times are nanoseconds of the clock, ``within`` is the number within the group."""
+"""An action. ``number`` counts from 1, times are ``time.time_ns()``, ``within`` counts the collectives of the group."""
 PACKED = struct.Struct("<QqqqQIiiiHHhH")
 NUMBER, TIME = struct.Struct("<Q"), struct.Struct("<q")
 
 PROCESS = np.dtype([("state", "<i4"), ("seen", "<i8"), ("status", "<i4")])
-"""A process as other ranks saw it: state, time, exit status."""
+"""State of a process as another rank noted it: the state, the time of the note, and the exit status."""
 HEADER = np.dtype(
     [
         *(("magic", "S8"), ("pid", "<i4"), ("rank", "<i4"), ("world_size", "<i4"), ("state", "<i4")),
         *(("begun", "<i8"), ("since", "<i8"), ("start", "<i8"), ("beat", "<i8"), ("process", PROCESS)),
     ]
 )
-"""``since`` is the begin of the state, ``start`` that of the process, ``beat`` the time of the last sign of life."""
+"""``begun``: start of the run; ``since``: of the state; ``start``: of the process (ticks); ``beat``: last heartbeat."""
 THREAD = np.dtype([("stack", RECORD, DEPTH), ("ring", RECORD, LAST)])
 _HEAD = (("header", HEADER), ("padding", "V56"), ("detail", "S256"), ("error", "S640"), ("failed", RECORD, DEPTH))
 FILE = np.dtype([*_HEAD, ("threads", THREAD, THREADS)])
-"""``failed`` are the actions that were under way where an error began."""
+"""Whole file. ``failed`` is a copy of the stack of unfinished actions, taken where an error was raised."""
 
 assert PACKED.size == RECORD.itemsize
 WAITING_AT, ENDED_AT = (RECORD.fields[name][1] for name in ("waiting", "ended"))  # type: ignore[index]
@@ -115,7 +115,7 @@ PROCESS_AT = HEADER.fields["process"][1]  # type: ignore[index]
 
 
 def as_text(text: str, name: str) -> bytes:
-    """Encode a text for a field, cut in the middle if it is too long: a traceback ends with what it is about."""
+    """Encode a text for a field; cut a long one in the middle, since a traceback ends with its message."""
     raw, length = text.encode(errors="replace"), FILE[name].itemsize
     half = length // 2 - 3
     return raw if len(raw) < length else raw[:half] + b" ... " + raw[-half:]

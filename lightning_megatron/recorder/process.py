@@ -1,4 +1,4 @@
-"""State of a process on this host, from Linux's /proc; on other systems only whether it exists."""
+"""State of a process on this host, from Linux's ``/proc``; other systems only tell if the process exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class ProcessState(IntEnum):
-    """State of a process as another rank has seen it; ``RUNNING`` also if nobody has looked."""
+    """State of a process as another rank has seen it; ``RUNNING`` also if no rank has checked it."""
 
     RUNNING = 0
     STOPPED = 1
@@ -48,7 +48,7 @@ def inspect_process(pid: int, start: int) -> Process:
 
     Args:
         pid: process id.
-        start: its :func:`start_of`, since another process may have the id by now.
+        start: result of :func:`start_of` for the process; it differs if another process has reused the id.
     """
     try:
         fields = _fields(pid)

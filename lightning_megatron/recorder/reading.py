@@ -21,19 +21,19 @@ from lightning_megatron.recorder.recorder import about_path, ring_path
 
 @dataclass(frozen=True)
 class Record:
-    """One action of one rank; times are in nanoseconds of the clock, 0 for not yet.
+    """One action of one rank. Times are ``time.time_ns()``; 0 for an event that has not happened yet.
 
     Attributes:
         number: number among the rank's actions, from 1.
         kind: kind of the action.
         begun: time of its begin.
-        waiting: time since which the thread has been in it; 0 if it was only started.
+        waiting: time when the thread began to block in it; 0 for an asynchronous call that is not waited for yet.
         ended: time of its end.
-        size: bytes that travel.
+        size: bytes that are communicated.
         within: number among the collectives of its group, from 1.
         step: optimizer steps taken before it.
         microbatch: number of the micro-batch within the step; -1 for none.
-        peer: rank at the other end; -1 for none.
+        peer: source or destination rank of a message; -1 for none.
         group: name of the group.
         stage: pipeline stage; -1 for none.
         detail: further description, such as a path.
@@ -55,7 +55,7 @@ class Record:
 
     @property
     def waits(self) -> bool:
-        """True if this rank waits for other ranks in it: in a collective, a message or the rendezvous."""
+        """True if it is a collective, a message or the rendezvous, and this rank is waiting in it."""
         meets = self.kind >= Kind.ALL_REDUCE or self.kind == Kind.RENDEZVOUS
         return meets and self.waiting > 0 and not self.ended
 
@@ -78,16 +78,16 @@ class RankView:
 
     Attributes:
         rank: global rank.
-        pid: process id; 0 if it never came.
-        state: state that the rank itself wrote; ``None`` if it never came.
-        error: error that the run ended in, if any.
+        pid: process id; 0 if the rank never came.
+        state: state that the rank itself wrote; ``None`` if the rank never came.
+        error: error that ended the run, if any.
         host: name of its host.
         device: its device, as torch prints it.
         begun: time of the begin of its run.
         since: time of the begin of its state.
         beat: time of its last sign of life.
-        process: state of its process, from the system or from another rank that has asked it.
-        under_way: nested actions, the outermost first; of a rank that has failed, those it failed in.
+        process: state of its process, from this host's system or as another rank noted it.
+        under_way: nested unfinished actions, the outermost first; for a failed rank, those where the error was raised.
         last: its last actions in order, the newest last.
         groups: ranks of its groups, by name.
         world_size: ranks of the job.
@@ -120,12 +120,12 @@ class RankView:
 
     @property
     def is_alive(self) -> bool:
-        """True if its process can go on."""
+        """True if its process is running."""
         return self.state is not None and self.process.state == ProcessState.RUNNING
 
     @property
     def waits_in(self) -> Record | None:
-        """The collective or message that it waits in."""
+        """Innermost collective, message or rendezvous in which it waits; ``None`` if it does not wait."""
         return next((record for record in reversed(self.under_way) if record.waits), None)
 
     @property
@@ -135,7 +135,7 @@ class RankView:
         return max([self.begun, *(max(r.begun, r.waiting, r.ended) for r in (*newest, *self.under_way))])
 
     def reached(self, group: str) -> int:
-        """Number of collectives of a group that it has begun, as far as its last actions show."""
+        """Number of collectives that it has started in a group; 0 if its last actions contain none of that group."""
         return max((record.within for record in self.last if record.group == group), default=0)
 
 
@@ -144,7 +144,7 @@ def read_run(folder: Path, live: bool = True) -> list[RankView]:
 
     Args:
         folder: folder of the run.
-        live: True to ask the system about processes on this host, else only what ranks have written is used.
+        live: True to ask the system about processes on this host; False to use only the files.
     """
     found = [int(path.stem) for path in _rank_files(folder) if path.stem.isdigit()]
     views = {rank: view for rank in found if (view := read_rank(folder, rank, live)) is not None}
@@ -154,7 +154,7 @@ def read_run(folder: Path, live: bool = True) -> list[RankView]:
 
 
 def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
-    """Read one rank; ``None`` if it has no file, or one of another format.
+    """Read one rank; ``None`` if it has no file, or its file has another format.
 
     Args:
         folder: folder of the run.
@@ -189,7 +189,7 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 def _actions(file: Any, names: list[str], detail: str, *, has_failed: bool) -> tuple[tuple[Record, ...], ...]:
-    """Actions under way, of a rank that has failed those it failed in, and its last actions in order."""
+    """Unfinished actions (for a failed rank, those where the error was raised), and the last actions in order."""
     rings = [_records(thread["ring"], names, detail) for thread in file["threads"]]
     last = [record for ring in rings for record in ring]
     under_way = [
@@ -204,7 +204,7 @@ def _actions(file: Any, names: list[str], detail: str, *, has_failed: bool) -> t
 
 
 def _inspected(pid: int, start: int, noted: Process) -> Process:
-    """State of a process on this host; what another rank has noted, where that says more than the system does."""
+    """State of a process on this host; the note of another rank wins if it says more than the system does."""
     if noted.state not in (ProcessState.RUNNING, ProcessState.STOPPED):
         return noted
     found = inspect_process(pid, start)
@@ -213,7 +213,7 @@ def _inspected(pid: int, start: int, noted: Process) -> Process:
 
 
 class FailureProbe:
-    """Cheap and repeated check of one rank for failure: reads the header of its file alone.
+    """Cheap, repeatable check of one rank for failure, which reads only the header of its file.
 
     Args:
         folder: folder of the run.
@@ -258,7 +258,7 @@ def _records(stored: np.ndarray, names: list[str], detail: str, ring: Sequence[R
         stored: array of the file.
         names: names of groups, by number.
         detail: detail in the file.
-        ring: actions of the ring, for those of which only the number is stored.
+        ring: actions of the ring, to look up entries that store only a number.
     """
     whole = {record.number: record for record in ring}
     found = []
@@ -306,7 +306,7 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def last_written(run: Path) -> float | None:
-    """Time of the last sign of life in a run's folder, in seconds since the epoch; ``None`` for one without ranks."""
+    """Time of the last write to a rank's file, in seconds since the epoch; ``None`` for a folder without such files."""
     times = []
     for file in _rank_files(run):
         with suppress(FileNotFoundError):
@@ -315,7 +315,7 @@ def last_written(run: Path) -> float | None:
 
 
 def _rank_files(run: Path) -> list[Path]:
-    """Files in a run's folder, which another process may remove meanwhile."""
+    """Files of ranks in a run's folder; none if another process removes the folder meanwhile."""
     with suppress(FileNotFoundError):
         return list(run.glob("[0-9]*.actions"))
     return []

@@ -24,14 +24,14 @@ _NO_DEPTH = 15
 
 
 class WaitClock(Protocol):
-    """Clock for the time that a thread waits for other ranks."""
+    """Clock that measures the time a thread waits for other ranks."""
 
     def begin_wait(self) -> None:
-        """Note the begin of a wait."""
+        """Start to measure a wait."""
         ...
 
     def end_wait(self) -> None:
-        """Note the end of a wait."""
+        """Stop measuring a wait."""
         ...
 
 
@@ -40,7 +40,7 @@ class ActionLog:
 
     Attributes:
         recorder: recorder that this log is a part of.
-        step: optimizer steps taken so far; goes into every action.
+        step: optimizer steps taken so far; written with every action.
         microbatch: number of the micro-batch within the step; -1 for none.
         stage: pipeline stage that is running; -1 for none.
         clock: clock for waits; ``None`` if they are not timed.
@@ -75,31 +75,31 @@ class ActionLog:
 
     @property
     def waiting_since(self) -> int:
-        """Begin of this thread's wait for other ranks, in nanoseconds of the clock; 0 if it does not wait."""
+        """Time (``time.time_ns()``) since which this thread has been waiting for other ranks; 0 if it does not wait."""
         if not (depth := self._depth):
             return 0
         number = int(self._thread["stack"]["number"][depth - 1])
-        record = self._thread["ring"][(number - 1) % _LAST].copy()  # of one moment: another thread reads this
+        record = self._thread["ring"][(number - 1) % _LAST].copy()  # a snapshot: another thread reads this property
         waits = record["kind"] >= Kind.ALL_REDUCE or record["kind"] == Kind.RENDEZVOUS
         return int(record["waiting"]) if waits and record["number"] == number and not record["ended"] else 0
 
     def write_to(self, thread: Any) -> None:
-        """Continue in another file, whose part for this thread is given."""
+        """Switch to the part of another file that belongs to this thread."""
         self._thread = thread
         self._stack, self._ring = (memoryview(thread[name].view(np.uint8)) for name in ("stack", "ring"))
 
     def begin(
         self, kind: int, group: int = 0, size: int = 0, peer: int = -1, waits: bool = True, detail: bool = False
     ) -> int:
-        """Note that an action begins.
+        """Record the begin of an action.
 
         Args:
             kind: kind of the action.
             group: number of the group of a collective; 0 for none.
-            size: bytes that travel.
-            peer: rank at the other end of a message.
-            waits: True if this thread is in it until :meth:`end`, False if it has only started it.
-            detail: True if the header's detail belongs to it.
+            size: bytes to communicate.
+            peer: source or destination rank of a message.
+            waits: True for a blocking call, False for an asynchronous one.
+            detail: True if the file's ``detail`` text belongs to this action.
 
         Returns:
             A token for :meth:`wait` and :meth:`end`.
@@ -120,7 +120,7 @@ class ActionLog:
         if depth >= _DEPTH:
             return number << 4 | _NO_DEPTH
         slot = depth * _SIZE
-        if group:  # no action is nested in a collective: its record is still in the ring
+        if group:  # the number suffices: no action is nested in a collective, so its record stays in the ring
             _NUMBER(self._stack, slot, number + 1)
         else:
             self._stack[slot : slot + _SIZE] = self._ring[at : at + _SIZE]
@@ -128,7 +128,7 @@ class ActionLog:
         return number << 4 | depth
 
     def wait(self, token: int) -> int:
-        """Note that this thread now waits for an action that it has started; returns a token for :meth:`end`."""
+        """Record that this thread now waits for an asynchronous action; returns a token for :meth:`end`."""
         number, depth = token >> 4, self._depth
         if depth >= _DEPTH or self._count - number > _LAST:
             return token
@@ -138,7 +138,7 @@ class ActionLog:
         return number << 4 | depth
 
     def end(self, token: int) -> None:
-        """Note that an action has ended, and with it those nested in it."""
+        """Record the end of an action and of those nested in it."""
         number, depth = token >> 4, token & _NO_DEPTH
         if self._count - number <= _LAST:
             _TIME(self._ring, number % _LAST * _SIZE + file_format.ENDED_AT, time_ns())
@@ -157,7 +157,7 @@ class ActionLog:
         return Span(self, kind, detail)
 
     def keep_failed(self, error: BaseException) -> None:
-        """Keep the actions that are under way, since an error begins here."""
+        """Keep a copy of the unfinished actions if this error is new."""
         if self.recorder.is_new(error):
             self.recorder.file["failed"] = self._thread["stack"]
 
@@ -190,11 +190,11 @@ class Recorder:
     """The file of one rank; before it is opened and after it is closed, records go to memory only.
 
     Attributes:
-        file: content of the file, by the fields of ``FILE``.
-        main: log of the main thread, and of the backward that it waits for.
+        file: content of the file, as a structured array of dtype ``FILE``.
+        main: log of the main thread, which includes the backward passes that it waits for.
         background: log of the thread that writes checkpoints in the background.
         folder: folder of the files of all ranks; ``None`` while no file is open.
-        blame: function that describes why an action has failed, naming the rank; set by the watch of the other ranks.
+        blame: function that takes the failed action and returns an error text that names the culprit.
     """
 
     def __init__(self) -> None:
@@ -208,14 +208,14 @@ class Recorder:
         self._failed: BaseException | None = None
 
     def group(self, name: str, ranks: Sequence[int]) -> int:
-        """Number of a group of ranks; a new one is added by its name."""
+        """Number of a group of ranks; adds the group if its name is new. 0 once there are 60 groups."""
         if name not in self._groups and len(self._groups) < 60:
             self._groups[name] = len(self._groups) + 1
             self._about["groups"].append([name, _compressed(ranks)])
         return self._groups.get(name, 0)
 
     def open(self, folder: str | os.PathLike[str], rank: int, world_size: int) -> None:
-        """Write to a file from now on.
+        """Create the file of this rank and write to it from now on.
 
         Args:
             folder: folder of this run; created if it is missing.
@@ -234,7 +234,7 @@ class Recorder:
         ids = os.getpid(), rank, world_size, int(State.RUNNING)
         fresh["header"] = file_format.MAGIC, *ids, now, now, start_of(os.getpid()), now, (0, 0, 0)
         path = ring_path(folder, rank)
-        with open(f"{path}.new", "w+b") as file:  # whole when it has its name; a stale one keeps its readers
+        with open(f"{path}.new", "w+b") as file:  # renamed when complete; readers of a stale file keep it
             file.write(fresh.tobytes())
             file.flush()
             os.replace(f"{path}.new", path)
@@ -256,14 +256,14 @@ class Recorder:
             os.replace(new, path)
 
     def detail(self, text: str) -> None:
-        """Write the detail of the action that begins now."""
+        """Write the detail text of the action that begins next."""
         self.file["detail"] = file_format.as_text(text, "detail")
 
     def set_state(self, state: State, text: str = "") -> None:
-        """Write the state that the run of this rank has ended in.
+        """Write the state in which the run of this rank has ended.
 
         Args:
-            state: new state; the first one that is not RUNNING stays.
+            state: new state; ignored unless the present state is RUNNING.
             text: text of the error.
         """
         if self.state == State.RUNNING:
@@ -278,15 +278,15 @@ class Recorder:
 
     @property
     def state_since(self) -> int:
-        """Begin of that state, in nanoseconds of the clock."""
+        """Time of the last change of ``state``, from ``time.time_ns()``."""
         return int(self.file["header"]["since"])
 
     def beat(self) -> None:
-        """Note that this process is alive."""
+        """Write a heartbeat: this process is alive."""
         self.file["header"]["beat"] = time_ns()
 
     def is_new(self, error: BaseException) -> bool:
-        """True if an error was not caused by one that is known already."""
+        """True unless the error is, or was caused by, the last error passed to this method; remembers a new one."""
         cause: BaseException | None = error
         while cause is not None:
             if cause is self._failed:
@@ -296,7 +296,7 @@ class Recorder:
         return True
 
     def forget(self) -> None:
-        """Drop the known error, and the frames that it holds."""
+        """Release the remembered error and the stack frames that it holds."""
         self._failed = None
 
     def close(self, remove: bool = False) -> None:
@@ -343,7 +343,7 @@ def about_path(folder: Path, rank: int) -> Path:
 
 
 def note_process_state(folder: Path, rank: int, what: int, status: int) -> None:
-    """Write the state of another rank's process into its file; the first state that is written there stays.
+    """Write the state of another rank's process into its file; later calls change nothing.
 
     Args:
         folder: folder of the run.
@@ -360,7 +360,7 @@ def note_process_state(folder: Path, rank: int, what: int, status: int) -> None:
 
 
 def _compressed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
-    """Encode ranks at even distances as three numbers, since a group may have thousands."""
+    """Encode equally spaced ranks as three numbers, since a group may have thousands."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if step and list(ranks) == list(range(ranks[0], ranks[0] + step * len(ranks), step)):
         return {"first": ranks[0], "step": step, "count": len(ranks)}

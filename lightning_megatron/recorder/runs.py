@@ -20,7 +20,7 @@ _OF_A_JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID"
 
 
 def run_folder(root: str | os.PathLike[str], own: str, variables: Mapping[str, str] = os.environ) -> Path:
-    """Folder of a run, which all its ranks know before they are connected.
+    """Path of the folder of a run; every rank derives the same path, without communication.
 
     Args:
         root: ``default_root_dir``.
@@ -33,14 +33,14 @@ def run_folder(root: str | os.PathLike[str], own: str, variables: Mapping[str, s
 
 
 def remove_finished(folder: Path) -> None:
-    """Remove the folder of a run if all its ranks have finished; the last rank to finish removes it."""
+    """Remove the folder of a run if all its ranks have finished; every rank calls this at its end."""
     views = read_run(folder)
     if views and all(view.state == State.FINISHED for view in views):
         _remove(folder)
 
 
 def remove_old(root: str | os.PathLike[str], keep: int = KEPT) -> None:
-    """Remove the folders of earlier runs, except those of the newest that failed.
+    """Remove the folders of earlier runs, except those of the newest failed runs.
 
     Args:
         root: ``default_root_dir``.
@@ -59,7 +59,7 @@ def remove_old(root: str | os.PathLike[str], keep: int = KEPT) -> None:
 
 def _is_over(run: Path) -> bool:
     views = read_run(run)
-    if not views:  # nothing that can be read: gone, of another format, or about to be written
+    if not views:  # no readable file: removed, of another format, or about to be written
         return time.time() - (last_written(run) or 0.0) > _STARTING
     return not any(_runs(view) for view in views)
 

@@ -48,7 +48,7 @@ def _row(view: RankView, now: int) -> tuple[str, ...]:
 
 
 def last_actions(view: RankView, count: int) -> str:
-    """Render the last actions of a rank, one a line, the newest last."""
+    """Render the last actions of a rank, one per line, the newest last."""
     lines = []
     for record in view.last[-count:] if count else ():
         took = f"{(record.ended - record.begun) / 1e6:.1f} ms" if record.ended else "not ended"
@@ -63,7 +63,7 @@ def as_json(views: Sequence[RankView], diagnosis: Diagnosis, last: int) -> dict[
     Args:
         views: views of all ranks.
         diagnosis: diagnosis of them.
-        last: number of actions of each rank.
+        last: number of last actions to include for each rank.
     """
     return {
         "culprits": list(diagnosis.culprits),

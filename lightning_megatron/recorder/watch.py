@@ -1,7 +1,7 @@
-"""A thread of each rank that watches the others: it names the rank to blame for a failed collective, and ends waits.
+"""Watchdog thread of each rank: it names the rank to blame for a failed collective, and ends a rank that waits in vain.
 
-Ranks communicate through their files: a rank that is dead, stopped or stuck need not answer. On one host the files are
-shared memory; between hosts they are as fresh as the shared file system makes them.
+Ranks only read each other's files, so a rank that is dead, stopped or stuck need not answer. On one host the files are
+shared memory; between hosts they are as recent as the shared file system makes them.
 
 Reading files of other hosts loads that file system, so it is bounded: see ``REMOTE`` and ``REMOTE_WAITING``.
 """
@@ -31,31 +31,31 @@ from lightning_megatron.recorder.table import render
 _log = logging.getLogger(__name__)
 
 EVERY = 1.0
-"""Seconds between two looks at the other ranks; half of it once one has failed."""
+"""Seconds between two checks of the other ranks; half of it once one has failed."""
 LATE = 1.0
-"""Seconds after the timeout by which the backend should have raised; then this watch ends the process."""
+"""Seconds that the backend has after the timeout to raise its error; then this thread ends the process."""
 GRACE = 2.0
 """Seconds that a process has to end by itself once its job has failed."""
 SETTLES = 1.0
-"""Seconds that a rank which has lost a peer waits until the system shows why."""
+"""Most seconds that a rank which has lost a peer waits for the system to show that the peer is dead or stopped."""
 LONG = 3.0
-"""Seconds of waiting for others after which a rank looks at more files of other hosts."""
+"""Seconds of waiting for others after which a rank checks more files of other hosts."""
 ENDING = 600.0
-"""Most seconds that a rank which has raised an error has for its hooks; less if the timeout is shorter."""
+"""Most seconds for the hooks and teardown of a rank that has raised an error; less if the timeout is shorter."""
 REMOTE = 2
-"""Files of other hosts that are read at each look, in turn."""
+"""Files of other hosts that are read at each check, in turn."""
 REMOTE_WAITING = 16
-"""Files of other hosts that are read at each look while this rank has been waiting for longer than ``LONG``."""
+"""Files of other hosts that are read at each check while this rank has been waiting for longer than ``LONG``."""
 
 
 class PeerWatch:
-    """Watches the other ranks of a job for one rank.
+    """Watch the other ranks of a job.
 
-    Every look reads the files of all ranks on this host, and of a few ranks on other hosts in turn. A rank that has
-    seen another fail ends too, and those that watch it see that: so even the few files spread a failure to all hosts.
+    Every check reads the files of all ranks on this host, and of a few ranks on other hosts in turn. A rank that sees
+    another fail ends too, and the ranks that watch it see that. So a failure spreads to all hosts.
 
-    From the timeout of a collective on, a job ends within ``LATE + EVERY + GRACE + EVERY / 2`` seconds: a rank that
-    waits is ended after ``LATE``; the others see that at their next look, have their grace, and look once more.
+    A job ends within ``LATE + EVERY + GRACE + EVERY / 2`` seconds after the timeout of a collective: a waiting rank is
+    ended after ``LATE``; the others see that at their next check, have ``GRACE`` seconds, and check once more.
 
     Args:
         recorder: recorder of this rank, with an open file.
@@ -63,8 +63,8 @@ class PeerWatch:
         local: ranks of this host.
         world_size: ranks of the job.
         timeout: timeout of collectives, in seconds.
-        before_end: function called before this process is ended; it ends processes that this one has launched.
-        children: function that gives the exit status of launched ranks that have failed, negative for a signal.
+        before_end: function to call before this process is ended; it ends the processes that this one has launched.
+        children: function that returns the exit status of each launched rank that failed, negative for a signal.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class PeerWatch:
         recorder.blame = self.blame
 
     def start(self) -> None:
-        """Start the thread, which ends this process by force when it waits for ranks that have failed."""
+        """Start the thread. It ends this process by force if the process does not end after a failure of any rank."""
         self._thread = threading.Thread(target=self._look, name="peer-watch", daemon=True)
         self._thread.start()
 
     def give_time(self, seconds: float) -> None:
-        """Give the main thread more time to end by itself, since it knows of the failure and is ending other ranks."""
+        """Give the main thread more time to end by itself: it has seen the failure and is ending other ranks."""
         self._patience = GRACE + seconds
 
     def stop(self) -> None:
@@ -110,7 +110,7 @@ class PeerWatch:
             self._thread.join(5)
 
     def views(self) -> list[RankView]:
-        """Views of all ranks as they are now; reads every file of the run."""
+        """Read every file of the run, and return the present views of all ranks."""
         dead = self._children()
         views = read_run(self._folder)
         for view in views:
@@ -122,7 +122,7 @@ class PeerWatch:
         """Report the rank to blame for a failed collective, and return the text of the error.
 
         Args:
-            doing: description of what this rank waited in.
+            doing: description of the failed action.
         """
         self._recorder.set_state(State.LOST, doing)
         begun = time.monotonic()
@@ -135,10 +135,10 @@ class PeerWatch:
                 break
             time.sleep(max(0.05, now - before))
         self.report(views, diagnosis)
-        return f"{doing}: {diagnosis.reason or 'no other rank is seen to be dead, stopped or behind'}"
+        return f"{doing}: {diagnosis.reason or 'found no other rank that is dead, stopped or behind'}"
 
     def report(self, views: Sequence[RankView], diagnosis: Diagnosis) -> None:
-        """Print the table on the lowest surviving rank, and a line on others or after an error, once.
+        """Log the table on the lowest surviving rank, and one line on the others or if the culprit raised; only once.
 
         Args:
             views: views of all ranks.
@@ -154,12 +154,12 @@ class PeerWatch:
                 note_process_state(self._folder, view.rank, int(view.process.state), view.process.status or 0)
         survivors = {view.rank for view in views if view.is_alive or view.rank == self._rank}
         if self._rank != min(survivors - set(diagnosis.culprits), default=self._rank):
-            _log.error("Rank %d has lost its job: %s", self._rank, diagnosis.reason or "nobody stands out")
+            _log.error("Rank %d: the job has failed: %s", self._rank, diagnosis.reason or "no rank stands out")
             return
         text = render(views, diagnosis, time.time_ns())
         has_raised = any(view.state == State.RAISED for view in culprits[:1])  # and prints its error
         text = f" {text.splitlines()[0]}; actions" if has_raised else f"\n{text}\nActions"
-        _log.error("Rank %d has lost its job.%s of all ranks: %s", self._rank, text, self._folder)
+        _log.error("Rank %d: the job has failed.%s of all ranks: %s", self._rank, text, self._folder)
 
     def _report_fact(self) -> None:
         views = self.views()
@@ -177,13 +177,13 @@ class PeerWatch:
                 continue
             if trouble is None:
                 trouble = time.monotonic()
-            elif not self._has_reported:  # now, since this process may be ended by another one
+            elif not self._has_reported:  # report now: another process may end this one at any time
                 self._report_fact()
             if time.monotonic() - trouble >= patience and not self._over.is_set():
                 self._end(reason)
 
     def _pause(self, has_trouble: bool) -> float:
-        """Seconds to the next look: at the latest when a collective that is under way should have timed out."""
+        """Seconds until the next check; less if the running collective should have timed out before that."""
         pause = EVERY / 2 if has_trouble else EVERY
         left = self._timeout + LATE - self._waited
         return min(pause, left) if self._waited and left > 0 else pause
@@ -195,8 +195,8 @@ class PeerWatch:
         return (time.time_ns() - since) / 1e9 if since else 0.0
 
     def _trouble(self) -> tuple[str | None, float]:
-        """Reason for which this rank cannot go on, if any, and the seconds that it has to find out by itself."""
-        if self._recorder.state == State.RAISED:  # its hooks may take as long as a collective, but not hang
+        """Reason to end this rank, if any, and the seconds that it has to end by itself."""
+        if self._recorder.state == State.RAISED:  # its hooks and teardown may take as long as a collective
             patience = min(self._timeout, ENDING)
             if (time.time_ns() - self._recorder.state_since) / 1e9 > patience:
                 return f"it raised an error {patience:.0f} s ago and has not ended yet", 0.0
@@ -206,11 +206,11 @@ class PeerWatch:
         if (failed := self._failed_peer()) is not None:
             return f"rank {failed.rank} has failed", self._patience
         if self._waited > self._timeout + LATE:
-            return f"what it waits for has not come in {self._timeout:.0f} s", 0.0
+            return f"other ranks have kept it waiting for more than {self._timeout:.0f} s", 0.0
         return None, 0.0
 
     def _failed_peer(self) -> FailureProbe | None:
-        """A rank that has failed: one of this host, or of the ranks of other hosts whose turn it is."""
+        """First failed rank, if any, among those of this host and the next few of other hosts."""
         if self._failed is not None and self._failed.has_failed():
             return self._failed
         count = REMOTE_WAITING if self._waited > LONG else REMOTE
@@ -220,12 +220,12 @@ class PeerWatch:
         return self._failed
 
     def _end(self, reason: str) -> None:
-        """End this process: its main thread waits in vain, or runs code that does not know of the failure."""
+        """End this process, whose main thread waits in vain or runs code that has not noticed the failure."""
         self._recorder.set_state(State.LOST, reason)
         views = self.views()
         self.report(views, diagnose(views))
-        if self._failed is None:  # else the report has named the folder
-            print(f"Rank {self._rank} is ended, since {reason}; it was here:", file=sys.stderr, flush=True)
+        if self._failed is None:  # otherwise the stacks go to the folder that the report names
+            print(f"Rank {self._rank} is ended, since {reason}; its stacks:", file=sys.stderr, flush=True)
         stack = self._folder / f"stack-of-rank-{self._rank}.txt"
         with suppress(OSError), nullcontext(sys.stderr) if self._failed is None else stack.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)

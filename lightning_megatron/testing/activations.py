@@ -19,7 +19,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.stage import StageBoundary, StageLayers, StageReached
 
-# A backend's own threads may hold what they have sent for a moment longer.
+# A backend's own threads may hold sent tensors for a moment longer.
 _READINGS = 10
 
 
@@ -41,7 +41,7 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def nbytes(self, *, but: Iterable[Tensor] = ()) -> int:
-        """Bytes that are alive now, without those of some tensors."""
+        """Bytes of all live storages, except those of the tensors in ``but``."""
         alive = [storage for ref in self._seen.values() if (storage := ref()) is not None]
         left_out = {tensor.untyped_storage().data_ptr() for tensor in but}
         return sum(storage.nbytes() for storage in alive if storage.data_ptr() not in left_out)

@@ -62,7 +62,7 @@ CASES = [
 def count(case: Case, device: str, parts: tuple[str, ...] = PARTS) -> dict[str, CompilerCounts]:
     """Graphs and breaks of each part in one forward and backward, on this rank.
 
-    Each part is compiled alone, in a model of two equal layers, whose graphs are one; a backward is not counted.
+    Each part is compiled by itself, in a model of two equal layers that share a graph; backward graphs do not count.
 
     Args:
         case: model and layout.

@@ -1,4 +1,4 @@
-"""One job twice: rehearsed on fake tensors, and run by real processes under the same tracker."""
+"""Memory of one job by two ways: a rehearsal on fake tensors, and a run of real processes under the same tracker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_megatron.rehearsal.world import TOPK
 from lightning_megatron.testing.trainer import quiet_trainer
 
 STEPS = 8
-"""Steps of a real run; in the first three, replicas are compared, which a rehearsal leaves out."""
+"""Steps of a real run; the first three compare replicas, which a rehearsal leaves out."""
 _FIRST = 3
 
 
@@ -55,8 +55,8 @@ class Measured:
     """Bytes of one rank.
 
     Attributes:
-        peak: most bytes in a step; of a real run in the leanest one, since a thread of gloo may hold a buffer longer.
-        after_step: bytes after it.
+        peak: peak of a step; of a real run the lowest of all steps, since a thread of gloo may hold a buffer longer.
+        after_step: bytes after the last step.
         moment: moment of the peak.
         by_cause: bytes at that moment, by cause.
     """
@@ -68,7 +68,7 @@ class Measured:
 
 
 class _EvenlyRouted(StorageTracker):
-    """Tracker of a run whose routers choose experts evenly, as a rehearsal's do: rows of experts depend on the choice.
+    """Tracker that makes routers choose experts evenly, as in a rehearsal, since the experts' memory depends on it.
 
     Args:
         place: place of the program.

@@ -38,7 +38,7 @@ def enabled() -> bool:
 
 
 def become_a_node(rank: int) -> None:
-    """Make NCCL treat this process as a host of its own; to be called before its first communicator."""
+    """Make NCCL treat this process as a separate host; call it before the first communicator is created."""
     os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
     torch.cuda.set_device(0)
 

@@ -17,7 +17,7 @@ from lightning_megatron.params import ParamSpec, ShardRanks, named_specs
 
 
 def whole(local: Tensor, spec: ParamSpec, mesh: ParallelMesh) -> Tensor:
-    """Gather the whole tensor of which this rank holds ``local``; padding is cut.
+    """Gather the whole tensor of which this rank holds the shard ``local``, without padding.
 
     Raises:
         AssertionError: if a tensor that all ranks should hold whole differs between them.
@@ -49,9 +49,9 @@ def whole_parameters(model: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
 
 
 def whole_gradients(model: nn.Module, mesh: ParallelMesh, *, sum_over_tp: bool = True) -> dict[str, Tensor]:
-    """Gather every gradient of the whole model, by global name; those that need it are summed first.
+    """Gather every gradient of the whole model, by global name; partial gradients are summed first.
 
-    Gradients of experts come from the tokens of some ranks: they are summed over the expert-data axis.
+    Each replica of an expert sees the tokens of some ranks, so its gradient is summed over the expert-data axis.
 
     Args:
         model: model after ``backward``; a parameter without gradient counts as one with a zero gradient.

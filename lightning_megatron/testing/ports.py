@@ -1,4 +1,4 @@
-"""A port for a job that takes it later."""
+"""Choice of a free port for a job that binds it later."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 from contextlib import suppress
 
 _BELOW = 32768
-"""The system gives ports from here on to outgoing connections (``net.ipv4.ip_local_port_range``), at any moment."""
+"""First port that the system may assign to outgoing connections (``net.ipv4.ip_local_port_range``)."""
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses, and that no outgoing connection gets."""
+    """A port of this machine that is not in use, and that no outgoing connection gets."""
     while True:
         port = random.SystemRandom().randrange(_BELOW // 2, _BELOW)
         with socket.socket() as asked, suppress(OSError):

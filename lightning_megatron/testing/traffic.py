@@ -41,9 +41,9 @@ class Amount:
 
 
 class TrafficLog(ActionLog):
-    """Log that also adds up the collectives and messages of its rank.
+    """Log that also sums up the collectives and messages of its rank.
 
-    It takes the place of a recorder's log before the mesh is made: ``recorder.main = TrafficLog(recorder, 0)``.
+    It replaces the recorder's log before the mesh is created: ``recorder.main = TrafficLog(recorder, 0)``.
 
     Args:
         recorder: recorder of the rank.
@@ -68,7 +68,7 @@ class TrafficLog(ActionLog):
         return token
 
     def wait(self, token: int) -> int:
-        """Begin to time a wait for a collective that runs already."""
+        """Start timing a wait for a collective that is already running."""
         number = token >> 4
         if number in self._begun:
             self._begun[number] = self._begun[number][0], perf_counter()

@@ -40,7 +40,7 @@ class PoolEnvironment(GivenRanks):
 class Recorder(Logger):
     """Logger that keeps the metrics of a run as plain numbers, on every rank.
 
-    It is not a callback, since a foreign callback would turn off the overlapped gather.
+    It is not a callback, since an unknown callback would turn off the overlapped parameter gather.
 
     Attributes:
         rows: metrics of each call, with the ``step``.
@@ -63,14 +63,14 @@ class Recorder(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> None:
-        """Nothing."""
+        """No experiment object."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Keep a row."""
+        """Append the metrics as a row."""
         self.rows.append({"step": float(step or 0), **{name: float(value) for name, value in metrics.items()}})
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing is kept."""
+        """Ignore hyperparameters."""
 
     def series(self, name: str) -> list[float]:
         """All values logged under a name, in order."""
@@ -85,7 +85,7 @@ def kind_in_tests() -> devices.DeviceKind:
 
 
 def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
-    """Create a Trainer on all ranks of the process group that logs every step to ``logger`` and prints nothing.
+    """Create a Trainer for all ranks of the process group that prints nothing, and logs every step to ``logger``.
 
     It trains on the CPU; or, with our strategy, on a Gaudi if there is one, or on the card that all ranks share.
     Lightning's strategies are the reference of comparisons, and stay on the CPU.

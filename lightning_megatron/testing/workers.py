@@ -1,4 +1,4 @@
-"""A pool of gloo processes that serves a whole test session.
+"""Pool of gloo processes for a whole test session.
 
 Importing torch and Lightning takes seconds, so a spawn per test would cost more than the test. Here a fork server
 imports them once, workers are forked from it once, and each call costs milliseconds: it sends a function to the first
@@ -95,7 +95,7 @@ def _serve(rank: int, tasks: Connection, stacks: str, cards: int) -> None:
     stack_file = open(stacks, "w")  # noqa: SIM115 - faulthandler keeps it for the life of the process
     faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
     environment = dict(os.environ)
-    gc.freeze()  # what is imported stays: a collection need not look at it
+    gc.freeze()  # imported objects stay alive: collections can skip them
     while (task := tasks.recv()) is not None:
         store = dist.FileStore(  # type: ignore[attr-defined]
             task.store, task.world_size
@@ -124,11 +124,11 @@ def _serve(rank: int, tasks: Connection, stacks: str, cards: int) -> None:
                     drain_group(dist.group.WORLD)
         else:
             # A group that could not be joined keeps its number, and this rank would look for the next one under
-            # another name than its peers do. The end of any group has torch count from 0 again.
+            # another name than its peers do. Destroying any group resets torch's count to 0.
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(devices.CPU.backend, store=alone, rank=0, world_size=1)
         dist.destroy_process_group()
-        # Seeds and the like that a Trainer has left there, of fewer ranks maybe than the next function runs on.
+        # A Trainer leaves variables such as seeds there, which need not suit the next function's ranks.
         os.environ.clear()
         os.environ.update(environment)
         torch.use_deterministic_algorithms(False)
@@ -139,7 +139,7 @@ def _serve(rank: int, tasks: Connection, stacks: str, cards: int) -> None:
 
 
 def _end_with_the_parent() -> None:
-    """End with the parent: a worker that is stuck in a collective would not see that it has gone."""
+    """Exit when the parent exits: a worker that is stuck in a collective would not notice it."""
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
@@ -158,10 +158,10 @@ class WorkerPool:
 
     Args:
         size: the most ranks a call may ask for.
-        timeout: seconds after which a call is given up, all stacks are shown and the pool is started anew.
+        timeout: seconds after which a call fails with the stacks of all workers, and the pool is restarted.
         grace: seconds that workers have to leave a group after a call, or to end, before they are killed.
-        takes_cards: True if each worker takes a real Gaudi card; such workers are spawned, for Gaudi's software does
-            not survive a fork.
+        takes_cards: True if each worker acquires a real Gaudi card; such workers are spawned, since Gaudi's software
+            does not survive a fork.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class WorkerPool:
         self._calls = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run ``function(*args, **kwargs)`` on ranks ``0 .. world_size-1`` and return what each returned, by rank.
+        """Run ``function(*args, **kwargs)`` on ranks ``0 .. world_size-1`` and return the results by rank.
 
         Args:
             world_size: ranks of the process group.
@@ -201,11 +201,11 @@ class WorkerPool:
                 tasks.send(task)
             outcomes = self._collect(busy)
             self._see_off(busy)
-        except BaseException:  # an answer that comes later would be taken for the next call's
+        except BaseException:  # a late answer would be mistaken for one of the next call
             self.close()
             raise
         store.unlink(missing_ok=True)
-        # A rank that fails makes its peers fail in gloo: show the one that began it.
+        # A rank that fails makes its peers fail in gloo: show the one that failed first.
         failed = {rank: value for rank, (fine, value) in outcomes.items() if not fine}
         if failed:
             first = min(failed, key=lambda r: (any(word in failed[r][1] for word in _VICTIMS), r))
@@ -247,7 +247,7 @@ class WorkerPool:
 
     def _see_off(self, busy: dict[int, Connection]) -> None:
         """Wait until all have left their group. If one does not in time, or dies, close the pool."""
-        if not self._workers:  # given up already
+        if not self._workers:  # already closed
             return
         deadline = time.monotonic() + self.grace
         try:
@@ -268,7 +268,7 @@ class WorkerPool:
         deadline = time.monotonic() + self.grace
         while not all(file.stat().st_size for file in files) and time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(1.0)  # for the rest of them
+        time.sleep(1.0)  # until all stacks are written
         for rank in ranks:
             shown.append(f"--- rank {rank} ---\n{(self._directory / f'stack-{rank}').read_text()}")
         return "\n".join(shown)
@@ -302,7 +302,7 @@ class WorkerPool:
         deadline = time.monotonic() + self.grace
         for process, _ in self._workers:
             process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():  # deaf to it: it runs a handler of its own, or never comes back to Python
+            if process.is_alive():  # ignores SIGTERM: it has its own handler, or never returns to Python
                 process.kill()
                 process.join()
         self._workers.clear()

@@ -254,5 +254,5 @@ class Packed(MegatronDataModule):
 
 def test_packed_data_is_refused_before_training(tmp_path: Path) -> None:
     data = Packed(str(tmp_path / "absent"), 8)
-    with pytest.raises(ConfigError, match="data='Packed': FusedSDPA takes no bounds of documents"):
+    with pytest.raises(ConfigError, match="data='Packed': FusedSDPA takes no document bounds"):
         quiet_trainer(MegatronHPUStrategy(), accelerator="hpu").fit(LlamaModule("llama-tiny", num_layers=1), data)

@@ -1,4 +1,4 @@
-"""A copy of a state in host memory, of which a part may be made while training goes on."""
+"""Copy of a state in host memory; a part of it may be copied while training goes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 3
 
 
 class HostCopy:
-    """Host memory for one copy of a state, allocated once and used again by later copies.
+    """Host memory for one copy of a state, allocated once and reused by later copies.
 
     Each chunk has a storage of its own, because torch.distributed.checkpoint copies views of larger storages again.
     Keys that show the same memory (fp32 parameters, which are their own main values) share one copy.
@@ -31,7 +31,7 @@ class HostCopy:
         self._memory: dict[tuple[str, Box, torch.dtype], Tensor] = {}
 
     def begin(self, state: State, late: Collection[str] = (), replicas: bool = False) -> StateCopy:
-        """Copy a state over the previous copy, but for a part that may be copied later.
+        """Copy a state over the previous copy, except for a part that may be copied later.
 
         Args:
             state: fragments of live memory, and plain values; lazy tensors cannot be copied.
@@ -62,7 +62,7 @@ class HostCopy:
         return StateCopy(found, late, self.memory_for)
 
     def memory_for(self, key: str, chunk: Chunk) -> Tensor:
-        """The memory that copies of a chunk go to; what it holds is of an earlier copy."""
+        """Host memory for copies of a chunk; it may still hold an earlier copy."""
         place = key, chunk.box, chunk.data.dtype
         if place not in self._memory:
             self._memory[place] = devices.host_memory(chunk.data)
@@ -87,10 +87,10 @@ class StateCopy:
             self._is_copied.set()
 
     def finish(self) -> State:
-        """Copy the rest, on the calling thread alone, and return the state without any live memory.
+        """Copy the rest, on the calling thread alone, and return a state that refers to no live memory.
 
         Raises:
-            CheckpointError: if somebody has written what was still to be copied.
+            CheckpointError: if the live memory was written before it was copied.
         """
         try:
             for key, value in self._late.items():
@@ -112,7 +112,7 @@ class StateCopy:
         self._is_copied.wait()
 
     def release(self) -> None:
-        """End all waiting, also where copying has failed."""
+        """Wake all waiting threads, even if copying has failed."""
         self._late = {}
         self._is_copied.set()
 
@@ -122,5 +122,5 @@ class StateCopy:
         return replace(chunk, data=memory)
 
     def _versions_now(self) -> dict[str, list[int]]:
-        """Counts of the writes into live memory, by key. A write through ``tensor.data`` is not counted."""
+        """Write counters of the live memory, by key. Writes through ``tensor.data`` are not counted."""
         return {key: [chunk.data._version for chunk in value.chunks] for key, value in self._late.items()}

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Writes one checkpoint at a time on a thread, which talks to the threads of other ranks over its own group.
+    """Writes one checkpoint at a time on a thread, which communicates with those of other ranks over its own group.
 
     It is a thread and not a process because Gaudi's runtime does not survive a fork. Every rank has a writer, and all
     ranks call :meth:`begin`, :meth:`wait` and :meth:`close` in the same order. Removals and changes of links wait until
@@ -42,8 +42,8 @@ class BackgroundWriter:
     (:meth:`catch_up`), because code that makes a link there reads the folder first.
 
     Args:
-        mesh: ranks that save together; all of them must construct a writer, because this makes the group.
-        timeout: time after which a rank without answers fails.
+        mesh: ranks that save together; all of them must construct a writer, because this creates the group.
+        timeout: timeout of the group: a rank that waits longer for the others fails.
     """
 
     def __init__(self, mesh: ParallelMesh, timeout: timedelta | None = None) -> None:
@@ -62,10 +62,10 @@ class BackgroundWriter:
     def begin(self, pending: PendingSave) -> Callable[[], None]:
         """Wait for the previous checkpoint, copy this one to the host and begin to write it.
 
-        Of ``pending.late``, only references are taken: the thread copies it first.
+        Fragments in ``pending.late`` are not copied here: the thread copies them first.
 
         Returns:
-            Function that waits until that is copied, too; to be called before it is written.
+            Function that waits until those are copied, too; call it before you write into them.
 
         Raises:
             CheckpointError: on every rank, if the previous checkpoint has failed, or the copy fails on any.
@@ -92,7 +92,7 @@ class BackgroundWriter:
         return begun.wait
 
     def finish_copy(self) -> None:
-        """Wait until no memory of the caller's is read any more. The checkpoint may still be written."""
+        """Wait until the caller's memory is no longer read. The checkpoint may not be on the disk yet."""
         if self._copy is not None:
             self._copy.wait()
 
@@ -129,7 +129,7 @@ class BackgroundWriter:
             self._remove_unlinked()
 
     def keep_links(self) -> None:
-        """Point links to the checkpoint that is being written back to their old targets until it is durable.
+        """Point links that lead to the unfinished checkpoint back to their old targets until it is durable.
 
         If it is durable already, the old targets may be removed. Code that makes a link to the checkpoint at once
         (``save_last="link"``) must call this next, on rank 0.
@@ -158,7 +158,7 @@ class BackgroundWriter:
             self._own_mesh.destroy_host_group()
 
     def _write(self, pending: PendingSave, begun: StateCopy) -> None:
-        """Body of the thread."""
+        """Body of the writer thread."""
         try:
             with self._own_mesh.host.during(Kind.WRITE, str(pending.path)):
                 self._copied(pending, begun).write(self._own_mesh)
@@ -189,7 +189,7 @@ class BackgroundWriter:
         self._remove_unlinked()
 
     def _remove_unlinked(self) -> None:
-        """Remove on a thread, so that no training step waits for the disk."""
+        """Remove unlinked checkpoints on a thread, so that no training step waits for the disk."""
         free, self._removals = unlinked(self._removals)
         if free:
             self._join_remover()

@@ -27,10 +27,10 @@ from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_packed_
 from lightning_megatron.errors import CheckpointError
 
 _THREADS = 4
-_TASK_BYTES = 1 << 24  # of one task of a thread
-_SCRATCH_BYTES = 1 << 18  # of rows that are read together, if only parts of them are wanted; they stay in the cache
-_ROW_BYTES = 1 << 10  # of rows that are read one by one to places that lie apart
-_VECTORS = 512  # rows for one call of the system
+_TASK_BYTES = 1 << 24  # per task of a thread
+_SCRATCH_BYTES = 1 << 18  # of rows that are read together if only parts of them are needed; they fit the CPU cache
+_ROW_BYTES = 1 << 10  # minimum length of a row that is read straight to its own place in memory
+_VECTORS = 512  # rows per call of ``os.preadv``
 _READS_VECTORS = hasattr(os, "preadv")
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -53,7 +53,7 @@ class _Read:
 
     @classmethod
     def of(cls, file: Path, values: Values, offsets: tuple[int, ...], target: Tensor) -> _Read:
-        """A box of any tensor; a scalar is read as a row of one."""
+        """A box of any tensor; a scalar is read as a row of one element."""
         if values.shape:
             return cls(file, values, offsets, target)
         return cls(file, replace(values, shape=(1,)), (0,), target.view(1))
@@ -76,11 +76,11 @@ class _Read:
 
     @property
     def has_long_rows(self) -> bool:
-        """True if each row is one range of memory that is long enough to be read there by itself."""
+        """True if each row of the target is contiguous and long enough for a read of its own."""
         return self.target[0].is_contiguous() and self.row_bytes >= _ROW_BYTES
 
     def rows(self, first: int, count: int) -> _Read:
-        """The part of the box with some indices of the first dimension, counted in the box."""
+        """The part of the box with ``count`` indices of the first dimension, from the box's index ``first`` on."""
         offsets = (self.offsets[0] + first, *self.offsets[1:])
         return replace(self, offsets=offsets, target=self.target.narrow(0, first, count))
 
@@ -105,7 +105,7 @@ class BoxReader(FileSystemReader):
         """Fill the memory that the planner names.
 
         Raises:
-            CheckpointError: if a file is truncated, or packed.
+            CheckpointError: if a file is truncated, or compressed.
         """
         boxes, others = self._split(plan, planner)
         straight = [box for box in boxes if box.is_plain_memory]
@@ -190,7 +190,7 @@ def _fill(stream: Any, box: _Read, scratch: Tensor) -> None:
 
 
 def _read_rows(stream: Any, box: _Read) -> None:
-    """Read rows that lie apart in memory, many with one call of the system."""
+    """Read rows that are not contiguous in memory, many per call of ``os.preadv``."""
     numbers = _NUMBERS[box.target.element_size()]
     rows = box.target.flatten(1) if box.target.ndim > 1 else box.target.unsqueeze(1)
     memory = list(rows.view(numbers).numpy().view("u1"))
@@ -206,7 +206,7 @@ def _read_rows(stream: Any, box: _Read) -> None:
 
 
 def _read_and_copy(stream: Any, box: _Read, scratch: Tensor, count: int) -> None:
-    """Read whole rows of the file, ``count`` at a time, and copy what is wanted of them."""
+    """Read whole rows of the file, ``count`` at a time, and copy the needed parts of them."""
     stream.seek(box.values.start + box.offsets[0] * box.row_bytes)
     for first in range(0, box.target.shape[0], count):
         part = box.target[first : first + count]
@@ -219,7 +219,7 @@ def _read_and_copy(stream: Any, box: _Read, scratch: Tensor, count: int) -> None
 
 
 def _copy(rows: Tensor, target: Tensor, box: _Read) -> None:
-    if box.is_plain_memory:  # by numpy: each thread of ours that calls torch would get threads of torch's own
+    if box.is_plain_memory:  # by numpy: torch would start threads of its own for each of our threads
         numbers = _NUMBERS[target.element_size()]
         target.view(numbers).numpy()[...] = rows.view(numbers).numpy()
     else:

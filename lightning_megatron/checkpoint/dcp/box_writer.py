@@ -1,6 +1,6 @@
 """Boxes of tensors, written from the memory that holds them.
 
-torch's own writer copies views of larger storages, and makes check sums, writes and waits for the disk in turn.
+torch's own writer copies views of larger storages, and computes checksums, writes and waits for the disk in turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BoxWriter(FileSystemWriter):
 
     Args:
         path: directory to write into.
-        single_file: True for one file per rank; else one for each item, so that only one is in memory.
+        single_file: True for one file per rank; else one for each item, so that only one item is in memory.
 
     Attributes:
         records: length and hash of each file that has been written, by name.
@@ -70,9 +70,9 @@ class BoxWriter(FileSystemWriter):
 
 
 def _with_own_storage(data: Tensor) -> Tensor:
-    """A tensor on the host row by row, without the rest of a larger storage; the same memory if it can be."""
+    """The tensor, contiguous in host memory, without the rest of a larger storage; a view if possible."""
     data = data.detach().cpu().contiguous()
-    if data.numel() == 1:  # its strides may be any, which no other tensor's can
+    if data.numel() == 1:  # unlike any other contiguous tensor, it may have arbitrary strides
         return data.reshape(()).clone().view(data.shape)
     if data.untyped_storage().nbytes() == data.nbytes:
         return data

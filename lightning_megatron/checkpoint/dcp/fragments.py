@@ -61,7 +61,7 @@ from lightning_megatron.params import Box
 def write_fragments(directory: Path, state: State, mesh: ParallelMesh, action: str) -> dict[str, FileRecord]:
     """Write a state as ``.metadata`` and one ``__R_0.distcp`` per rank. Every rank must call this.
 
-    Lazy tensors get a file each, so that each can be let go when its file is on the disk.
+    Lazy tensors get a file each, so that each can be freed when its file is on the disk.
 
     Returns:
         Lengths and hashes of the files that this rank has written, by name, made from the bytes in memory.
@@ -124,7 +124,7 @@ def _shard(key: str, value: Fragment | LazyTensor, box: Box) -> WriteItem:
 class FragmentSavePlanner(SavePlanner):
     """Writes the chunks of fragments that are this rank's to write, and any other value once in the job.
 
-    A :class:`LazyTensor` is made when its turn comes, and let go when it is written.
+    A :class:`LazyTensor` is materialized when its turn comes, and freed when it is written.
     """
 
     def set_up_planner(
@@ -166,7 +166,7 @@ class FragmentSavePlanner(SavePlanner):
         return plans, replace(metadata, planner_data=paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """The plan, unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
@@ -184,7 +184,7 @@ class FragmentSavePlanner(SavePlanner):
 
 
 def _without_repeats(plans: list[SavePlan]) -> list[SavePlan]:
-    # The state builders give each box one writer. They cannot know modules of the user's that have one name on several
+    # The state builders give each box one writer. They do not know modules of the user's that have one name on several
     # pipeline stages, nor values that are no tensors, which every rank offers.
     seen: set[object] = set()
 
@@ -232,11 +232,11 @@ class FragmentLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads for itself."""
+        """The plans, unchanged: every rank reads for itself."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """The plan, unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

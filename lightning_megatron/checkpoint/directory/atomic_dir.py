@@ -44,7 +44,7 @@ class Unfinished(NamedTuple):
 
     @classmethod
     def parse(cls, entry: Path) -> Unfinished | None:
-        """Parse a name; ``None`` for another kind of entry."""
+        """Parse an entry's name; ``None`` if it is not that of an unfinished entry."""
         match = _UNFINISHED.fullmatch(entry.name)
         if match is None:
             return None
@@ -90,7 +90,7 @@ def among_unfinished(entry: Path, make: Callable[[], object]) -> None:
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
             make()
-        except (FileNotFoundError, FileExistsError):  # mkdir says "exists" of a folder that is removed as it looks
+        except (FileNotFoundError, FileExistsError):  # mkdir says "exists" if the folder is removed meanwhile
             if attempt == _ATTEMPTS - 1:
                 raise
         else:
@@ -153,7 +153,7 @@ def link_end(link: Path, target: str) -> Path:
 
 
 def remove_unlinked(paths: Iterable[Path]) -> list[Path]:
-    """Remove checkpoints to which no link beside them leads, and return the others; all paths are absolute."""
+    """Remove checkpoints that no link in their folder points to, and return the others; all paths are absolute."""
     free, waiting = unlinked(paths)
     for path in free:
         remove(path)
@@ -161,7 +161,7 @@ def remove_unlinked(paths: Iterable[Path]) -> list[Path]:
 
 
 def unlinked(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """Split absolute paths into those without a link beside them that leads there, links first, and the others.
+    """Split absolute paths into those that no link in their folder points to (links first), and the others.
 
     A link that is itself among the paths does not count.
     """

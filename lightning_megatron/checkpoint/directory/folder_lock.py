@@ -1,9 +1,9 @@
 """A folder of checkpoints belongs to one run at a time.
 
 The lock is a directory in the folder of unfinished work. It is made elsewhere and renamed, which fails on every file
-system if a lock is there already. It names its process, which other processes on the same machine look up; for those
-elsewhere a thread renews its time stamp, by the clock of the file system. The lock of a dead process is renamed to a
-name derived from the lock's own: of two processes that find it only one succeeds, and a newer lock is never removed.
+system if a lock is there already. It names its process, which other processes on the same machine look up; for those on
+other machines a thread renews its time stamp, by the file system's clock. The lock of a dead process is renamed to a
+name derived from the lock's own: of two processes that find it, only one succeeds, and a newer lock is never removed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FolderLock:
 
         Args:
             patience: seconds to wait for another run to end.
-            say: function that gets one message about the run that is waited for.
+            say: function that gets one message about the run that holds the lock.
 
         Raises:
             FolderInUseError: if another run still holds it; the text names that run.
@@ -90,7 +90,7 @@ class FolderLock:
         return self._lock.exists()
 
     def is_ours(self) -> bool:
-        """True unless another run has taken it, because this process gave no sign of life for too long."""
+        """True unless this process gave no sign of life for too long, and another run took the lock."""
         note, _ = self._look()
         return note is not None and note.get("mark") == self._mark
 
@@ -130,14 +130,14 @@ class FolderLock:
         except FileNotFoundError:
             return None, 0.0
         try:
-            with (self._lock / _NOTE).open() as stream:  # opening asks a server for the times that hold now
+            with (self._lock / _NOTE).open() as stream:  # opening makes a file server send the current times
                 times = os.fstat(stream.fileno())
                 note = json.load(stream)
         except FileNotFoundError:
             if not self._is_still(seen):
                 return None, 0.0
             note = {}
-        except ValueError:  # a machine went down before it was on the disk
+        except ValueError:  # a machine went down before the note was on the disk
             note = {}
         return note, now - times.st_mtime
 
@@ -164,11 +164,11 @@ class FolderLock:
 
     def _take_away(self, mark: str) -> Path:
         away = self._beside(mark, "removing")
-        os.rename(self._lock, away)  # fails if it is there: the lock of that mark is gone, and this is another one
+        os.rename(self._lock, away)  # fails if ``away`` exists: the lock of that mark is gone, and this is another one
         return away
 
     def _beside(self, mark: str, kind: Kind) -> Path:
-        """A path whose leftovers are cleared once the process of that mark is dead."""
+        """A path beside the lock; leftovers there are cleared once the process of that mark is dead."""
         return self._lock.with_name(f"{_NAME}.{mark}.{kind}")
 
     def _beat(self) -> None:

@@ -1,7 +1,7 @@
 """Leftovers of dead runs in a folder of checkpoints: restored where they are complete, and cleared otherwise.
 
-Only work without a living owner is touched. If this process can look up the owner, that is when the owner has ended;
-for an owner on another machine or in another container, when nothing has been written for an hour.
+Only work of a dead owner is touched. An owner that this process can look up is dead if its process has ended; an owner
+on another machine or in another container, if nothing has been written for an hour.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def remove_stale(folder: Path, dead_after: float = DEAD_AFTER) -> list[str]:
 
     Args:
         folder: folder of checkpoints.
-        dead_after: seconds without a write, by the clock of the file system, after which work counts as abandoned; for
-            work of this process, and of processes that cannot be looked up.
+        dead_after: seconds without a write, by the clock of the file system, after which work counts as abandoned; it
+            applies to work of this process, and of processes that cannot be looked up.
 
     Returns:
         Names of the entries that were cleared or restored.

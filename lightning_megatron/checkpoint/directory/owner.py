@@ -2,7 +2,7 @@
 
 A process is identified by its number and its start time in the kernel, which together are never reused. Both are valid
 only in one place: the same boot of a machine and the same PID namespace, since each container has its own. Processes
-elsewhere cannot be looked up; only the times of their files tell something.
+elsewhere cannot be looked up; only the times of their files show whether they are alive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Owner:
 
     @classmethod
     def of_mark(cls, text: str) -> Owner | None:
-        """The process that has made a mark; ``None`` for another text."""
+        """The process that has made a mark; ``None`` if the text is not a mark."""
         match = _MARK.fullmatch(text)
         return None if match is None else cls(match[1], int(match[2]), int(match[3]))
 

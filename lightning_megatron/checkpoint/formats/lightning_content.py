@@ -1,4 +1,4 @@
-"""Lightning's dictionary for a single file, put together from what the ranks of any layout hold."""
+"""Lightning's checkpoint dictionary for a single file, assembled from the parts of all ranks in any layout."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class SavedName(NamedTuple):
 
     Attributes:
         name: the name.
-        key: key under which the state has its value.
-        shape: shape of it in a model on one rank, padding included.
+        key: key of its value in the state.
+        shape: its shape in a model on one rank, padding included.
     """
 
     name: str
@@ -34,12 +34,12 @@ class SavedName(NamedTuple):
 
 
 class RankPart(NamedTuple):
-    """The part of one rank in a state, but for the values of tensors.
+    """One rank's part of a state, without the values of tensors.
 
     Attributes:
         names: names of the model and of its other versions on this rank.
         kinds: dtype and shape of each tensor.
-        boxes: boxes of each that this rank saves.
+        boxes: boxes of each tensor that this rank saves.
         plain: all other values.
     """
 
@@ -85,7 +85,7 @@ def _version(held: Sequence[Sequence[SavedName]], values: Mapping[str, Any]) -> 
 
 
 def _optimizer(index: int, values: Mapping[str, Any], order: list[str] | None, *, has_state: bool) -> dict[str, Any]:
-    """One entry of ``optimizer_states``; ``order`` is that of the names where groups have them stage by stage."""
+    """One entry of ``optimizer_states``; ``order`` is the model's order of names if groups list them stage by stage."""
     groups = values[groups_key(index)]
     if order is not None:
         place = {name: number for number, name in enumerate(order)}
@@ -101,10 +101,10 @@ def _slots(parts: Sequence[RankPart]) -> dict[str, TensorSlot]:
 
 
 def in_order_of_definition(stages: Sequence[Sequence[str]]) -> list[str]:
-    """Names of a model that is divided over pipeline stages in the order in which one process has them.
+    """Merge the names of all pipeline stages into the order that a model in one process has.
 
-    The order on each stage stays. Of two names that are alike up to a number, such as those of layers, that with the
-    smaller number comes first; otherwise that of the earlier stage.
+    Each stage's order is kept. Of two names that are equal up to their first number, such as those of layers, the one
+    with the smaller number comes first; otherwise that of the earlier stage.
 
     Args:
         stages: names on each rank.
@@ -134,7 +134,7 @@ def _first_number(name: str) -> tuple[str, int]:
 
 
 def _state_of(index: int, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """State of an optimizer by name of the parameter; main values are in the model's place."""
+    """State of an optimizer by name of the parameter, without main values, which the file holds as the model's."""
     found: dict[str, dict[str, Any]] = {}
     for text, value in values.items():
         key = Key.parse(text)
@@ -144,7 +144,7 @@ def _state_of(index: int, values: Mapping[str, Any]) -> dict[str, dict[str, Any]
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The result of ``Optimizer.state_dict()``: parameters have numbers, group by group."""
+    """The format of ``Optimizer.state_dict()``, which numbers the parameters group by group."""
     names = [name for group in groups for name in group["params"]]
     numbers = iter(range(len(names)))
     told = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]

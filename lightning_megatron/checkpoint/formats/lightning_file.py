@@ -45,15 +45,15 @@ Order = Literal["groups", "definition", "unknown"]
 
 @dataclass(frozen=True)
 class SingleFile:
-    """An opened file; its tensors are mapped, and each rank reads the parts that it needs.
+    """An opened file; its tensors are memory-mapped, and each rank reads the parts that it needs.
 
     Attributes:
         tensors: values of the model, by the keys of this package's checkpoints.
         optimizers: state of each optimizer.
         meta: everything but tensors of the model and its optimizers.
         layout: fields of the layout at the save; empty for a file of Lightning's own strategies.
-        main: family of the keys of main values: the model's, or of a version that the run trains in its place.
-        progress: progress of the run at the save; ``None`` if the file does not tell.
+        main: key family of the main values: the model's, or that of a version that the run trains in its place.
+        progress: progress of the run at the save; ``None`` if the file does not record it.
     """
 
     tensors: Mapping[str, Any]
@@ -84,7 +84,7 @@ class SingleFile:
         try:
             return cls._taken_apart(path, content)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"what the file says of itself is damaged: {error!r}") from None
+            raise CheckpointError(f"the file's metadata is damaged: {error!r}") from None
 
     @classmethod
     def _taken_apart(cls, path: Path, content: dict[str, Any]) -> SingleFile:
@@ -107,9 +107,9 @@ class SingleFile:
         """Values from which a state can be filled.
 
         Args:
-            state: the state to fill, which tells true shapes and the parameters of each optimizer.
-            order: order of the state's groups: the optimizer's, or of those that were put together from pipeline
-                stages, that of definition or none that is known.
+            state: the state to fill; it gives the true shapes and the parameters of each optimizer.
+            order: order of the parameters in the state's groups: the optimizer's own (``"groups"``); for groups merged
+                from pipeline stages, that of definition or an unknown one.
 
         Raises:
             CheckpointError: if the file's optimizers do not fit the state's.
@@ -122,7 +122,7 @@ class SingleFile:
         return FilePart({key: _stripped(value, true.get(key)) for key, value in values.items()})
 
     def _optimizer_values(self, index: int, saved: Mapping[str, Any], state: State, order: Order) -> dict[str, Any]:
-        """State of an optimizer by names; the file numbers parameters, in the order of each group."""
+        """State of an optimizer by parameter name; the file numbers the parameters, in the order of each group."""
         prefix, groups = optimizer_family(index), state[groups_key(index)]
         is_whole = whole_state_key(index, NO_PARAMETER) in state
         has_state = any(key.family == prefix and key.state for key in map(Key.parse, state))
@@ -176,15 +176,15 @@ class FilePart:
 
 
 def record_faults(path: Path, rank: int, ranks: int) -> list[Fault]:
-    """Records of a file whose check sum is wrong; ``torch.load`` does not compare it.
+    """Records of a file with a wrong checksum; ``torch.load`` does not verify it.
 
     Args:
-        path: the file; if it is no archive, opening it says so.
-        rank: number of this rank among those that share the reading.
+        path: the file; one that is no zip archive gives no faults here, because opening it fails.
+        rank: index of this rank among those that share the reading.
         ranks: number of these ranks.
 
     Raises:
-        CheckpointError: if they are packed.
+        CheckpointError: if they are compressed.
     """
     refuse_packed(path)
     if not zipfile.is_zipfile(path):
@@ -192,7 +192,7 @@ def record_faults(path: Path, rank: int, ranks: int) -> list[Fault]:
     faults = []
     with zipfile.ZipFile(path) as archive:
         records = sorted(archive.infolist(), key=lambda record: -record.file_size)
-        # torch writes 0 where it was told to make no check sums.
+        # torch writes 0 if it is told not to compute checksums.
         for record in (record for record in records[rank::ranks] if record.CRC):
             try:
                 with archive.open(record) as stream:
@@ -252,13 +252,13 @@ def _of_no_parameter(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _names_of(
     group: Mapping[str, Any], today: Mapping[str, Any], place: Mapping[str, int], order: Order, prefix: str
 ) -> Sequence[str]:
-    """Names for the numbers of a group: those that the file tells, or today's in the order of the file's numbers."""
+    """Names for the parameter numbers of a group: the file's own, or today's in the order of the numbers."""
     if (told := group.get("param_names")) and place.keys() >= set(told):
         return told
     if order == "unknown":
         raise CheckpointError(
-            f"{prefix} has numbers for names, and this run's groups list parameters in an order of their own, of"
-            " which a stage knows a part: load it with pp=1, and save a checkpoint of that run"
+            f"{prefix} has numbers in place of names, and this run's groups list parameters in an order of their own,"
+            " of which each stage knows only a part: load it with pp=1, and save a checkpoint of that run"
         )
     names = [name for name in today["params"] if name in place]
     return sorted(names, key=place.__getitem__) if order == "definition" else names

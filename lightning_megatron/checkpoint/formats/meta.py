@@ -20,7 +20,7 @@ from lightning_megatron.errors import CheckpointError
 
 META = "meta.pt"
 NOTE = "lightning_megatron"
-"""Key of what this package notes of a checkpoint: the other versions of its weights, and in a single file more."""
+"""Key of this package's own notes: the other versions of the weights, and in a single file also its layout etc."""
 VERSION = "pytorch-lightning_version"
 _TYPES = {
     VERSION: str,
@@ -41,17 +41,17 @@ def is_plain(value: Any) -> bool:
 
 
 def is_surely_plain(value: Any, depth: int = 20) -> bool:
-    """True for lists, tuples and dicts of numbers, strings and tensors: plain, which is known without trying it.
+    """True for lists, tuples and dicts of numbers, strings and tensors, which are plain without a trial save.
 
     Args:
         value: any value.
-        depth: number of containers in one another that are looked into.
+        depth: number of nested containers that are inspected.
     """
     kind = type(value)
     if kind in (str, float, bool, type(None)):
         return True
     if kind is int:
-        return -(1 << 63) <= value < 1 << 63  # others have a form of their own in a pickle
+        return -(1 << 63) <= value < 1 << 63  # larger ones are pickled in another form
     if kind is torch.Tensor:
         return value.layout is torch.strided and value.is_cpu and not value.is_quantized and not vars(value)
     if depth and kind in (list, tuple):
@@ -94,7 +94,7 @@ def refuse_objects(value: Any, what: str, advice: str) -> None:
     """Raise if a value is not plain.
 
     Raises:
-        CheckpointError: with the key path of everything that is not.
+        CheckpointError: with the key path of every object that is not plain.
     """
     if faults := list(objects_in(value)):
         listed = "\n".join(f"  - {fault}" for fault in faults)
@@ -123,7 +123,7 @@ def write_meta(directory: Path, content: bytes) -> None:
 
 
 def type_faults(meta: dict[str, Any]) -> list[str]:
-    """Entries of Lightning's dictionary of another type than Lightning writes, which fail deep inside it."""
+    """Entries of Lightning's dictionary with a wrong type, which would fail deep inside Lightning."""
     return [
         f"{name} is a {type(meta[name]).__name__}, and should be a {kind.__name__}"
         for name, kind in _TYPES.items()
@@ -151,17 +151,17 @@ def read_meta(directory: Path, weights_only: bool) -> dict[str, Any]:
             f"{file} holds objects beside primitives and tensors. Load it with weights_only=False if you "
             f"trust where it comes from: that runs code which is in the file. ({error})"
         ) from None
-    except Exception as error:  # what torch raises for a file that is none of its own is not promised
+    except Exception as error:  # torch does not document what it raises for other files
         raise CheckpointError(f"{file}: damaged, or no file of torch.save: {type(error).__name__}: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds a {type(content).__name__}, and no dictionary of Lightning's")
     if wrong := type_faults(content):
-        raise CheckpointError(f"{file}: what it says of the run is damaged: {'; '.join(wrong)}")
+        raise CheckpointError(f"{file}: the Trainer's state in it is damaged: {'; '.join(wrong)}")
     return content
 
 
 def refuse_other_writers(path: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-    """Raise where a checkpoint was not saved by a Trainer, which Lightning would find out deep inside it."""
+    """Raise if a checkpoint was not saved by a Trainer, because loading would fail deep inside Lightning."""
     if VERSION not in meta:
         file = Path(path) / META if Path(path).is_dir() else path
         raise CheckpointError(f"{file} holds no {VERSION}: it was not saved by a Trainer")

@@ -1,4 +1,4 @@
-"""Plain forms of what people keep in hyper-parameters and callbacks, so that a checkpoint can hold them."""
+"""Plain forms of objects that users keep in hyper-parameters and callbacks, so that a checkpoint can hold them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_megatron.checkpoint.formats.meta import is_plain
 
 
 def plain(value: Any) -> Any:
-    """A value with everything in it that has an obvious plain form in that form.
+    """Convert everything in a value that has an obvious plain form to that form.
 
     Paths and UUIDs become strings, dates and times ISO strings, a ``timedelta`` its seconds, numbers of NumPy Python's,
     arrays tensors, members of an ``Enum`` their values, data classes and namespaces dicts, other mappings, sequences
-    and sets ``dict``, ``list``, ``tuple`` and ``set``. What is plain already and what has no such form stays as it is.
+    and sets ``dict``, ``list``, ``tuple`` and ``set``. Plain values, and values without such a form, are kept.
     """
     if is_plain(value):
         return value

@@ -1,4 +1,4 @@
-"""Files in the format of safetensors: the header read and written in one place, and parts at the places it names.
+"""Files in the format of safetensors: reads and writes the header, and parts of tensors at the offsets it lists.
 
 A file is the length of the header (8 bytes, little-endian), the header as JSON, and the bytes of the tensors end to
 end. The header follows from names, dtypes and shapes alone. So tensors can be written one by one, or each part of each
@@ -109,7 +109,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 
 def read_lazily(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file that another program wrote; only the header is read, and held against the file's length.
+    """The tensors of a file that another program wrote; only the header is read, and checked against the file's length.
 
     Raises:
         CheckpointError: if it is no such file, is truncated, or holds a dtype that no model here has.
@@ -125,7 +125,7 @@ def read_lazily(path: Path) -> dict[str, LazyTensor]:
 
 
 def _read_whole(path: Path, name: str) -> Tensor:
-    # The file is opened for each tensor: what it maps into memory goes when the tensor goes.
+    # The file is opened for each tensor, so that its mapping is freed with the tensor.
     with _opened(path) as stream:
         tensor: Tensor = stream.get_tensor(name)
         return tensor
@@ -172,7 +172,7 @@ def write_box(path: Path, entry: Entry, box: Box, value: Tensor) -> None:
 
 
 def read_part(path: Path, entry: Entry, box: Box) -> Tensor:
-    """Read a box of a tensor into memory of its own."""
+    """Read a box of a tensor into new memory."""
     if not torch.Size(box.sizes).numel():
         return torch.empty(box.sizes, dtype=entry.dtype)
     return _mapped(path, entry, box, "c").clone()

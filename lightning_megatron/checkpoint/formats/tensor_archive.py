@@ -1,12 +1,12 @@
-"""Archives of ``torch.save`` that hold one tensor, written with one pass over its values and read with none too many.
+"""Archives of ``torch.save`` that hold one tensor, written in one pass over its values and read without extra copies.
 
-``torch.save`` makes the check sum of the values before it writes them, and holds Python's global lock meanwhile. Here
-it is made beside the writing, by the stream that makes those of the file. ``torch.load`` copies the values into new
-memory first. With their place in the file, which is found without unpickling anything, they are read straight to where
-they belong.
+``torch.save`` computes the checksum of the values before it writes them, and holds Python's global lock meanwhile. Here
+the stream that checksums the file computes it in parallel with the writing. ``torch.load`` first copies the values into
+new memory. Here their position in the file is found without unpickling anything, and they are read straight into their
+destination.
 
-Only the plain case is known here, which is what a checkpoint holds: values row by row, not packed, in this machine's
-byte order. torch writes and reads the others.
+Only the plain case is handled here, which is what a checkpoint holds: contiguous values, not compressed, in this
+machine's byte order. torch writes and reads the others.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LARGEST = 1 << 31  # bytes of values; more would need another form of archive
 _LOCAL, _SUMS = struct.Struct("<4s5H3L2H"), struct.Struct("<4s3L")
 _ENTRY, _END = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s4H2LH")
 _VERSION = (20,)
-_STORED = (8, 0, 0, 33)  # check sums follow; not packed; time and date, of 1980
+_STORED = (8, 0, 0, 33)  # checksums follow; not compressed; time and date, of 1980
 
 
 class ArchiveWriter:
@@ -87,7 +87,7 @@ class ArchiveWriter:
 def _head(tensor: Tensor) -> _Archive:
     """The files of an archive before that of the values."""
     archive = _Archive()
-    archive.add("data.pkl", _pickled(tensor.view(-1).view(tensor.shape)))  # strides of dimensions of one may be any
+    archive.add("data.pkl", _pickled(tensor.view(-1).view(tensor.shape)))  # strides of dimensions of size 1 may be any
     archive.add("byteorder", sys.byteorder.encode())
     return archive
 
@@ -106,14 +106,14 @@ def _pickled(tensor: Tensor) -> bytes:
 
 
 class _Archive:
-    """A zip archive of files that are not packed, whose check sums follow after the content."""
+    """A zip archive of uncompressed files, whose checksums follow the content."""
 
     def __init__(self) -> None:
         self._content, self._directory = b"", b""  # the content since the last call of `begin`
         self._path, self._place, self._length, self._count = b"", 0, 0, 0
 
     def copy(self) -> _Archive:
-        """An archive that begins alike."""
+        """A copy, to continue from the same beginning."""
         return copy.copy(self)
 
     def add(self, name: str, content: bytes) -> None:
@@ -123,7 +123,7 @@ class _Archive:
         self._content = head + content + self._content
 
     def begin(self, name: str) -> bytes:
-        """Begin a file, and return all that comes before it and has not been returned."""
+        """Begin a file, and return all bytes before its content that have not been returned yet."""
         self._path = f"archive/{name}".encode()
         head = _LOCAL.pack(b"PK\3\4", *_VERSION, *_STORED, 0, 0, 0, len(self._path), 0) + self._path
         found, self._content = self._content + head, b""
@@ -141,14 +141,14 @@ class _Archive:
         self._count += 1
 
     def finish(self) -> bytes:
-        """End the archive, and return what has not been returned."""
+        """End the archive, and return the bytes that have not been returned yet."""
         end = _END.pack(b"PK\5\6", 0, 0, self._count, self._count, len(self._directory), self._length, 0)
         return self._content + self._directory + end
 
 
 @dataclass(frozen=True)
 class Values:
-    """Values of a tensor in a file, row by row.
+    """Position of a tensor's contiguous values in a file.
 
     Attributes:
         start: first byte, counted from the beginning of the file.
@@ -162,7 +162,7 @@ class Values:
 
 
 class ValueFinder:
-    """Finds the values of archives in a file, of which many begin alike.
+    """Finds the values of the archives in a file; many archives begin with the same bytes.
 
     Args:
         stream: the file.
@@ -185,7 +185,7 @@ class ValueFinder:
             if found is not None and found.start - place.offset <= _LONGEST:
                 self._stream.seek(place.offset)
                 alike.append((self._stream.read(found.start - place.offset), found))
-        except Exception:  # a broken archive or pickle raises what it likes, and torch.load says so
+        except Exception:  # a broken archive or pickle may raise anything, and torch.load reports it
             return None
         return found
 
@@ -208,7 +208,7 @@ def _values(archive: zipfile.ZipFile, stream: IO[bytes], place: Place) -> Values
 
 
 def _description(pickled: bytes) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and shape of a tensor whose values lie row by row; raises for anything else."""
+    """Dtype and shape of a contiguous tensor; raises for anything else."""
     (function, (storage, offset, shape, strides, *_)) = _calls(pickled)
     _, kind, key, _, count = storage
     expected = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -220,7 +220,7 @@ def _description(pickled: bytes) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def _calls(pickled: bytes) -> Any:
-    """The object of a pickle, with names and arguments in the place of what they would make.
+    """The object of a pickle, with each call as a pair of the function's name and its arguments.
 
     Raises:
         ValueError: for an operation that the pickle of a plain tensor does not have.

@@ -1,4 +1,4 @@
-"""A file of ``torch.save`` whose tensors are written one after the other, so that one alone is in memory."""
+"""A file of ``torch.save`` whose tensors are written one after the other, so that only one is in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOCAL_HEADER, _ZIP64_FIELD, _FIELD_HEAD = 30, 20, 4  # bytes of the parts of a 
 
 @dataclass(frozen=True, eq=False)
 class TensorSlot:
-    """A tensor in an object that :class:`TorchFile` writes; the values come later.
+    """A tensor in an object that :class:`TorchFile` writes; its values are written later.
 
     Attributes:
         key: name by which the writer knows it.
@@ -55,7 +55,7 @@ class TorchFile:
         content: containers, plain values, tensors and slots; a slot in two places is one tensor.
 
     Attributes:
-        slots: slots, in the order in which :meth:`add` wants their values.
+        slots: slots, in the order in which :meth:`add` expects their values.
     """
 
     def __init__(self, path: Path, content: Any) -> None:
@@ -113,7 +113,7 @@ class _Pickled:
         self.pickle = stream.getvalue()
 
     def _reduced(self, value: TensorSlot | Tensor) -> Any:
-        """The call by which torch puts a tensor together again, with a number in the place of its storage."""
+        """The call with which torch rebuilds a tensor, with a number in place of its storage."""
         number = len(self.numbers) + len(self.values)
         if isinstance(value, TensorSlot):
             slot = value

@@ -1,4 +1,4 @@
-"""Rules between the tensors of another program's model and ours, and whole models through them, tensor by tensor.
+"""Rules that convert tensors between another program's model and ours, and whole models by them, tensor by tensor.
 
 A rule names one of our full tensors (native), the tensors of the other program that it is made of (foreign), and the
 two functions between them. So a family is a list of rules, and a conversion holds one rule's tensors at a time.
@@ -32,7 +32,7 @@ class WeightRule:
         join: function of the foreign tensors, in the order of ``foreign``, that gives ours.
         split: inverse of ``join``.
         repeats: further names under which the files may hold the same (tied) tensor.
-        otherwise: name of the tensor that files mean where they lack a foreign one; ``None`` if they must have it.
+        otherwise: name of the tensor to use if files lack a foreign one; ``None`` if they must have it.
     """
 
     native: str
@@ -44,22 +44,22 @@ class WeightRule:
 
 
 def same(native: str, foreign: str, *repeats: str) -> WeightRule:
-    """A tensor that both sides hold alike."""
+    """A tensor that is the same on both sides."""
     return WeightRule(native, (foreign,), lambda x: x, lambda x: (x,), repeats)
 
 
 def transposed(native: str, foreign: str) -> WeightRule:
-    """A matrix, or one of each expert, that the other program stores as ``[in, out]``."""
+    """A matrix, or one per expert, that the other program stores as ``[in, out]``."""
     return WeightRule(native, (foreign,), lambda x: x.mT.contiguous(), lambda x: (x.mT.contiguous(),))
 
 
 def stacked(native: str, *foreign: str, lead: tuple[int, ...] = ()) -> WeightRule:
-    """Foreign tensors along new first dimensions of ours: gate and up, ``[2, F, H]``, or of experts ``[E, 2, F, H]``.
+    """Foreign tensors stacked along new first dimensions of ours: gate and up ``[2, F, H]``, experts' ``[E, 2, F, H]``.
 
     Args:
         native: our name.
         foreign: foreign names.
-        lead: the new dimensions; empty for one.
+        lead: sizes of the new dimensions; empty for a single one.
     """
     lead = lead or (len(foreign),)
 
@@ -70,7 +70,7 @@ def stacked(native: str, *foreign: str, lead: tuple[int, ...] = ()) -> WeightRul
 
 
 def interleaved_experts(native: str, foreign: str) -> WeightRule:
-    """Gate and up of each expert, whose rows take turns in ``[E, 2 F, ...]``, to ``[E, 2, F, ...]``."""
+    """Gate and up of each expert, whose rows alternate in ``[E, 2 F, ...]``, to ``[E, 2, F, ...]``."""
     return WeightRule(
         native,
         (foreign,),
@@ -80,7 +80,7 @@ def interleaved_experts(native: str, foreign: str) -> WeightRule:
 
 
 def fused_qkv(native: str, foreign: tuple[str, ...], heads: int, groups: int) -> WeightRule:
-    """Queries, keys and values of three tensors, or one below the other in one tensor, to rows of query groups."""
+    """Queries, keys and values of three tensors, or concatenated in one tensor, to rows of query groups."""
     join, split = partial(fuse_qkv, groups=groups), partial(split_qkv, heads=heads, groups=groups)
     if len(foreign) == 3:
         return WeightRule(native, foreign, join, split)
@@ -100,7 +100,7 @@ def fused_kv(native: str, foreign: tuple[str, ...], groups: int) -> WeightRule:
 
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
-    """``[N D, ...]``, ``[G D, ...]`` twice, to rows ``[q.., k, v]`` of each query group, end to end.
+    """Fuse ``[N D, ...]`` and twice ``[G D, ...]`` to rows ``[q.., k, v]`` of each query group, end to end.
 
     Raises:
         ConfigError: if the rows do not split over the groups.
@@ -120,13 +120,13 @@ def split_qkv(fused: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, T
 
 
 def paired(native: str, foreign: str, *, heads: int, turned: int) -> WeightRule:
-    """Rows of heads of which the last ``turned`` are in neighbouring pairs there, and here one half behind the other.
+    """Heads whose last ``turned`` rows are rotated in adjacent pairs there, and here as one half with the other.
 
     Args:
         native: our name.
         foreign: foreign name.
         heads: number of heads.
-        turned: rows of a head that are turned, in its end.
+        turned: number of rotated rows, at the end of each head.
     """
 
     def reorder(x: Tensor, pairs: tuple[int, int]) -> Tensor:
@@ -144,7 +144,7 @@ def paired(native: str, foreign: str, *, heads: int, turned: int) -> WeightRule:
 
 @dataclass(frozen=True)
 class Split:
-    """Foreign tensors that one of ours gives, made together.
+    """Foreign tensors that are made together from one of ours.
 
     Attributes:
         tensors: tensors on the meta device, which show shape and dtype, by foreign name.
@@ -199,7 +199,7 @@ class WeightMap:
             parts = [foreign[file_names[name]] for name in rule.foreign]
             try:
                 joined = rule.join(*(part.on_meta() for part in parts))
-            except (RuntimeError, ValueError, AssertionError) as error:  # the last: torch 2.6, of a stack
+            except (RuntimeError, ValueError, AssertionError) as error:  # the last: torch 2.6's stack
                 faults.append(f"{_shown(rule, parts)}: cannot be joined to {rule.native}: {error}")
                 continue
             shape, required = tuple(joined.shape), shapes[rule.native]
@@ -227,7 +227,7 @@ class WeightMap:
             yield Split(on_meta, partial(_split, rule, whole))
 
     def _file_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Names in the files, by full name, of the tensors that the rules need and of repeats that are there."""
+        """Names in the files, by full name, of the tensors that the rules need and of existing repeats."""
         found = {full: name for name in names if (full := self._full_name(name)) is not None}
         for rule in self.rules:
             if rule.otherwise in found:
@@ -254,7 +254,7 @@ def _joined(rule: WeightRule, parts: Sequence[LazyTensor], repeats: Mapping[str,
     for name, repeat in repeats.items():
         if not torch.equal(joined, rule.join(repeat.materialize()).to(joined.dtype)):
             original = rule.foreign[0]
-            reason = f"the configuration ties it to {original}, and their values differ: say there that it does not"
+            reason = f"the configuration ties it to {original}, and their values differ: untie them there"
             raise ConfigError([Problem("tensor", name, reason)])
     return joined
 

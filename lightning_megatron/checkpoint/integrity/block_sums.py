@@ -1,4 +1,4 @@
-"""Check sums of files by blocks: CRC-32, each byte summed once, also where parts of the file need sums of their own."""
+"""CRC-32 of files by blocks; each byte is processed once, even if parts of the file need checksums of their own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BLOCK = 1 << 20
 """Bytes of a file per check sum."""
 
 _POLYNOMIAL = 0xEDB88320  # of CRC-32
-_STRIDE = 1 << 16  # bytes; distances are multiples of it, and a rest
-_SHORT = 1 << 14  # bytes that are summed twice faster than two sums are joined
+_STRIDE = 1 << 16  # bytes; a checksum is shifted by multiples of it, and by a rest
+_SHORT = 1 << 14  # bytes; processing so few twice is faster than combining two checksums
 _ZEROS = memoryview(bytes(_STRIDE))
-_READ_BYTES = 1 << 25  # of one task of a thread
+_READ_BYTES = 1 << 25  # per task of a thread
 _THREADS = 4
 
 
@@ -57,7 +57,7 @@ def _sums_of(span: FileRange) -> bytes:
 
 
 class BlockSums:
-    """The check sums of a file that comes piece by piece.
+    """The checksums of a file that is written piece by piece.
 
     Attributes:
         length: number of bytes so far.
@@ -69,7 +69,7 @@ class BlockSums:
         self._last = 0
 
     def add(self, data: memoryview) -> int:
-        """Take the next bytes of the file, and return their own CRC-32. Other threads of Python run meanwhile."""
+        """Add the next bytes of the file, and return their own CRC-32. Other Python threads run meanwhile."""
         start, own = 0, 0
         while start < len(data):
             before = self.length % BLOCK
@@ -90,7 +90,7 @@ class BlockSums:
 
 
 def _joined(before: int, own: int, piece: memoryview) -> int:
-    """The check sum of bytes and a piece that follows them, from the sums of both."""
+    """Combine the checksum of some bytes with that of the piece that follows them."""
     length = len(piece)
     if length < _SHORT:
         return zlib.crc32(piece, before)
@@ -113,7 +113,7 @@ def _product(a: int, b: int) -> int:
 
 
 def _past(num_bytes: int) -> int:
-    """Factor of a check sum for bytes that follow; their number is a power of two."""
+    """Factor that shifts a checksum past ``num_bytes`` further bytes, a power of two."""
     factor = 1 << 23  # x to the 8
     while num_bytes > 1:
         factor = _product(factor, factor)
@@ -122,4 +122,4 @@ def _past(num_bytes: int) -> int:
 
 
 _PAST = (1 << 31, *accumulate(repeat(_past(_STRIDE), BLOCK // _STRIDE), _product))
-"""Factors for so many strides that follow: none to a whole block."""
+"""Factors for 0 strides up to a whole block."""

@@ -31,6 +31,6 @@ def refuse_nonfinite(state: State, params: Collection[str]) -> None:
     bad = not_finite(chunks.items())
     if bad:
         raise CheckpointError(
-            "it would hold values that no run can go on from:\n"
+            "it would hold values that are NaN or infinite:\n"
             + listed([f"{key}: {amount(chunks[key, number])}" for key, number in bad])
         )

@@ -1,4 +1,4 @@
-"""Files that are hashed while they are written, from the bytes in memory, and go to the disk meanwhile."""
+"""Files that are hashed from the bytes in memory, and synced to the disk, while they are written."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SYNC = getattr(os, "fdatasync", os.fsync)
 
 
 class HashedStream(io.BufferedIOBase):
-    """A new file. What is written into it need not stay in memory afterwards.
+    """A new file. Memory that has been written may be reused after each call.
 
-    A thread hashes the bytes beside the system's copy of them. Another one tells the system every now and then to
-    write them to the disk, so that the ``fsync`` at the end finds most of them there.
+    One thread hashes the bytes while the system copies them. Another one syncs the file every now and then, so that the
+    ``fsync`` at the end finds most bytes on the disk.
 
     Args:
         path: the file.
@@ -39,7 +39,7 @@ class HashedStream(io.BufferedIOBase):
         return FileRecord(self._sums.length, hash_of(self._sums.sums()))
 
     def writable(self) -> bool:
-        """Always."""
+        """True, always."""
         return True
 
     def tell(self) -> int:
@@ -50,7 +50,7 @@ class HashedStream(io.BufferedIOBase):
         """Write and hash all bytes, and return their number.
 
         Raises:
-            OSError: if the disk is full, also where it was an earlier write that found no space.
+            OSError: if the disk is full, even if an earlier write found no space.
         """
         content = memoryview(data).cast("B")
         self.put(content)
@@ -70,7 +70,7 @@ class HashedStream(io.BufferedIOBase):
         return found
 
     def fileno(self) -> int:
-        """The number to sync by, with all bytes handed to the system: torch 2.6 asks without ``flush``."""
+        """File descriptor for ``fsync``, after a flush: torch 2.6 asks for it without calling ``flush``."""
         self.flush()
         self._end_sync()
         return self._stream.fileno()
@@ -97,7 +97,7 @@ class HashedStream(io.BufferedIOBase):
             self._unsynced = 0
 
     def _end_sync(self) -> None:
-        """Wait for the thread. The system tells an error of the disk once, so it must not be lost here."""
+        """Wait for the sync thread. The system reports a disk error only once, so it must not be lost here."""
         syncing, self._syncing = self._syncing, None
         if syncing is not None:
             syncing.result()

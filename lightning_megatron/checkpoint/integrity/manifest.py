@@ -23,7 +23,7 @@ _KNOWN = (2, 3)
 
 
 def is_plain_name(name: str) -> bool:
-    """True if a name in a file is that of a file beside it, and no path elsewhere."""
+    """True for the name of a file in the same directory, False for a path elsewhere."""
     return name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0") and Path(name).name == name
 
 
@@ -33,7 +33,7 @@ class FileRecord:
 
     Attributes:
         bytes: its length.
-        hash: BLAKE2b of 256 bits over the CRC-32s of its blocks of 1 MiB. It is to find damage, and no signature: over
+        hash: BLAKE2b of 256 bits over the CRC-32s of its blocks of 1 MiB. It detects damage, and is no signature: over
             the content itself it would be five times slower than a disk, and a CRC-32 misses one damaged block in four
             billion.
     """
@@ -44,11 +44,11 @@ class FileRecord:
 
 @dataclass(frozen=True, order=True)
 class Progress:
-    """Progress of a run at a save: of two checkpoints the greater one is the newer, whatever the clocks say.
+    """Progress of a run at a save: the checkpoint with the greater progress is newer, whatever the clocks say.
 
     Attributes:
-        generation: how many times a run was begun in the folder, or begun again from an older checkpoint: what follows
-            is newer than all that was there, also where it has taken fewer steps.
+        generation: number of starts in this folder, including restarts from an older checkpoint; a higher generation is
+            newer, whatever its step.
         step: number of optimizer steps, by Lightning's count.
     """
 
@@ -79,7 +79,7 @@ class Manifest:
     progress: Progress | None = None
 
     def render(self) -> str:
-        """The text of the file; there is only one for a given manifest, so that any edit shows."""
+        """The text of the file; it is unique for a manifest, so that any edit is detected."""
         content = {"format": FORMAT, **asdict(self)}
         if self.progress is None:
             del content["progress"]
@@ -129,18 +129,18 @@ def record(file: Path) -> FileRecord:
 
 
 def records(directory: Path, written: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Records of files that have just been written, by name, if the file system shows them.
+    """Records of files that have just been written, by name, after a check that the file system shows them.
 
     Args:
         directory: their directory.
         written: the records, as they were made while the files were written.
 
     Raises:
-        CheckpointError: if one is gone or shorter.
+        CheckpointError: if one is missing or truncated.
     """
     lengths = {name: _length(directory / name) for name in sorted(written)}
     if lost := [name for name, length in lengths.items() if length != written[name].bytes]:
-        raise CheckpointError(f"{', '.join(lost)}: written, but now gone or shorter: the disk or somebody lost it")
+        raise CheckpointError(f"{', '.join(lost)}: missing or truncated after writing")
     return dict(written)
 
 
@@ -149,7 +149,7 @@ def _length(file: Path) -> int:
 
 
 def hash_of(sums: bytes) -> str:
-    """The hash of a file, of the check sums of all its blocks."""
+    """The hash of a file, from the checksums of all its blocks."""
     return _digest(sums)
 
 

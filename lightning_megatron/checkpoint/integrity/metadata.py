@@ -60,12 +60,12 @@ def damaged(path: Path, item: Item) -> bool:
             content = stream.read(item.end - item.start)
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             return len(content) != item.end - item.start or archive.testzip() is not None
-    except Exception:  # a broken archive makes zipfile and its decoders raise what they like
+    except Exception:  # zipfile and its decoders may raise anything for a broken archive
         return True
 
 
 def content_faults(path: Path, metadata: Metadata, lengths: Mapping[str, int]) -> list[Fault]:
-    """Missing and surplus items of a checkpoint whose files are as they were written.
+    """Missing and surplus items of a checkpoint whose files are intact.
 
     Args:
         path: the checkpoint.
@@ -87,7 +87,7 @@ def _cover_faults(metadata: Metadata) -> list[Fault]:
 
 
 def _place_faults(metadata: Metadata, lengths: Mapping[str, int]) -> list[Fault]:
-    """Boxes without a file, beyond the end of their file, or over another one."""
+    """Boxes without a file, beyond the end of their file, or overlapping another one."""
     items = items_of(metadata)
     stored = {(item.key, item.offsets) for item in items}
     faults = []
@@ -95,7 +95,7 @@ def _place_faults(metadata: Metadata, lengths: Mapping[str, int]) -> list[Fault]
         is_tensor = isinstance(entry, TensorStorageMetadata)
         places = [tuple(chunk.offsets) for chunk in entry.chunks] if is_tensor else [None]  # type: ignore[union-attr]
         if not stored.issuperset((key, place) for place in places):
-            faults.append(Fault(METADATA, "no file is named for some of it", (key,)))
+            faults.append(Fault(METADATA, "no file is listed for a part of it", (key,)))
     end_of: dict[str, int] = {}
     for item in items:
         if item.file not in lengths:
@@ -103,7 +103,7 @@ def _place_faults(metadata: Metadata, lengths: Mapping[str, int]) -> list[Fault]
         elif item.end > lengths[item.file]:
             faults.append(Fault(item.file, f"should reach to byte {item.end}", (item.key,)))
         if item.start < end_of.get(item.file, 0):
-            faults.append(Fault(item.file, f"two things lie at byte {item.start}", (item.key,)))
+            faults.append(Fault(item.file, f"two items overlap at byte {item.start}", (item.key,)))
         end_of[item.file] = item.end
     return faults
 
@@ -131,7 +131,7 @@ def _optimizer_faults(path: Path, metadata: Metadata) -> list[Fault]:
 def _state_faults(family: str, names: set[str], shapes: Mapping[str, tuple[int, ...]]) -> list[Fault]:
     states = _shapes_of_state(family, shapes)
     kinds = {state for kept in states.values() for state in kept}
-    # A name of a group that the model does not have is another name of a tied parameter.
+    # A name in a group that the model does not have is another name of a tied parameter.
     expected = {name for name in names if model_key(name) in shapes}
     if not kinds:
         return [Fault(METADATA, "optimizer state is missing", (f"{family}.state.{name}",)) for name in sorted(expected)]

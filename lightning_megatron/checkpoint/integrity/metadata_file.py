@@ -1,8 +1,8 @@
 """``.metadata``, the table of contents that torch.distributed.checkpoint writes: read without trusting it.
 
 The file is a pickle, and torch reads it with plain ``pickle.load``, which runs whatever a file tells it to. Here
-nothing that it names is imported or called: every name becomes an inert :class:`PickledObject`, and the table is built
-anew from those, field by field, with the type of each checked. Files must lie in the checkpoint's own directory.
+nothing that it names is imported or called: every name becomes an inert :class:`PickledObject`, and the table is
+rebuilt from those, field by field, with the type of each checked. Files must lie in the checkpoint's own directory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Place:
         relative_path: name of a file of the directory.
         offset: its first byte.
         length: number of bytes.
-        transform_descriptors: names of compressions; none is taken.
+        transform_descriptors: names of compressions; always ``None``, since none is supported.
     """
 
     relative_path: str
@@ -65,14 +65,14 @@ class Place:
 
 
 class _Sealed(type):
-    """A class that does not change: a pickle may set attributes of what it names."""
+    """Metaclass of classes that cannot be changed: a pickle may set attributes of a class that it names."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"sets {name} of a class")
 
 
 class PickledObject(metaclass=_Sealed):
-    """An object of the file: the name of its class, and the values that it was made of and filled with.
+    """An object of the file: the name of its class, its arguments and its state.
 
     Attributes:
         name: module and name of the class or function that the file names.
@@ -98,7 +98,7 @@ class PickledObject(metaclass=_Sealed):
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler to which every name is a class of inert records."""
+    """An unpickler that resolves every name to a class of inert records."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -118,7 +118,7 @@ def read_metadata(directory: Path, *, only_known: bool = True) -> Metadata:
 
     Args:
         directory: the checkpoint.
-        only_known: refusal of a file that names what torch does not; without it, such objects are left out.
+        only_known: True to refuse a file with names that torch does not write; False to leave out such objects.
 
     Raises:
         CheckpointError: if the file is not there, is no such table, names anything else, or leads out of the directory.
@@ -133,7 +133,7 @@ def read_metadata(directory: Path, *, only_known: bool = True) -> Metadata:
         if only_known and (unknown := sorted(reader.classes.keys() - _KNOWN)):
             raise ValueError(f"it names {', '.join(unknown)}, which no checkpoint needs")
         return _metadata(root)
-    except Exception as error:  # a damaged pickle raises what it likes
+    except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{file}: cannot be read: {type(error).__name__}: {error}") from None
 
 
@@ -181,7 +181,7 @@ def _place(place: Any) -> Place:
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """The first of what ``TensorProperties`` pickles itself as."""
+    """The dtype, which is the first field of the pickled ``TensorProperties``."""
     if not _is(properties, "TensorProperties"):
         raise TypeError(f"{_kind(properties)} stands where TensorProperties should")
     state = properties.state
@@ -228,5 +228,5 @@ def _whole(value: Any) -> int:
 
 
 def _kind(value: Any) -> str:
-    """The name of a value's class: a value itself may be longer than the memory."""
+    """The name of a value's class: the value itself may be too large to print."""
     return value.name if isinstance(value, PickledObject) else type(value).__name__

@@ -22,10 +22,10 @@ from lightning_megatron.errors import CheckpointError
 
 
 def refuse_packed(file: Path) -> None:
-    """Raise for an archive of ``torch.save`` that would take more memory than it is long.
+    """Raise for an archive of ``torch.save`` that unpacks to more bytes than the file has.
 
     Raises:
-        CheckpointError: naming the file; also if it is no ordinary one.
+        CheckpointError: naming the file; also if it is no regular file.
         OSError: if it is not there.
     """
     if not file.is_file():  # before it is opened, which a pipe would wait in
@@ -51,10 +51,10 @@ def refuse_packed_items(directory: Path, places: Iterable[Place]) -> None:
 
 
 def refuse_oversized(directory: Path, metadata: Metadata) -> None:
-    """Raise if the tensors of a table take more bytes than the files that it names.
+    """Raise if the tensors that ``.metadata`` lists take more bytes than the files that it names.
 
     Raises:
-        CheckpointError: naming the table.
+        CheckpointError: naming ``.metadata``.
     """
     entries = metadata.state_dict_metadata.values()
     tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
@@ -87,10 +87,10 @@ def _refuse_packed(stream: Any, length: int, name: str) -> None:
     try:
         with zipfile.ZipFile(stream) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
-    except Exception:  # no archive, or a broken one: what reads it next says so
+    except Exception:  # no archive, or a broken one: the next reader reports it
         return
     if unpacked > length:
-        raise CheckpointError(f"{name}: an archive of {length} bytes that unpacks to {unpacked}: torch.save packs none")
+        raise CheckpointError(f"{name}: an archive of {length} bytes that unpacks to {unpacked}: not from torch.save")
 
 
 class FileSlice(io.RawIOBase):
@@ -105,7 +105,7 @@ class FileSlice(io.RawIOBase):
         self._stream, self._place, self._at = stream, place, 0
 
     def seekable(self) -> bool:
-        """Always."""
+        """True, always."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

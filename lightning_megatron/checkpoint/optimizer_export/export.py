@@ -49,7 +49,7 @@ class HostMemory:
     peak: int = 0
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Count a tensor."""
+        """Count a tensor as in use, and return it."""
         self.now += tensor.nbytes
         self.peak = max(self.peak, self.now)
         return tensor
@@ -98,7 +98,7 @@ def export_state(
         through: mesh and plan of collection.
 
     Returns:
-        Host memory of this rank that it took.
+        Host memory that the export took on this rank.
 
     Raises:
         ConfigError: for an unknown level.
@@ -135,7 +135,7 @@ def import_state(
     experts: Collection[str],
     through: Collectors,
 ) -> HostMemory:
-    """Fill a state in place from such a file of any layout; arguments as above. Every rank must call this.
+    """Fill a state in place from such a file of any layout; arguments of :func:`export_state`. Every rank calls this.
 
     Raises:
         ConfigError: for an unknown level.
@@ -190,7 +190,7 @@ def _gather(
     mesh: ParallelMesh,
     memory: HostMemory,
 ) -> Iterator[tuple[_Place, Tensor]]:
-    """Send this rank's chunks of a group to its collector, or be the collector and receive them."""
+    """Send this rank's chunks of a group to its collector, or receive them if this rank is the collector."""
     for member in group.ranks:
         for key, box, of_experts in offered[member]:
             if of_experts != group.of_experts:
@@ -239,7 +239,7 @@ def _read(
     wanted: Sequence[Sequence[_Offer]],
     memory: HostMemory,
 ) -> dict[_Place, Tensor]:
-    """Read the chunks that the members of groups want, each once."""
+    """Read the chunks that the members of groups need, each once."""
     held: dict[_Place, Tensor] = {}
     for group in groups:
         for key, box, of_experts in (offer for member in group.ranks for offer in wanted[member]):
@@ -251,7 +251,7 @@ def _read(
 def _write(path: Path, entries: Mapping[str, Entry], held: Mapping[_Place, Tensor]) -> None:
     for (key, box), value in held.items():
         safetensors_file.write_box(path, entries[key], box, value)
-    if held:  # each collector waits for its own pages: rank 0 cannot for those of another node
+    if held:  # each collector syncs its own pages: rank 0 cannot sync those of another node
         sync_file(safetensors_file.unfinished_path(path))
 
 
@@ -268,7 +268,7 @@ def _refuse_misfit(state: State, entries: Mapping[str, Entry]) -> None:
 
 
 def _packed(state: State) -> dict[str, Tensor]:
-    """Values that are no tensors as the bytes of ``torch.save``."""
+    """Values that are no tensors, pickled by ``torch.save``."""
     found = {}
     for key, value in state.items():
         if not isinstance(value, Fragment):

@@ -1,4 +1,4 @@
-"""Memory levels: the plan by which ranks collect optimizer state for one file, and so its peak of host memory.
+"""Memory levels: plans by which ranks collect optimizer state for one file, which decide the peak of host memory.
 
 Ranks that hold shards of the same slice of the model (over ``dp`` and ``cp``, of experts over ``edp``) are one group.
 The first rank of a node collects groups for the node. The names of the levels are those of Intel's Megatron for Gaudi.
@@ -30,7 +30,7 @@ class StateHolders:
     Attributes:
         of_experts: True for the state of experts, False for all other state.
         ranks: members of the group.
-        collector: rank whose host memory takes all of it.
+        collector: rank that collects all of it in its host memory.
     """
 
     of_experts: bool
@@ -68,7 +68,7 @@ def collecting_steps(layout: ParallelLayout, ranks_per_node: int, level: str) ->
 
 
 def _nodes(groups: Sequence[tuple[int, ...]], ranks_per_node: int, level: str) -> list[int]:
-    """The node of each group: the first that holds one of its ranks and has not had its share of groups yet."""
+    """The node of each group: the first that holds one of its ranks and has fewer groups than its share."""
     if level == "parallel_node_0":
         return [0] * len(groups)
     nodes = max(max(ranks) for ranks in groups) // ranks_per_node + 1

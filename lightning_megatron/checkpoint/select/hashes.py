@@ -28,7 +28,7 @@ Check = Literal["sizes", "hashes"]
 
 
 _Sums = Mapping[tuple[str, int], bytes]
-"""Check sums of file ranges, by name of the file and first byte."""
+"""Checksums of file ranges, by name of the file and first byte."""
 
 
 class _Found(NamedTuple):
@@ -63,7 +63,7 @@ def compared(
         path: the checkpoint.
         mesh: the ranks that share the reading.
         check: the extent of the check.
-        known: its manifest, if this process has compared it by ``"sizes"`` already, which then is not done again.
+        known: its manifest, if this process has already checked it by ``"sizes"``; that check is then skipped.
     """
 
     def look() -> tuple[Manifest | None, _Found]:

@@ -1,4 +1,4 @@
-"""Checkpoints at paths and in folders: the manifest of one, and the newest that a run can go on from.
+"""Checkpoints at paths and in folders: the manifest of one, and the newest that a run can resume from.
 
 The newer checkpoint is the one with more progress by its own manifest: times of files do not survive a copy, and a link
 may lead to an older checkpoint.
@@ -33,7 +33,7 @@ class Candidate:
         progress: progress of the run; ``None`` if it is unknown.
         state: ``"good"`` as far as lengths of files show, ``"damaged"``, ``"weights"`` without optimizer state, or
             ``"interrupted"`` for a link to a save that never completed.
-        reason: reason why no run can go on from it; empty if one can.
+        reason: reason why no run can resume from it; empty if one can.
     """
 
     path: Path
@@ -45,8 +45,8 @@ class Candidate:
 def candidates(places: Iterable[tuple[Path, str]], also: Iterable[Path] = ()) -> list[Candidate]:
     """Entries with the name of a checkpoint, the newest first, and those of unknown progress at the end.
 
-    Among equally new ones a name that begins with ``last`` comes first: Lightning removes it by rules of its own. A
-    checkpoint that a crash left renamed while it was being replaced gets its name back. Call it on one rank.
+    Ties go to ``last*``: Lightning never deletes it under ``save_top_k``. A checkpoint that a crash left renamed while
+    it was being replaced gets its name back. Call it on one rank.
 
     Args:
         places: folders, which are searched with all folders in them, and the suffix of names there.
@@ -58,7 +58,7 @@ def candidates(places: Iterable[tuple[Path, str]], also: Iterable[Path] = ()) ->
 
 
 def newest_good(found: Sequence[Candidate]) -> tuple[Candidate | None, list[Candidate]]:
-    """The first checkpoint that a run can go on from, and those passed over that are, or may be, newer."""
+    """The first checkpoint that a run can resume from, and the skipped ones that are, or may be, newer."""
     best = next((candidate for candidate in found if candidate.state == "good"), None)
     damaged = [candidate for candidate in found if candidate.state == "damaged"]
     if best is None or best.progress is None:
@@ -70,13 +70,13 @@ def newest_good(found: Sequence[Candidate]) -> tuple[Candidate | None, list[Cand
 
 
 def _is_file_beyond(own: Progress, other: Progress | None) -> bool:
-    """True for the progress of a single file, which has no generation, with more steps than a checkpoint that has."""
+    """True if ``other`` is of a single file, without a generation, and has more steps than ``own``, which has one."""
     return own.generation != 0 and other is not None and other.generation == 0 and other.step > own.step
 
 
 def _recovered(top: Path, suffix: str) -> Iterator[Path]:
     seen = set()
-    # A name with a slash in it, such as that of a metric, makes folders; links may have led to other disks since.
+    # A checkpoint name with a slash, such as a metric's, makes subfolders; some may be links to other disks by now.
     for folder, inner, _ in os.walk(top, followlinks=True):
         if (real := os.path.realpath(folder)) in seen:
             inner.clear()
@@ -104,7 +104,7 @@ def _candidate(path: Path) -> Candidate:
         return Candidate(path, None, "damaged", f"a link to {target.name}, which does not exist")
     try:
         return _file(path) if path.is_file() else _directory(path)
-    except Exception as error:  # a damaged file raises what it likes
+    except Exception as error:  # a damaged file may raise anything
         return Candidate(path, None, "damaged", str(error))
 
 
@@ -118,7 +118,7 @@ def _directory(path: Path) -> Candidate:
 
 
 def _file(path: Path) -> Candidate:
-    """Look at a single file of Lightning's."""
+    """Candidate for a single file of Lightning's."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # it is a pickle: any error may come out of it
@@ -130,9 +130,9 @@ def _file(path: Path) -> Candidate:
 
 
 def _without_progress(path: Path, meta: Mapping[str, object]) -> Candidate:
-    """Progress of a checkpoint saved by an earlier version, without this strategy, or without a run."""
+    """Candidate for a checkpoint saved by an earlier version, without this strategy, or outside a run."""
     if "optimizer_states" not in meta:
-        return Candidate(path, None, "weights", "it holds weights alone, and no run can go on from them")
+        return Candidate(path, None, "weights", "it holds only weights, and no run can resume from them")
     step = meta.get("global_step")
     return Candidate(path, Progress(0, step) if type(step) is int else None)
 
@@ -158,7 +158,7 @@ def locate(path: Path) -> Manifest:
 
 
 def absent(path: Path) -> str:
-    """Words about a path at which there is no checkpoint, and about those that are near it."""
+    """Error text for a path without a checkpoint, with the existing ones of similar names."""
     text = "it does not exist (Checkpoint file not found)"
     if not path.parent.is_dir():
         return f"{text}, nor does {path.parent}"

@@ -21,7 +21,7 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
     """Faults of a checkpoint; none if every byte is as it was written and nothing is missing.
 
     Lengths and hashes come first. If they are right, the content is checked: every tensor is covered once, every
-    parameter has its optimizer state, ``meta.pt`` loads without running code. A single file has check sums inside.
+    parameter has its optimizer state, ``meta.pt`` loads without running code. A single file has checksums inside.
     """
     path = Path(path)
     if path.is_file():
@@ -43,7 +43,7 @@ def verify(path: str | os.PathLike[str]) -> list[Fault]:
 
 
 def _file_faults(path: Path) -> list[Fault]:
-    """Faults of a single file of Lightning's, by the check sums that are in it."""
+    """Faults of a single file of Lightning's, by the checksums in it."""
     try:
         faults = record_faults(path, 0, 1)
         SingleFile.open(path, weights_only=True)
@@ -55,8 +55,8 @@ def _file_faults(path: Path) -> list[Fault]:
 def written_faults(directory: Path, mesh: ParallelMesh) -> list[Fault]:
     """Faults of a checkpoint that has just been written. Ranks divide the files, without collectives.
 
-    Each rank reads the files of its neighbour, which finds file systems that hide one rank's files from another. The
-    hashes were made from the bytes in memory, so they show that the files hold the same.
+    Each rank reads the files of its neighbour, which detects file systems that hide one rank's files from another. The
+    hashes were computed from the bytes in memory, so a match shows that the files hold the same.
     """
     manifest = read_manifest(directory)
     names = sorted(manifest.files)[(mesh.rank + 1) % mesh.world.size :: mesh.world.size]
@@ -102,7 +102,7 @@ def metadata_faults(path: Path, manifest: Manifest) -> list[Fault]:
         read_meta(path, weights_only=True)
     except CheckpointError:
         faults.append(Fault(META, "holds objects: it loads only with weights_only=False"))
-    except Exception as error:  # what torch raises for a file that is none of its own is not promised
+    except Exception as error:  # torch does not document what it raises for other files
         faults.append(Fault(META, f"cannot be read: {error}"))
     try:
         metadata = read_metadata(path)
@@ -112,7 +112,7 @@ def metadata_faults(path: Path, manifest: Manifest) -> list[Fault]:
 
 
 def _with_tensors(path: Path, faults: list[Fault]) -> list[Fault]:
-    """The faults with the tensors that they concern, as far as the rest of the checkpoint still tells."""
+    """The faults with the tensors that they concern, as far as ``.metadata`` can still be read."""
     if any(fault.file == METADATA for fault in faults):
         return faults
     try:

@@ -169,7 +169,7 @@ def cover_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     boxes = list(boxes)
     for box in boxes:
         if not len(box.offsets) == len(box.sizes) == len(shape):
-            return f"the box at {box.offsets} of sizes {box.sizes} has not the dimensions of the shape {tuple(shape)}"
+            return f"the box at {box.offsets} of sizes {box.sizes} has other dimensions than the shape {tuple(shape)}"
     boxes = [box for box in boxes if not box.is_empty]
     for box in boxes:
         if any(o < 0 or o + n > total for o, n, total in zip(box.offsets, box.sizes, shape, strict=True)):

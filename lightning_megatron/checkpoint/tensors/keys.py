@@ -1,4 +1,4 @@
-"""The grammar of checkpoint keys, which are built and parsed here alone.
+"""The grammar of checkpoint keys, which only this module builds and parses.
 
 ========================================  =========================================================================
 ``model.<name>``                          parameter or buffer, by its name in ``state_dict()``
@@ -48,7 +48,7 @@ class Key:
 
     @classmethod
     def parse(cls, text: str) -> Key:
-        """Take a key apart. A text outside the grammar gives a key of a family of its own."""
+        """Parse a key. A text outside the grammar becomes a key with a family of its own."""
         family, _, rest = text.partition(".")
         if not rest:
             return cls(text)
@@ -98,7 +98,7 @@ class Key:
 
     @property
     def is_optimizer(self) -> bool:
-        """True for what an optimizer keeps, its groups included."""
+        """True for the state of an optimizer, its groups included."""
         return _OPTIMIZER.fullmatch(self.family) is not None
 
 
@@ -144,11 +144,11 @@ def is_groups(key: str) -> bool:
 
 
 def rank_key(pp: int, dp: int, cp: int, tp: int) -> str:
-    """Key of what only the rank at these coordinates of the same layout can use."""
+    """Key of values that only the rank at these coordinates of the same layout can use."""
     return str(Key(_PER_RANK, f"pp{pp}-dp{dp}-cp{cp}-tp{tp}"))
 
 
 def model_name(key: str) -> str | None:
-    """Name of the parameter or buffer that a key is of; ``None`` for a key that is not the model's."""
+    """Name of the parameter or buffer that a key belongs to; ``None`` for a key that is not the model's."""
     parsed = Key.parse(key)
     return parsed.name if parsed.is_model else None

@@ -22,7 +22,7 @@ class LazyTensor:
     Attributes:
         shape: shape of the whole tensor, without padding.
         dtype: its dtype.
-        materialize: function that reads or computes the values; each call does so anew, and nothing is kept.
+        materialize: function that reads or computes the values; nothing is cached, so each call does so again.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class LazyTensor:
 
 
 def in_dtype(tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
-    """Tensors in another dtype, ``None`` for their own, that :func:`cast` makes; integers keep theirs."""
+    """Convert tensors to another dtype by :func:`cast`, or not at all (``None``); integers keep theirs."""
     kinds = {name: dtype if dtype and x.dtype.is_floating_point else x.dtype for name, x in tensors.items()}
 
     def read(name: str) -> Tensor:
@@ -58,7 +58,7 @@ def cast(name: str, value: Tensor, dtype: torch.dtype, others: Iterable[tuple[st
         name: its name, for the error.
         value: the tensor.
         dtype: the new dtype.
-        others: names and values that are cast to it too; they are read for the error alone.
+        others: names and values that are cast to it too; they are read only for the error text.
 
     Raises:
         CheckpointError: naming the tensors of which a finite value becomes infinite or NaN.

@@ -1,8 +1,8 @@
 """The state of a job as a flat dictionary of fragments under global names.
 
 Its keys are those of :mod:`~lightning_megatron.checkpoint.tensors.keys`. No tensor is copied or sent: a fragment
-is a set of views. Where several ranks hold the same elements, each rank computes from names and sizes, which are the
-same for all, which of them saves these elements.
+is a set of views. If several ranks hold the same elements, each rank computes which of them saves these elements, from
+names and sizes that are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def optimizer_state(
     Args:
         index: number of the optimizer in the module.
         shards: this rank's shards, parameter by parameter.
-        mesh: where this rank stands.
+        mesh: mesh of this rank.
         param_groups: scalars of each group, and under ``"params"`` the global names of all its parameters on this
             stage (not only of those in this rank's shard).
         sharded: True if each rank of ``mesh.dp_cp`` holds a shard, False if each holds everything.
@@ -158,7 +158,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _merged(groups: Sequence[Mapping[str, Any]], mesh: ParallelMesh) -> list[dict[str, Any]]:
-    """The groups of all pipeline stages as one list: a stage that lacks some counts the others differently."""
+    """The groups of all pipeline stages as one list: a stage that lacks some numbers the others differently."""
     own = [dict(group) for group in groups]
     if mesh.pp.size == 1:
         return own

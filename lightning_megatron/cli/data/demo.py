@@ -10,8 +10,8 @@ from lightning_megatron.cli.common import command_parser, ending_by_signal, exit
 from lightning_megatron.errors import Problem, raise_if_any
 
 _DESCRIPTION = """\
-Write a corpus of made sentences, a sentencepiece tokenizer trained on it, and the token files of both, to try training
-with; the same for the same seed. A small model learns the sentences' grammar within a few hundred steps."""
+Write a corpus of artificial sentences, a sentencepiece tokenizer trained on it, and token files, to try training with.
+One seed always gives the same files. A small model learns the sentences' grammar within a few hundred steps."""
 
 _EXAMPLE = """\
 example:

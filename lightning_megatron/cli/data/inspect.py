@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from lightning_megatron.data.tokenizers import Tokenizer
 
 _DESCRIPTION = """\
-Say what is in a .bin/.idx pair: documents, tokens, lengths, the largest id. With a tokenizer, ids beyond its vocabulary
-are an error, and --document or --sample is printed as text, too. Of a file of chats (JSON lines) --sample is a row as
-ChatDataModule packs it: its documents, and in colour what of them is learnt. Nothing is written."""
+Show what is in a .bin/.idx pair: documents, tokens, lengths, the largest id. With a tokenizer, ids beyond its
+vocabulary are an error, and --document or --sample is printed as text, too. For a file of chats (JSON lines), --sample
+shows a row as ChatDataModule packs it, with the learnt tokens in colour. Nothing is written."""
 
 _EXAMPLE = """\
 examples:
@@ -74,7 +74,7 @@ def _run(args: argparse.Namespace) -> int:
 def _problems(args: argparse.Namespace) -> list[Problem]:
     found = []
     if args.sample is not None and args.seq_length is None:
-        found.append(Problem("--seq-length", None, "a sample has that many tokens: give the one of the training"))
+        found.append(Problem("--seq-length", None, "is needed for --sample: give the tokens of a sample in training"))
     for name in ("seq_length", "samples"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             found.append(Problem(f"--{name.replace('_', '-')}", getattr(args, name), "must be at least 1", (1,)))

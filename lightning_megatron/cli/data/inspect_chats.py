@@ -1,4 +1,4 @@
-"""``lightning-megatron inspect FILE.jsonl``: rows of chats with their documents, and what of them is learnt."""
+"""``lightning-megatron inspect FILE.jsonl``: rows of chats with their documents and their learnt tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
         "--chat-template", metavar="TEMPLATE", help="name, .jinja file or text (default: the tokenizer's)"
     )
     group.add_argument(
-        "--too-long", choices=("error", "cut", "drop"), default="drop", help="of longer conversations (default: drop)"
+        "--too-long", choices=("error", "cut", "drop"), default="drop", help="of long conversations (default: drop)"
     )
 
 
@@ -68,7 +68,7 @@ def inspect_chats(args: argparse.Namespace) -> int:
 def _problems(args: argparse.Namespace) -> list[Problem]:
     found = []
     if args.seq_length is None:
-        found.append(Problem("--seq-length", None, "a row has that many tokens: give the one of the training"))
+        found.append(Problem("--seq-length", None, "is needed: give the tokens of a row in training"))
     if args.tokenizer_model is None:
         found.append(Problem("--tokenizer-model", None, "chats need a tokenizer: a directory with tokenizer.json"))
     if args.document is not None:
@@ -77,7 +77,7 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
 
 
 def _show(rows: PackedChats, number: int, tokenizer: HuggingFaceTokenizer, console: Console) -> None:
-    """Print a row; what is learnt is green where there are colours, and in white brackets elsewhere."""
+    """Print a row; learnt tokens are green on a terminal with colours, and in white brackets elsewhere."""
     from rich.text import Text
 
     documents, places = rows.documents(number), rows.place(number)

@@ -42,7 +42,7 @@ def preprocess_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="values to tokenize, each into a pair of its own; other keys are ignored (default: text)",
+        help="keys of the texts to tokenize, each into its own pair; other keys are ignored (default: text)",
     )
     add_tokenizer_options(parser, required=True)
     how = parser.add_argument_group("how")
@@ -64,8 +64,8 @@ def preprocess_parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="parts of the input that are written by themselves and merged at the end (default: 1); a run that is "
-        "killed goes on with the missing ones when it is started again",
+        help="parts of the input that are written separately and merged at the end (default: 1); a killed run "
+        "resumes with the missing ones when it is started again",
     )
     how.add_argument("--strict", action="store_true", help="stop at the first broken line, naming its file and number")
     how.add_argument(

@@ -1,4 +1,4 @@
-"""``lightning-megatron train-tokenizer``: a sentencepiece model from one's own text."""
+"""``lightning-megatron train-tokenizer``: a sentencepiece model trained on your own text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train_tokenizer_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="values of JSON lines that are text (default: text)",
+        help="keys of the texts in JSON lines (default: text)",
     )
     add(
         "--byte-fallback",
@@ -67,7 +67,7 @@ def train_tokenizer_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="bytes of a line at most, decompressed, such as 500MB (default: 64MiB)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of that draw (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the draw of lines (default: 0)")
     add("--threads", type=int, default=1, metavar="N", help="threads of the trainer (default: 1)")
     return parser
 

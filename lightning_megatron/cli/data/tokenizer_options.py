@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_tokenizer_options(parser: argparse.ArgumentParser, *, required: bool, trained: bool = False) -> None:
-    """Add them to a parser.
+    """Add the options of a tokenizer to a parser.
 
     Args:
         parser: the parser.
@@ -30,12 +30,12 @@ def add_tokenizer_options(parser: argparse.ArgumentParser, *, required: bool, tr
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPE")
     group.add_argument("--vocab-size", type=int, metavar="N", help="number of tokens, for NullTokenizer")
     if trained:
-        text = "take a tokenizer that seems to be another one than the checkpoint's (default: the checkpoint's own)"
+        text = "use a tokenizer even if it seems to differ from the checkpoint's (default: the checkpoint's own)"
         group.add_argument("--allow-other-tokenizer", action="store_true", help=text)
 
 
 def tokenizer_for(args: argparse.Namespace) -> Tokenizer:
-    """The tokenizer that arguments name, which must be the checkpoint's, or without any the checkpoint's own."""
+    """The tokenizer that arguments name, which must match the checkpoint's; by default the checkpoint's own."""
     from lightning_megatron.errors import ConfigError, Problem, raise_if_any
     from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer
 

@@ -1,6 +1,6 @@
 """A process of ``doctor --device``: ``python -m lightning_megatron.cli.doctor.child RESULTS --device TYPE ...``.
 
-It writes a line of JSON for what it begins and for each finding, so that its parent knows where it has died or hung.
+It writes a line of JSON for each started trial and each finding, so that its parent knows where it died or hung.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Outcome = tuple[str, str, bool]
 
 
 def run_trials() -> None:
-    """Make the trials that the command line names, or the collectives of one of two ranks."""
+    """Run the trials that the command line names, or the collectives of one of two ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("results", type=Path)
     parser.add_argument("--device", required=True)
@@ -46,12 +46,12 @@ def run_trials() -> None:
 
 
 def _trial(results: Path, name: str, make: Callable[[], _Outcome], *, told: bool = True) -> bool:
-    """Write the beginning and the finding of a trial; True if nothing is wrong.
+    """Run a trial, and write its start and its finding; True if nothing is wrong.
 
     Args:
-        results: file for them.
+        results: file for start and finding.
         name: name of the trial.
-        make: function that makes it.
+        make: function that runs the trial.
         told: True to write a finding without a fault too.
     """
     start = time.monotonic()
@@ -90,7 +90,7 @@ def _make(name: str, kind: str, tokens: int) -> _Outcome:
 
 
 def _product(device: torch.device) -> _Outcome:
-    """A product in both types of numbers, compared with the host's."""
+    """Matrix products in fp32 and bf16, compared with the host's."""
     import torch
 
     from lightning_megatron import device as devices
@@ -183,7 +183,7 @@ def _send_receive(mesh: ParallelMesh, mine: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _of(like: torch.Tensor, rank: int) -> torch.Tensor:
-    """Values of a rank: whole numbers, of which sums are exact in every type."""
+    """Values of a rank: whole numbers, so that sums are exact in every dtype."""
     import torch
 
     return torch.arange(len(like)).remainder(100).add(rank * 10).to(like.dtype)

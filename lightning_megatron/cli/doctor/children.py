@@ -1,4 +1,4 @@
-"""Processes that try something on a device, and may die or hang there: started, watched and ended."""
+"""Processes that try a device, and may die or hang there: starting, watching and killing them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_megatron.machine.finding import Finding
 
 _EVERY = 0.1
 _GRACE = 10.0
-"""Seconds that the other process of a pair has after one has failed, and a killed process has to end."""
+"""Seconds for the other process of a pair after one has failed, and for a killed process to end."""
 _TEXT = 600
 """Characters of a failed process's output that are shown."""
 
 
 class Child:
-    """A process that writes what it begins, and its findings, into a file.
+    """A process that writes the trials that it starts, and its findings, into a file.
 
     Args:
         folder: folder for its files.
@@ -45,7 +45,7 @@ class Child:
 
     @property
     def progress(self) -> int:
-        """A number that grows with everything that the process begins or finds."""
+        """A number that grows with every start and finding of the process."""
         return self._results.stat().st_size
 
     @property
@@ -55,12 +55,12 @@ class Child:
 
     @property
     def begun(self) -> str:
-        """Name of the trial that it began last; empty if it has begun none."""
+        """Name of the trial that it started last; empty before the first one."""
         return next((str(line["begin"]) for line in reversed(self._lines()) if "begin" in line), "")
 
     @property
     def is_inside(self) -> bool:
-        """True if the trial that it began last has no finding yet."""
+        """True if the trial that it started last has no finding yet."""
         lines = self._lines()
         return not lines or "begin" in lines[-1]
 
@@ -70,7 +70,7 @@ class Child:
         return " | ".join(lines)[-_TEXT:]
 
     def kill(self) -> bool:
-        """End it with all that it has started; True if it has ended."""
+        """Kill the process and its children; True if it has ended."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # a process inside a driver call may not die
@@ -83,14 +83,14 @@ class Child:
 
 
 def watch(children: Sequence[Child], limit: float) -> str | None:
-    """Wait until all have ended, and end those that do not.
+    """Wait until all processes have ended, and kill those that hang.
 
     Args:
         children: processes that work together.
         limit: seconds without progress of any of them.
 
     Returns:
-        The end of a process that did not end by itself, in words; ``None`` if all did.
+        Description of a hang; ``None`` if all processes ended by themselves.
     """
     progress, since = [child.progress for child in children], time.monotonic()
     while any(child.status is None for child in children):
@@ -107,7 +107,7 @@ def watch(children: Sequence[Child], limit: float) -> str | None:
 
 
 def ending(child: Child) -> str:
-    """The end of a process that has failed, in words."""
+    """Describe the end of a process that has failed."""
     status = child.status
     if status is None:
         return "still runs"

@@ -14,7 +14,7 @@ from lightning_megatron.machine import gaudi
 from lightning_megatron.machine.finding import Finding
 
 _DESCRIPTION = """\
-Look at this machine before training on it: versions, the torch that Gaudi's software was built for, the driver,
+Check this machine before training on it: versions, the torch that Gaudi's software was built for, the driver,
 switches in the environment, shared memory and the limit of open files. Nothing is changed.
 
 --device also tries the devices that a Trainer would use, in processes of their own with a time limit: a product, every
@@ -28,7 +28,7 @@ _REPORT = Path("lightning-megatron-doctor.json")
 def doctor_parser() -> argparse.ArgumentParser:
     """The arguments."""
     parser = command_parser("doctor", _DESCRIPTION)
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of the job that is planned (default: 1)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the planned job (default: 1)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--device", action="store_true", help="try the devices as well, and write a report")
     parser.add_argument(
@@ -38,7 +38,7 @@ def doctor_parser() -> argparse.ArgumentParser:
         help=f"report as JSON, and as text beside it (.txt); default with --device: {_REPORT}",
     )
     parser.add_argument(
-        "--limit", type=float, default=300.0, metavar="SECONDS", help="of each trial on a device (default: 300)"
+        "--limit", type=float, default=300.0, metavar="SECONDS", help="time limit of a trial on a device (default: 300)"
     )
     parser.add_argument(
         "--tokens", type=int, default=1024, metavar="N", help="length of the sequence in trials of ops (default: 1024)"

@@ -1,4 +1,4 @@
-"""Findings about the installed software and the machine, for a job that is planned."""
+"""Findings about the installed software and the machine, for a planned job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ARCHIVED_UNTIL = (2, 5, 5)
 
 
 def findings(ranks: int) -> list[Finding]:
-    """All findings, for a job of so many ranks."""
+    """All findings, for a job of ``ranks`` ranks."""
     has_bridge = gaudi.installed(gaudi.BRIDGE) is not None
     rest = {name: value for name, value in os.environ.items() if name != devices.VISIBLE}
     return [
@@ -83,6 +83,6 @@ def _taken() -> Finding:
     kind = devices.best_available()
     try:
         count = devices.device_count(kind)
-    except ConfigError:  # told by its variable
+    except ConfigError:  # reported by visible_modules_setting
         return Finding("a Trainer takes", "nothing", f"{devices.VISIBLE} cannot be read")
     return Finding("a Trainer takes", f"{kind.type}, {count} {'device' if count == 1 else 'devices'} here")

@@ -86,7 +86,7 @@ _UPDATES = 0.999
 _PRODUCTS = 0.99
 """Smallest cosine between products in fp8 and in fp32; E5M2 keeps two bits of a number."""
 _ONE_BY_ONE = {"adamw": ("fp32",), "linear_fp8": tuple(TYPES)}
-"""Types of the choices that are no functions of tensors."""
+"""Dtypes of the ops that are no functions of tensors, and have trials of their own."""
 
 
 def op_trials(device: str) -> Iterator[str]:
@@ -204,7 +204,7 @@ def _differences(name: str, ours: Tensor, right: Tensor, least: float) -> Iterat
         return
     cosine = _cosine(ours, right)
     if not cosine >= least:
-        yield f"{name}: cosine to the reference {cosine:.4f}, must be {least} at least"
+        yield f"{name}: cosine to the reference {cosine:.4f}, must be at least {least}"
     length = float(ours.double().norm() / right.double().norm())
     if abs(length - 1) > LENGTH:
         yield f"{name}: {length:.3f} times as long as the reference's"

@@ -12,7 +12,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.machine.finding import Finding
 
 IMPORT, PRODUCT = "import", "product"
-"""Trials without which no other can succeed."""
+"""Trials that must succeed before any other can."""
 
 
 def trials(tokens: int, limit: float) -> list[Finding]:
@@ -28,7 +28,7 @@ def trials(tokens: int, limit: float) -> list[Finding]:
         pair = 2 if kind is devices.CPU else min(2, devices.device_count(kind))
     except ConfigError:
         pair = 1
-    of_pair = "collectives of 2 processes" if pair == 2 else "no collectives, for there is one device"
+    of_pair = "collectives of 2 processes" if pair == 2 else "no collectives, since there is one device"
     plan = f"{kind.type}: a product, {len(ops)} trials of ops against their references, {of_pair}"
     found = [Finding("device trials", plan)]
     with TemporaryDirectory(prefix="lightning-megatron-doctor-") as name:
@@ -40,7 +40,7 @@ def trials(tokens: int, limit: float) -> list[Finding]:
 
 
 def one_by_one(folder: Path, words: list[str], names: list[str], limit: float) -> list[Finding]:
-    """Findings of trials on one device; a trial that ends its process does not end the others."""
+    """Findings of trials on one device; a trial that kills its process does not stop the others."""
     found: list[Finding] = []
     waiting = names
     while waiting:
@@ -61,7 +61,7 @@ def one_by_one(folder: Path, words: list[str], names: list[str], limit: float) -
 
 
 def _unfinished(child: Child, done: set[str], left: list[str]) -> str | None:
-    """Trial that a process has ended in, or before; ``None`` if it has made all that it could."""
+    """Trial during or before which a process has ended; ``None`` if it has run all that it could."""
     if child.is_inside or IMPORT in done:
         last = child.begun or IMPORT
         return None if last in done else last

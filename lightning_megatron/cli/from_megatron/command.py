@@ -1,4 +1,4 @@
-"""``lightning-megatron from-megatron-args``: the recipe that a command line of Megatron stands for."""
+"""``lightning-megatron from-megatron-args``: a command line of Megatron translated into a recipe."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_megatron.cli.from_megatron.recipe import Devices, recipe_of
 from lightning_megatron.cli.from_megatron.words import CommandLine, read_words
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 
-_DESCRIPTION = """Print the recipe for `lightning-megatron fit` that a command line of Megatron stands for.
+_DESCRIPTION = """Translate a command line of Megatron into a recipe for `lightning-megatron fit`, and print it.
 
 Flags of Megatron-LM, of its fork for Gaudi and of Megatron-DeepSpeed are known.
 Flags without a counterpart are named with the reason, in the recipe and on the error output; nothing is left out
-without a word. Defaults are Megatron's. A line may begin with a launcher and a script: the words of torchrun
-or deepspeed say how many devices there are.
+silently. Defaults are Megatron's. A line may begin with a launcher and a script: the options of torchrun or deepspeed
+give the number of devices.
 Exit status: 0 if every flag has a counterpart, 1 if some have none or the recipe has a place to fill in, 2 if the line
-is at fault."""
+is invalid."""
 
 _EXAMPLES = """examples:
   lightning-megatron from-megatron-args 'torchrun ... pretrain_gpt.py ...'
@@ -37,15 +37,15 @@ def from_megatron_args_command(argv: Sequence[str] | None) -> int:
         argv: words after its name; ``None`` for those of this process.
 
     Returns:
-        The exit status: 0, 1 if flags have no counterpart or a place is to be filled in, 2 for a line that is at fault.
+        The exit status: 0, 1 if flags have no counterpart or a place is to be filled in, 2 for an invalid line.
     """
     parser = command_parser("from-megatron-args", _DESCRIPTION, _EXAMPLES, brief_errors=True)
     parser.add_argument("line", nargs="?", help="the command line, in quotes")
     parser.add_argument("--file", help="file that holds it instead; - is the standard input")
-    scripts = "the line that this script of the fork for Gaudi makes of HL_* variables; words of `line` come behind it"
+    scripts = "the line that this script of the fork for Gaudi makes of HL_* variables; `line` is appended to it"
     parser.add_argument("--env", choices=SCRIPTS, help=scripts)
     parser.add_argument("--env-file", help="file of `HL_NAME=value` lines in place of the environment")
-    parser.add_argument("--devices", type=int, help="devices of the whole job (default: as the launcher's words say)")
+    parser.add_argument("--devices", type=int, help="devices of the whole job (default: from the launcher's options)")
     options = parser.parse_args(argv)
     return exit_status(lambda: _translate(options), ConfigError)
 
@@ -104,7 +104,7 @@ def _devices(line: CommandLine, given: int | None) -> Devices:
     on_node = on_node or min(given, 8)
     if given % on_node:
         near = (given // on_node * on_node or on_node, -(-given // on_node) * on_node)
-        raise ConfigError([Problem("--devices", given, f"are no whole machines of {on_node}", near)])
+        raise ConfigError([Problem("--devices", given, f"is no multiple of the {on_node} devices of a machine", near)])
     return Devices(on_node, given // on_node)
 
 

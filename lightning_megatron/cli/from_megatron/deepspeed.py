@@ -35,35 +35,35 @@ HERE: Mapping[str, str] = {
     "wall_clock_breakdown": "the callback `Throughput` logs times",
     "data_types.grad_accum_dtype": "gradients are added up in fp32 where parameters have 16 bits",
 }
-"""Keys that name what is always so here."""
+"""Keys for behaviour that is always on here."""
 
 NONE: Mapping[str, str] = {
-    "scheduler": "say the schedule by Megatron's flags",
+    "scheduler": "give the schedule by Megatron's flags",
     "zero_optimization.offload_optimizer": "state stays on the device",
     "zero_optimization.offload_param": "state stays on the device",
     "zero_optimization.allgather_bucket_size": "buckets of parameters are those of gradients",
-    "fp16.loss_scale": "the loss scale is found by itself",
-    "fp16.initial_scale_power": "the loss scale is found by itself",
-    "fp16.loss_scale_window": "the loss scale is found by itself",
-    "fp16.hysteresis": "the loss scale is found by itself",
-    "fp16.min_loss_scale": "the loss scale is found by itself",
-    "activation_checkpointing": "`recompute` says what is computed twice",
+    "fp16.loss_scale": "the loss scale is dynamic",
+    "fp16.initial_scale_power": "the loss scale is dynamic",
+    "fp16.loss_scale_window": "the loss scale is dynamic",
+    "fp16.hysteresis": "the loss scale is dynamic",
+    "fp16.min_loss_scale": "the loss scale is dynamic",
+    "activation_checkpointing": "`recompute` selects what is recomputed",
     "communication_data_type": "give `grad_reduce_dtype`",
 }
-"""Keys without a counterpart, with the reason or the way round."""
+"""Keys without a counterpart, with the reason or an alternative."""
 
 _RATES = ("lr", "adam_eps", "weight_decay", "clip_grad")
 _BETAS, _TYPE = "optimizer.params.betas", "optimizer.type"
 
 
 def with_deepspeed(line: CommandLine) -> list[Problem]:
-    """Put the values of DeepSpeed's file, if there is one, beside those of a line.
+    """Add the values of DeepSpeed's file, if a line names one, to those of the line.
 
     Args:
         line: the command line; keys without a counterpart are added to those of its flags.
 
     Returns:
-        Faults of the file, and values that the line says otherwise.
+        Faults of the file, and values that contradict the line.
     """
     path = line.values.get("deepspeed_config")
     if path is None:

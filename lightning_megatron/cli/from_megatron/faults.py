@@ -1,4 +1,4 @@
-"""Faults of a command line of Megatron that are seen without its model: sizes, pairs, lengths in the wrong unit."""
+"""Faults of a Megatron command line that need no model to be found: sizes, pairs, lengths in the wrong unit."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _EXCLUSIVE = (
     ("lr_warmup_iters", "lr_warmup_fraction"),
     ("lr_warmup_samples", "lr_warmup_fraction"),
 )
-"""Pairs of which Megatron refuses the second beside the first."""
+"""Pairs that Megatron refuses together: if the first is given, the second must not be."""
 
 _LENGTHS = ("lr_decay_{}", "lr_warmup_{}", "lr_wsd_decay_{}")
 
 
 def line_faults(line: CommandLine) -> list[Problem]:
-    """All faults of a line. A size that cannot be is taken out of it, so that what follows can be checked too.
+    """All faults of a line. Invalid sizes are removed from it, so that later checks can run too.
 
     Args:
         line: the command line.

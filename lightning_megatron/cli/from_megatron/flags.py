@@ -1,7 +1,7 @@
 """Flags of Megatron-LM, its fork for Gaudi (release 1.22) and Megatron-DeepSpeed, and what became of each.
 
-Four tables: flags that a recipe is made of, flags that name what is always so here, flags of which one value does, and
-flags without a counterpart, each with the reason. ``docs/from-megatron.md`` is made from them.
+Four tables: flags that are translated into the recipe, flags for behaviour that is always on here, flags of which one
+value is such behaviour, and flags without a counterpart, with the reason. ``docs/from-megatron.md`` is made from them.
 """
 
 from __future__ import annotations
@@ -265,8 +265,8 @@ ALWAYS: Mapping[str, str] = {
     "--no-rope-fusion": _FASTEST,
     "--no-persist-layer-norm": _FASTEST,
     "--no-gradient-accumulation-fusion": "gradients are added up in the flat buffers",
-    "--no-async-tensor-model-parallel-allreduce": "of the reductions, those that can be are beside products",
-    "--accumulate-allreduce-grads-in-fp32": "so by default where parameters have 16 bits",
+    "--no-async-tensor-model-parallel-allreduce": "reductions overlap with matrix products where they can",
+    "--accumulate-allreduce-grads-in-fp32": "the default where parameters have 16 bits",
     "--attention-softmax-in-fp32": "reference and fused kernels take the exponentials in fp32",
     "--moe-router-fp32": "routers compute in fp32",
     "--fp8-amax-reduce": "scales are equal on all ranks that share a tensor",
@@ -287,8 +287,8 @@ ALWAYS: Mapping[str, str] = {
     "--ckpt-assume-constant-structure": _OWN_FORMAT,
     "--dist-ckpt-strictness": "a name that is missing or not known is an error",
     "--use-persistent-ckpt-worker": "one writer for the whole run",
-    "--verify-checkpoint": "hashes of all bytes are written, and held against the files on loading",
-    "--verify-checkpoint-model-type": "hashes of all bytes are written, and held against the files on loading",
+    "--verify-checkpoint": "hashes of all bytes are written, and checked on loading",
+    "--verify-checkpoint-model-type": "hashes of all bytes are written, and checked on loading",
     "--use-mp-args-from-checkpoint-args": _ANY_LAYOUT,
     "--load-model-opt-format": _ANY_LAYOUT,
     "--use-checkpoint-opt_param-scheduler": "a schedule is resumed as it was saved",
@@ -304,7 +304,7 @@ ALWAYS: Mapping[str, str] = {
     "--profile-type": "the profiler of the device",
     "--use-pytorch-profiler": "the profiler of the device",
     "--deepspeed": _ONE_KIND,
-    "--deepspeed-activation-checkpointing": "`recompute` says what is computed twice",
+    "--deepspeed-activation-checkpointing": "`recompute` selects what is recomputed",
     "--deepspeed_mpi": _LAUNCHER,
     "--no-pipeline-parallel": "`pp` is 1 unless it is set",
     "--use-dataset-only": "the model is not told where its data come from",
@@ -312,7 +312,7 @@ ALWAYS: Mapping[str, str] = {
     "--moe-fused-weights": _FASTEST,
     "--use-te-custom-op": _FASTEST,
 }
-"""Flags that name what is always so here, with the words for it."""
+"""Flags for behaviour that is always on here, with an explanation."""
 
 ONLY: Mapping[str, tuple[str, str]] = {
     "--moe-router-dtype": ("fp32", "routers compute in fp32"),
@@ -320,7 +320,7 @@ ONLY: Mapping[str, tuple[str, str]] = {
     "--fp8-interval": ("1", "scales follow every step"),
     "--dataloader-type": ("single", "samples come in Megatron's order, resumed at the exact one"),
 }
-"""Flags of which one value names what is always so here, and the words for it; others have no counterpart."""
+"""Flags of which one value is behaviour that is always on here, with an explanation; others have no counterpart."""
 
 _ELASTIC = "a lost rank ends the job, which begins again from the last checkpoint"
 _OFFLOAD, _NOT_LOGGED = "state stays on the device", "not logged"
@@ -336,11 +336,11 @@ WITHOUT: Mapping[str, str] = {
     "--apply-query-key-layer-scaling": "scores are taken in fp32",
     "--fp32-residual-connection": "the residual stream has the parameters' type",
     "--fp16-lm-cross-entropy": "the loss is taken in fp32",
-    "--loss-scale": "the loss scale is found by itself",
-    "--initial-loss-scale": "the loss scale is found by itself",
-    "--min-loss-scale": "the loss scale is found by itself",
-    "--loss-scale-window": "the loss scale is found by itself",
-    "--hysteresis": "the loss scale is found by itself",
+    "--loss-scale": "the loss scale is dynamic",
+    "--initial-loss-scale": "the loss scale is dynamic",
+    "--min-loss-scale": "the loss scale is dynamic",
+    "--loss-scale-window": "the loss scale is dynamic",
+    "--hysteresis": "the loss scale is dynamic",
     "--no-load-optim": "load weights alone: `load_from_checkpoint(DIR)` or `--model.from_hf`",
     "--no-load-rng": "seed the run otherwise",
     "--no-save-optim": "`ModelCheckpoint(save_weights_only=True)`",
@@ -360,8 +360,8 @@ WITHOUT: Mapping[str, str] = {
     "--per-split-data-args-path": "give `data_path`, `val_data_path` and `test_data_path`",
     "--no-shuffle": "training data are shuffled",
     "--shuffle-each-epoch-separately": "the order is Megatron's default",
-    "--manual-gc": "the interpreter's own",
-    "--manual-gc-interval": "the interpreter's own",
+    "--manual-gc": "garbage collection is the interpreter's own",
+    "--manual-gc-interval": "garbage collection is the interpreter's own",
     "--tp-comm-overlap": _DECIDED,
     "--tp-comm-overlap-cfg": _DECIDED,
     "--no-overlap-p2p-communication": _DECIDED,
@@ -385,8 +385,8 @@ WITHOUT: Mapping[str, str] = {
     "--data-parallel-sharding-strategy": "`distributed_optimizer` shards optimizer state",
     "--hierarchical-context-parallel-sizes": "one ring, or one exchange, over all of `cp`",
     "--encoder-tensor-model-parallel-size": "one `tp` for the whole model",
-    "--encoder-pipeline-model-parallel-size": "`pipeline_layout` says the cut",
-    "--pipeline-model-parallel-split-rank": "`pipeline_layout` says the cut",
+    "--encoder-pipeline-model-parallel-size": "`pipeline_layout` sets the cut",
+    "--pipeline-model-parallel-split-rank": "`pipeline_layout` sets the cut",
     "--multi-latent-attention": "begin with a preset of DeepSeek",
     "--moe-extended-tp": "give `etp`",
     "--moe-router-force-load-balancing": "a benchmark's setting",
@@ -396,8 +396,8 @@ WITHOUT: Mapping[str, str] = {
     "--moe-apply-probs-on-input": _OTHER_MODEL,
     "--spec": _OTHER_MODEL,
     "--is-hybrid-model": _OTHER_MODEL,
-    "--enable-cuda-graph": "`compile` is the way to graphs",
-    "--external-cuda-graph": "`compile` is the way to graphs",
+    "--enable-cuda-graph": "use `compile` for graphs",
+    "--external-cuda-graph": "use `compile` for graphs",
     "--inprocess-restart": _ELASTIC,
     "--enable-ft-package": _ELASTIC,
     "--non-persistent-save-interval": "all checkpoints are whole",
@@ -423,4 +423,4 @@ WITHOUT: Mapping[str, str] = {
     "--empty-unused-memory-level": "memory is kept",
     "--sft": "fine-tuning data are not read from these flags",
 }
-"""Flags without a counterpart, with the reason or the way round."""
+"""Flags without a counterpart, with the reason or an alternative."""

@@ -75,7 +75,7 @@ _KNOWN = (*FLAGS, *SWITCHES, *WITH_BINS, *WITH_FP8, *COMPUTED, *HERE, *NONE)
 
 @dataclass
 class HabanaLine:
-    """A command line from variables.
+    """A command line made from variables.
 
     Attributes:
         text: the words, with a launcher in front.
@@ -118,7 +118,7 @@ def _reason(name: str) -> str:
 
 
 def _problems(script: str, values: Mapping[str, str]) -> list[Problem]:
-    """Values that are no switch, or no number where sums are made of them."""
+    """Problems of switches that are not 0 or 1, and of values that must be numbers since they are calculated with."""
     found = [Problem(n, values[n], "must be 0 or 1") for n in SWITCHES if values.get(n, "0") not in ("0", "1")]
     numbers = ["HL_DP", "HL_TP", "HL_PP", "HL_CP", "HL_NUM_NODES", "HL_DEVICES_PER_NODE", "HL_MICRO_BATCH", "HL_GBS"]
     numbers += ["HL_SEQ_LEN", "HL_MOE_NUM_EXPERTS"]
@@ -126,7 +126,7 @@ def _problems(script: str, values: Mapping[str, str]) -> list[Problem]:
         if name in values and (not values[name].isdigit() or int(values[name]) < 1):
             found.append(Problem(name, values[name], "must be a whole number of at least 1"))
     if values["HL_CKP_ACT"] not in ("0", "1", "2", *(("3",) if script == "mixtral" else ())):
-        found.append(Problem("HL_CKP_ACT", values["HL_CKP_ACT"], "is none of the script's: 0, 1, 2, and 3 of Mixtral"))
+        found.append(Problem("HL_CKP_ACT", values["HL_CKP_ACT"], "the script knows 0, 1 and 2, and for Mixtral 3"))
     return found
 
 

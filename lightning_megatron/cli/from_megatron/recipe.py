@@ -47,7 +47,7 @@ def recipe_of(line: CommandLine, devices: Devices) -> dict[str, Any]:
         devices: devices of the job.
 
     Raises:
-        ConfigError: with everything that cannot be, or is missing.
+        ConfigError: with everything that is invalid or missing.
     """
     problems = with_deepspeed(line)
     problems += line_faults(line)
@@ -79,7 +79,7 @@ class _Batch:
         replica: samples of a replica.
         all: samples of all replicas, at the end of a ramp.
         ramp: start, increment and length of a ramp; empty for none.
-        steps: steps of the run, with a ramp as many as there would be without; 0 for unknown.
+        steps: steps of the run, counted as if there were no ramp; 0 for unknown.
         samples: samples of the run, if that is its length.
     """
 
@@ -92,7 +92,7 @@ class _Batch:
 
     @classmethod
     def of(cls, line: CommandLine, replicas: int, problems: list[Problem]) -> _Batch:
-        """Sizes of a line; what is wrong with them is added to the problems."""
+        """Batch sizes of a line; their faults are appended to ``problems``."""
         micro = line.get("micro_batch_size", 1)
         samples = line.get("global_batch_size", micro * replicas * line.get("gradient_accumulation_steps", 1))
         if samples % (micro * replicas):
@@ -136,7 +136,7 @@ def _model(line: CommandLine, problems: list[Problem]) -> TransformerConfig | No
 
 
 def _beyond_checkpoints(arguments: dict[str, Any], line: CommandLine) -> dict[str, Any]:
-    """Fields that checkpoints of Megatron are refused with; they are taken out of the arguments."""
+    """Remove from the arguments, and return, the fields that a Megatron checkpoint to convert must not have."""
     further = ("mtp_num_layers", "mtp_loss_scaling_factor")
     of_all = {name: arguments.pop(name) for name in further if name in arguments}
     return of_all | (_experts(arguments, line) if arguments.get("num_experts") else {})
@@ -162,7 +162,7 @@ def _experts(arguments: dict[str, Any], line: CommandLine) -> dict[str, Any]:
 
 
 def _vocab_size(line: CommandLine, problems: list[Problem]) -> int:
-    """Size of the vocabulary: the one given, or the tokenizer's, whose files must be there then."""
+    """Size of the vocabulary: the one given, else that of the tokenizer, whose files must exist then."""
     kind = line.values.get("tokenizer_type")
     if (given := line.values.get("vocab_size")) is not None:
         return int(given) + (kind == "NullTokenizer")  # which adds an end of document

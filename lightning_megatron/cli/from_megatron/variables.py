@@ -60,7 +60,7 @@ SWITCHES: Mapping[str, str] = {
     "HL_MOE_PAD_EXPERT_INPUT_TO_CAPACITY": "--moe-pad-expert-input-to-capacity",
     "HL_MOE_TOKEN_DISTRIBUTION_LOGGING": "--moe-token-distribution-logging",
 }
-"""Variables of which 1 is a flag, and 0 is none."""
+"""Variables that set a flag if they are 1, and none if they are 0."""
 
 WITH_BINS: Mapping[str, str] = {
     "HL_MOE_CAPACITY_BINS_EXP_BASE": "--moe-capacity-bins-exp-base",
@@ -75,12 +75,12 @@ WITH_FP8: Mapping[str, str] = {
     "HL_FP8_AMAX_HISTORY_LEN": "--fp8-amax-history-len",
     "HL_CACHE_FP8_WEIGHT": "--cache-fp8-weight",
 }
-"""Variables that mean something if capacity bins, or fp8, are on."""
+"""Variables that matter only if capacity bins, or fp8, are on."""
 
 COMPUTED: Mapping[str, str] = {
     "HL_NUM_NODES": "machines",
     "HL_DEVICES_PER_NODE": "devices of a machine",
-    "HL_DP": "held against the number of devices",
+    "HL_DP": "checked against the number of devices",
     "HL_LLAMA_VER": "sizes and rates of the model",
     "HL_LLAMA_MODEL_SIZE": "sizes and rates of the model",
     "HL_MIXTRAL_MODEL": "sizes and rates of the model",
@@ -126,7 +126,7 @@ HERE: Mapping[str, str] = {
     "HL_FP8_AMAX_REDUCE": "scales are equal on all ranks that share a tensor",
     "HL_REDIRECT_LOGS": "the shell's",
 }
-"""Variables that name what is always so here, or is another program's."""
+"""Variables for behaviour that is always on here, or that belongs to another program."""
 
 _ONE_SETTING = "a setting of Gaudi's software: set it in the environment"
 NONE: Mapping[str, str] = {
@@ -157,4 +157,4 @@ NONE: Mapping[str, str] = {
     "HL_CKPT_CONVERT_SAVE": "`lightning-megatron convert`",
     "HL_PROFILE_RANKS": "every rank is traced",
 }
-"""Variables without a counterpart, with the reason or the way round; 0 counts as not set."""
+"""Variables without a counterpart, with the reason or an alternative; 0 counts as not set."""

@@ -21,7 +21,7 @@ _LAUNCHERS: Mapping[str, str] = {
     "--num_nodes": "nodes",
 }
 _HOSTS = ("--hostfile", "--include", "--exclude")
-"""Words of deepspeed's launcher with which the number of machines stands elsewhere."""
+"""Options of deepspeed's launcher that choose machines by a file, so that the line does not give their number."""
 _OTHER_SCRIPTS = ("bert", "t5", "ict", "retro", "vision", "vlm", "multimodal", "mamba", "biencoder", "realm", "vit")
 _NO_PATTERN = "must be a number, or lists of numbers that are added and repeated"
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
@@ -29,11 +29,11 @@ _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 @dataclass
 class CommandLine:
-    """A command line, read.
+    """A parsed command line.
 
     Attributes:
         values: values by Megatron's names; those that are not given are missing.
-        always: flags that name what is always so here.
+        always: flags for behaviour that is always on here.
         without: flags without a counterpart, with the reason.
         to_fill: places of the recipe that the user must fill in, with the reason.
         written: names of flags as the line has them, by Megatron's names of their values.
@@ -58,7 +58,7 @@ class CommandLine:
         return self.values.get(name, usual)
 
     def flag(self, name: str) -> str:
-        """The flag of an argument as the line has it.
+        """The flag of an argument as the line spells it.
 
         Args:
             name: Megatron's name of the argument.
@@ -73,7 +73,7 @@ def read_words(text: str) -> CommandLine:
         text: the line, in one or, with backslashes, in several.
 
     Raises:
-        ConfigError: for variables of the shell that are left in, and values that no flag of that name takes.
+        ConfigError: for unexpanded variables of the shell, and invalid values of flags.
     """
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     line, launched = CommandLine(), dict[str, int]()
@@ -96,7 +96,7 @@ def read_words(text: str) -> CommandLine:
 
 
 def _script_problems(words: Sequence[str]) -> list[Problem]:
-    """A script that trains another kind of model, whose flags would be read as a GPT's."""
+    """The problem of a script that trains another kind of model, whose flags would be read as a GPT's."""
     script = next((word for word in words if word.endswith(".py")), "")
     folder, _, name = script.rpartition("/")
     parts = re.split("[_.]", name)
@@ -114,7 +114,7 @@ def _count(given: Sequence[str]) -> int:
 
 
 def _read(line: CommandLine, name: str, given: Sequence[str]) -> None:
-    """Put a flag and its words into the line."""
+    """Add a flag with its values to the line."""
     if name in _TAKEN:
         flag = _TAKEN[name]
         line.values[flag.key] = _value(flag, given)
@@ -133,7 +133,7 @@ def _read(line: CommandLine, name: str, given: Sequence[str]) -> None:
 
 
 def _groups(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Flags with the words behind them; of what stands before a script, only flags that say how many devices."""
+    """Flags with their values; before the script, only flags that give the number of devices."""
     script = next((number for number, word in enumerate(words) if word.endswith(".py")), -1)
     found: list[tuple[str, list[str]]] = []
     for number, word in enumerate(words):

@@ -1,1 +1,1 @@
-"""Commands that use a trained model: to continue a text, and to find out how good it is."""
+"""Commands that use a trained model: text generation and evaluation."""

@@ -35,7 +35,7 @@ def continuation(args: argparse.Namespace) -> str | None:
         tokens = module.generate(prompt.to(device).unsqueeze(0), **options)
     else:
         if not issubclass(kind, GPTModule):
-            reason = f"only decoders are cut over devices here, and the checkpoint is of {kind.__name__}"
+            reason = f"only decoders can be split over devices here, and the checkpoint is of {kind.__name__}"
             raise ConfigError([Problem("--tp", args.tp, reason, (1,))])
 
         def work(ranks: Ranks) -> Tensor:
@@ -50,14 +50,14 @@ def continuation(args: argparse.Namespace) -> str | None:
 
 
 def _module_class(checkpoint: str) -> Any:
-    """The class that trains the model of a checkpoint, if it writes text.
+    """The module class of a checkpoint, if its model can generate text.
 
     Raises:
-        ConfigError: if it does not.
+        ConfigError: if it cannot.
     """
     config = config_of(open_checkpoint(checkpoint, check="sizes").meta.get("hyper_parameters") or {})
     kind = getattr(lightning_megatron, "GPTModule" if config is None else module_of(config))
     if not hasattr(kind, "generate"):
-        reason = "its model writes no text"
+        reason = "its model cannot generate text"
         raise ConfigError([Problem("--checkpoint", kind.__name__, reason, ("GPTModule", "T5Module"))])
     return kind

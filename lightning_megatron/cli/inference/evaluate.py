@@ -11,9 +11,9 @@ from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE
 from lightning_megatron.evaluation.corpora import FORMATS
 
 _DESCRIPTION = """\
-Perplexity of files, one line each, and tasks of lm-eval, with a decoder's checkpoint that was saved under any layout,
-or a Hugging Face directory. Runs in as many processes as --tp, --pp, --cp and --ep ask for, which all give the same
-numbers; --devices beyond that are further replicas, which share the texts."""
+Measure perplexity on files, one line each, and tasks of lm-eval, with a decoder's checkpoint that was saved under any
+layout, or a Hugging Face directory. Every choice of --tp, --pp, --cp and --ep gives the same numbers; more --devices
+than these need are further replicas, which share the texts."""
 
 _EXAMPLES = """\
 examples:

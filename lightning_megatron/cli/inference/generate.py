@@ -10,8 +10,8 @@ from lightning_megatron.cli.data.tokenizer_options import add_tokenizer_options
 
 _DESCRIPTION = """\
 Continue a text with a checkpoint of a decoder, or answer one with a checkpoint of T5Module, saved under any
-layout. Runs in one process, or, a decoder, in as many as --tp says, each with its part of every layer on a
-device of its own."""
+layout. Runs in one process; a decoder also in --tp processes, each with its part of every layer on its own
+device."""
 
 _EXAMPLE = """\
 example:
@@ -29,9 +29,9 @@ def generate_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=1.0, metavar="T", help="of sampling; 0 for the likeliest (default: 1)")
     add("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
     add("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of joint probability P")
-    add("--seed", type=int, metavar="N", help="of sampling (default: another one each time)")
+    add("--seed", type=int, metavar="N", help="seed of sampling (default: random)")
     add("--device", metavar="TYPE", help="torch device (default: the best there is)")
-    add("--tp", type=int, default=1, metavar="N", help="devices to cut the model into (default: 1)")
+    add("--tp", type=int, default=1, metavar="N", help="devices to split the model over (default: 1)")
     add_tokenizer_options(parser, required=False, trained=True)
     return parser
 

@@ -19,7 +19,7 @@ from lightning_megatron.evaluation.perplexity import Cloze, Perplexity, cloze, p
 from lightning_megatron.evaluation.ranks import Ranks, Spread, check_decoder, on_ranks
 
 _LONGEST = 2048
-"""Tokens of a window, unless the user says otherwise: rotary models count positions that no memory holds."""
+"""Default limit for the tokens of a window: rotary models allow more positions than fit into memory."""
 
 _OF_SPREAD = ("tp", "pp", "cp", "ep", "etp", "device", "devices", "num_nodes", "precision", "batch_size")
 
@@ -30,7 +30,7 @@ class _Job:
 
     Attributes:
         files: the files.
-        reader: reader of them.
+        reader: reader of the files.
         tokenizer: tokenizer of the model.
         length: tokens of a window.
         stride: tokens by which windows are shifted.
@@ -122,7 +122,7 @@ def _length(args: argparse.Namespace, config: TransformerConfig | None) -> int:
 
 
 def _problems(args: argparse.Namespace, config: TransformerConfig | None) -> list[Problem]:
-    """Faults of the arguments that no other part looks at."""
+    """Faults of the arguments that no other part checks."""
     found = []
     if not (args.input or args.lm_eval):
         found.append(Problem("--input", None, "name files, or tasks with --lm-eval"))

@@ -29,8 +29,8 @@ LAUNCHERS = ("slurm", "kubernetes", "torchrun", "mpirun")
 _DESCRIPTION = """\
 Start a training recipe on many machines, or with --dry-run print the batch script, manifest or command.
 
-The recipe's section `cluster` describes the machines; `fit` passes over it. examples/clusters has one for each
-launcher. Every run goes on from its last checkpoint, so the same command starts it again."""
+The recipe's section `cluster` describes the machines; `fit` ignores it. examples/clusters has one for each
+launcher. Every run resumes from its last checkpoint, so the same command starts it again."""
 
 _EXAMPLES = """\
 examples:
@@ -49,7 +49,7 @@ def launch_parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="print, and start nothing")
     add("--hostsfile", metavar="FILE", help="machines, for torchrun and mpirun: `NAME slots=8` on each line")
     add("--node", type=int, metavar="N", help="with torchrun: number of this machine in the hostsfile")
-    add("--tasks", choices=("device", "node"), help="with slurm: a task a device, or one torchrun a node")
+    add("--tasks", choices=("device", "node"), help="with slurm: one task per device, or one torchrun per node")
     add("--from-hf", action="store_true", help="with slurm: begin with the weights in the directory HF_DIR")
     add("arguments", nargs="*", metavar="-- WORDS", help="more words for fit")
     return parser
@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def origin(argv: Sequence[str]) -> str:
-    """The command that prints a text, for the text's head."""
+    """The command that prints a text, for the header of that text."""
     return shlex.join(["lightning-megatron", "launch", *argv])
 
 
@@ -120,7 +120,7 @@ def _show(text: str) -> int:
 
 
 def _hand_over(text: str, words: Sequence[str]) -> int:
-    """Give a text to the program that takes it."""
+    """Pipe a text into the launcher's command."""
     if shutil.which(words[0]) is None:
         return fail(f"{words[0]} is not on PATH; --dry-run prints what it would get")
     return subprocess.run(words, input=text, text=True, check=False).returncode
@@ -167,7 +167,7 @@ def _own_number(hosts: Sequence[Host]) -> int:
     if len(hosts) == 1:
         return 0
     own = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
-    with suppress(OSError):  # a name that nobody resolves may stand in the file as it is
+    with suppress(OSError):  # the file may list a name that cannot be resolved
         own |= {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
     found = [number for number, host in enumerate(hosts) if host.name in own]
     if len(found) != 1:
@@ -186,7 +186,7 @@ def _replace_process(job: TrainingJob, words: Sequence[str]) -> int:
 
 
 def _saving_on_sigterm(job: TrainingJob, words: Sequence[str]) -> int:
-    """Run ``mpirun``, which passes SIGUSR1 on to its ranks, but kills them a second after SIGTERM."""
+    """Run ``mpirun`` with SIGUSR1 in place of SIGTERM: it passes SIGUSR1 on, but kills ranks a second after SIGTERM."""
     sys.stdout.flush()
     process = subprocess.Popen(words, env={**os.environ, **job.cluster.environment})
     ours = (signal.SIGTERM, signal.SIGUSR1)

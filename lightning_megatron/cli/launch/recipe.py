@@ -22,7 +22,7 @@ _SIZES = ("tp", "pp", "cp", "ep", "etp", "vpp")
 def read_job(
     configs: Sequence[str], arguments: Sequence[str], given: Mapping[str, Any], *, from_hf: bool = False
 ) -> TrainingJob:
-    """The job of one recipe, or of several of which later ones change earlier ones, as with ``fit``.
+    """The job of one recipe, or of several, of which later ones override earlier ones, as with ``fit``.
 
     Args:
         configs: names of recipes, and YAML files.
@@ -52,7 +52,7 @@ def _of_trainer(trainer: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _contradictions(trainer: Mapping[str, Any], section: object, cluster: Cluster) -> list[Problem]:
-    """A recipe's own sizes are those of the machines that it was written for, unless the section says otherwise."""
+    """The problem of a recipe's ``trainer.devices`` that is no number, unless the section replaces it."""
     devices = trainer.get("devices")
     is_given = isinstance(section, Mapping) and "devices_per_node" in section
     if is_whole(devices, at_least=1) or is_given or devices is None:
@@ -62,7 +62,7 @@ def _contradictions(trainer: Mapping[str, Any], section: object, cluster: Cluste
 
 
 def _layout_problems(trainer: Mapping[str, Any], cluster: Cluster) -> list[Problem]:
-    """Sizes of the strategy that the ranks of the cluster do not divide into."""
+    """Problems of the strategy's layout on the ranks of the cluster."""
     strategy = trainer.get("strategy")
     name = strategy.get("class_path") if isinstance(strategy, Mapping) else strategy
     if str(name).rsplit(".", 1)[-1] not in STRATEGIES:

@@ -96,7 +96,7 @@ def _search(args: argparse.Namespace) -> int:
 
 
 def _of(found: list[Problem], function: Any, *args: object) -> Any:
-    """A function's result; or ``None``, and its problems noted."""
+    """A function's result; ``None`` if it raises, with its problems added to ``found``."""
     try:
         return function(*args)
     except ConfigError as error:
@@ -145,7 +145,7 @@ def _judge(args: argparse.Namespace) -> int:
 
 
 def _about(args: argparse.Namespace, plan: Plan, device: DeviceSpec | None) -> None:
-    """The rest that was asked about the best plan: its formulas, its recipe, its rehearsal."""
+    """Print or write what else was requested of the best plan: its formulas, its recipe, its rehearsal."""
     if args.explain:
         print("\n" + "\n".join(text.explained(plan)))
     if args.yaml:

@@ -16,7 +16,7 @@ from lightning_megatron.planning.core.job import PRECISIONS
 
 _SIZES = ("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size")
 FIXED = (*_SIZES, "recompute", "cp_comm_type", "pipeline_schedule")
-"""Arguments of the strategy that a search can be told to keep."""
+"""Arguments of the strategy that the command line can fix in a search."""
 _LINKS = ("within", "between")
 
 _EXAMPLES = """examples:
@@ -42,7 +42,7 @@ def plan_parser() -> argparse.ArgumentParser:
     precisions = f"{', '.join(PRECISIONS)} (default: the recipe's, else bf16-mixed)"
     add("--precision", choices=PRECISIONS, metavar="NAME", help=precisions)
     add("--fp8", action="store_true", help="linear layers multiply in fp8")
-    add("--attention", choices=("flash", "reference"), help="reference keeps the scores (default flash)")
+    add("--attention", choices=("flash", "reference"), help="reference stores the scores (default flash)")
     add("--max-memory", type=size_in_bytes, metavar="80GB", help="memory for tensors of a rank")
     add(
         "--link",

@@ -19,7 +19,7 @@ _SHOWN = 0.005
 
 
 def heading(request: PlanRequest, name: str) -> str:
-    """The question in one line."""
+    """The request in one line."""
     billions = request.config.num_parameters() / 1e9
     return (
         f"{name}: {billions:.2f} B parameters on {request.num_devices} x {request.device.title}; a step of "
@@ -133,7 +133,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def recipe_text(job: PlannedJob, devices_per_node: int) -> str:
-    """A YAML recipe with the strategy of a job, to be put behind another one."""
+    """A YAML recipe with the strategy of a job, to be given after another recipe."""
     import yaml
 
     nodes = max(1, job.world_size // devices_per_node)

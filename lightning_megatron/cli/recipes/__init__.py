@@ -1,1 +1,1 @@
-"""Recipes on the command line: by name, listed, in small on a CPU, with paths from the environment."""
+"""Recipes on the command line: by name, listed, scaled down for a CPU, with paths from the environment."""

@@ -44,7 +44,7 @@ class Given:
 
 
 def read_recipe(paths: Sequence[str], given: Given) -> PlannedJob:
-    """The job of one recipe, or of several of which later ones change earlier ones, as with ``fit``.
+    """The job of one recipe, or of several, of which later ones override earlier ones, as with ``fit``.
 
     Args:
         paths: YAML files.

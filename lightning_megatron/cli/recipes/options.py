@@ -38,10 +38,10 @@ class _Named(argparse.Action):
 
 
 class NamedAsGiven(argparse.Action):
-    """An action that appends names of recipes, and paths in a form that no name has."""
+    """An action that appends names of recipes, and paths written so that none looks like a name."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        """Append the word behind ``--recipe`` or ``--config``."""
+        """Append the value of ``--recipe`` or ``--config``."""
         word = values if option == "--recipe" or is_file(values) else os.path.join(".", values)
         if option == "--recipe" and is_file(word):
             parser.error(f"--recipe {word}: is a file: give it to --config")
@@ -60,6 +60,6 @@ def required(options: argparse.Namespace) -> list[str]:
 
 
 def with_environment(paths: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Contents of a recipe, with the paths that variables give."""
+    """Contents of a recipe, with the paths that environment variables override."""
     recipe = contents_of(paths)
     return merged(recipe, changes_of(recipe, environment))

@@ -15,23 +15,23 @@ from lightning_megatron.recipes.contents import class_of, contents_of
 from lightning_megatron.recipes.environment import OUTPUT
 
 _TWINS = {"BertModule": "bert-tiny", "T5Module": "t5-tiny"}
-"""Recipes for a CPU, of modules whose jobs are not planned."""
+"""Recipes for a CPU, of modules that the planner does not support."""
 
 
 def scaled_recipe(files: Sequence[str], name: str, scale: str, environment: Mapping[str, str]) -> Path:
-    """Write the small twin of a recipe with its data, unless it is there.
+    """Write the small twin of a recipe and its data.
 
     Args:
         files: files of the recipe.
         name: its name.
-        scale: the words behind ``--scale``: ``"cpu"`` or ``"cpu=N"``.
+        scale: value of ``--scale``: ``"cpu"`` or ``"cpu=N"``.
         environment: variables, of which one may name the output folder.
 
     Returns:
         The twin's recipe, in the folder that its run writes to.
 
     Raises:
-        ConfigError: for other words, or a recipe without a twin.
+        ConfigError: for another ``scale``, or a recipe without a twin.
     """
     most = _most(scale)
     recipe = contents_of(files)

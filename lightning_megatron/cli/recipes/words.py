@@ -1,4 +1,4 @@
-"""Words for LightningCLI, which knows files alone: names become files, variables of the environment a part behind them.
+"""Words for LightningCLI, which reads only files: recipe names become files, environment variables one more part.
 
 Every process of a job reads the words of the first one, so the same words give the same files in each.
 """
@@ -21,7 +21,7 @@ _OPTIONS = ("--config", "-c", "--recipe", "--scale")
 
 @dataclass
 class _Given:
-    """Recipes among the words.
+    """Recipes among the words of a command.
 
     Attributes:
         files: files of the recipe, in their order.
@@ -37,7 +37,7 @@ class _Given:
 
 
 def config_words(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Words in which recipes are files; those that have none stay as they are.
+    """Replace recipe names by files; words without a recipe are returned unchanged.
 
     Args:
         words: words of a command, with ``--recipe NAME``, ``--config FILE`` and ``--scale cpu`` in any order.

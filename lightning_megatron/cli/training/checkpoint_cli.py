@@ -40,7 +40,7 @@ class CheckpointCLI(LightningCLI):
     _opened: OpenCheckpoint | None = None
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Take what is read elsewhere: a recipe's section for ``launch``, and words that become files before."""
+        """Accept what is used elsewhere: ``launch``'s section, and options that are replaced by files before."""
         parser.add_argument("--cluster", type=dict | None, default=None, help="machines, for `launch`; not read here")
         parser.add_argument(
             "--recipe", type=str | None, default=None, help="a recipe of this package, as with --config"
@@ -89,9 +89,9 @@ class CheckpointCLI(LightningCLI):
 
 
 def with_hf_module(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Words in which ``--model.from_hf DIR`` is written out: the class of its module, and the path of its weights.
+    """Expand ``--model.from_hf DIR`` into the class of its module and the path of its weights.
 
-    A class or a ``--ckpt_path`` that is given too stays as it is.
+    A class or a ``--ckpt_path`` that the user gives takes precedence.
 
     Returns:
         The words, and the directory, if there is one.
@@ -146,7 +146,7 @@ def _arguments(path: str | os.PathLike[str], module_class: type, given: Mapping[
 
 
 def _taken_by(module_class: type, saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved arguments that the user has not given, and that the class takes, by name or as any others."""
+    """Saved arguments that the user has not given, and that the class takes, by name or by ``**``."""
     known = inspect.signature(module_class).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     named = {name: value for name, value in saved.items() if name in known and name not in given}

@@ -30,7 +30,7 @@ class BriefParser(LightningArgumentParser):
     """LightningCLI's parser with errors of two lines: the fault, and the command for help."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say where a field of the configuration is given that was taken for an argument of the module."""
+        """Report an error; if it names a field of the model's configuration, say how to give that field."""
         name = re.search(r"NestedArg\(key='(\w+)'", message)
         if name is not None and name[1] in {field.name for field in fields(TransformerConfig)}:
             message = f"{name[1]} is a field of the model's configuration: write --model.dict_kwargs.{name[1]}"

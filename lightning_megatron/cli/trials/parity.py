@@ -1,4 +1,4 @@
-"""``lightning-megatron parity``: one training in two layouts, side by side, and the layer where they part."""
+"""``lightning-megatron parity``: one training in two layouts, side by side, and the first layer that differs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_megatron.parity.twin import twin_layout
 _DESCRIPTION = """Train a recipe's small twin in its layout and in another one, and compare them number by number.
 
 The twin has the recipe's layout (at most two replicas) and the smallest model that it divides; data are random tokens.
-Both runs see the same samples. Printed are losses and norms of gradients side by side, and the first layer whose
+Both runs see the same samples. The command prints losses and gradient norms side by side, and the first layer whose
 output, or the first parameter whose gradient, differs.
 With --full the recipe's own module runs, which may be yours; its loader must give the same samples in both layouts.
 Exit status: 0 they agree, 1 they differ or a run has failed, 2 arguments that cannot work."""
@@ -47,11 +47,11 @@ def parity_command(argv: Sequence[str] | None) -> int:
     add_recipe(parser)
     parser.add_argument("--against", default="", metavar="AXIS=N,...", help="axes to change (default: one process)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference that is rounding")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference that counts as rounding")
     parser.add_argument("--precision", default="32-true", help="Lightning's name (default 32-true)")
     parser.add_argument("--accelerator", default="cpu", help="Lightning's name (default cpu)")
     parser.add_argument("--full", action="store_true", help="the recipe's own module and data, not a small twin")
-    parser.add_argument("--seconds", type=float, default=1800, help="time in which a run must end (default 1800)")
+    parser.add_argument("--seconds", type=float, default=1800, help="time limit of a run (default 1800)")
     return exit_status(lambda: _compare(parser.parse_args(argv)), ConfigError)
 
 
@@ -83,7 +83,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _number_problems(options: argparse.Namespace) -> list[Problem]:
-    """Faults of single numbers; a tolerance that is no number is one too."""
+    """Faults of single numbers; a NaN is one too."""
     found = []
     if options.steps < 1:
         found.append(Problem("--steps", options.steps, "must be at least 1", (1,)))
@@ -102,7 +102,7 @@ def other_layout(own: ParallelLayout, against: str) -> ParallelLayout:
         against: ``"tp=1,pp=1"``: axes that differ; empty for one process.
 
     Raises:
-        ConfigError: for words that are no sizes of axes, or sizes that do not go together.
+        ConfigError: for words that are no sizes of axes, or sizes that contradict each other.
     """
     found: list[Problem] = []
     changes: dict[str, Any] = {} if against else dict.fromkeys(AXES, 1)

@@ -24,7 +24,7 @@ from lightning_megatron.rehearsal.result import Rehearsal
 _DESCRIPTION = """Run two steps of single ranks of a job on tensors without memory, in this process.
 
 The real model, optimizer and pipeline schedule of a rank run; no device, data or other process is needed. By
-themselves, one rank of the first, of a middle and of the last pipeline stage are rehearsed."""
+default, one rank of the first, of a middle and of the last pipeline stage are rehearsed."""
 
 _EXAMPLES = """examples:
   lightning-megatron rehearse --recipe mixtral-8x7b

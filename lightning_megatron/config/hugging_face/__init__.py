@@ -1,1 +1,1 @@
-"""Parts of which the files of ``lightning_megatron/families`` are made."""
+"""Building blocks of the files in ``lightning_megatron/families``."""

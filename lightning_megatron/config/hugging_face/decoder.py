@@ -11,7 +11,7 @@ from lightning_megatron.config.reader import ConfigReader, refuse_uneven_heads
 FIXED = {"norm": "rmsnorm", "position_embedding": "rope"}
 """Fields that are the same for all of them."""
 SILU = {"silu": "swiglu", "swish": "swiglu"}
-"""Gated activations by the names of what they apply to the gate."""
+"""Gated activations by the name of the function that they apply to the gate."""
 
 
 def decoder_from_hf(

@@ -28,9 +28,9 @@ class Family:
         tensors: tensors of both sides.
         presets: recipes of published shapes by name.
         module: name of the LightningModule that trains it.
-        default_preset: preset that the module takes where none is given; empty if the module is of another family.
+        default_preset: preset that the module uses if none is given; empty if the module belongs to another family.
         defaults: defaults of the architecture in place of those that ``from_hf`` assumes.
-        passive: entries of ``config.json`` that change nothing of what the model computes.
+        passive: entries of ``config.json`` that do not affect what the model computes.
         config_class: class of our configurations.
     """
 
@@ -78,7 +78,7 @@ class Family:
             ConfigError: naming every field with a value that the architecture cannot compute.
         """
         if type(config) is not self.config_class:
-            given, reason = type(config).__name__, f"not what {self.architecture} is described by"
+            given, reason = type(config).__name__, f"{self.architecture} needs another class"
             raise ConfigError([Problem("config", given, reason, (self.config_class.__name__,))])
         reader = ConfigReader(asdict(config), "configuration")
         written = self.to_hf(reader)

@@ -1,4 +1,4 @@
-"""Entries of any ``config.json`` that change nothing of what a model computes from its weights."""
+"""Entries of any ``config.json`` that do not affect what a model computes from its weights."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ _OFF = {
     "pruned_heads",
     "tie_encoder_decoder",
 }
-"""Entries of other kinds of models, passive where they are off."""
+"""Entries of other kinds of models, without effect if they are off."""
 
 
 def is_passive(name: str, value: Any) -> bool:
-    """True for an entry that changes nothing: null, those above, and transformers' own notes, with an underscore."""
+    """True for an entry without effect: null, those above, and transformers' notes, which begin with an underscore."""
     return value is None or name in _PASSIVE or name.startswith("_") or (name in _OFF and not value)

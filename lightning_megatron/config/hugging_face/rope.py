@@ -29,7 +29,7 @@ def rope_from_hf(reader: ConfigReader, usual: Mapping[str, Any] | None = None) -
 
     Args:
         reader: reader of ``config.json``.
-        usual: scaling of the family where a file has none.
+        usual: the family's scaling, for files without one.
     """
     scaling, parameters = (reader.get(name, {}, null=True) for name in ("rope_scaling", "rope_parameters"))
     name, given = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or usual or {})
@@ -40,7 +40,7 @@ def rope_of(reader: ConfigReader, name: str, given: Mapping[str, Any]) -> dict[s
     """Fields of one rotary embedding.
 
     Args:
-        reader: reader of ``config.json``, which takes the faults.
+        reader: reader of ``config.json``, which collects the faults.
         name: name of the mapping in messages.
         given: its entries, with its base.
     """
@@ -48,7 +48,7 @@ def rope_of(reader: ConfigReader, name: str, given: Mapping[str, Any]) -> dict[s
     theta = rope.get("rope_theta", 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     for source in (reader, rope):
-        source.expect("partial_rotary_factor", 1.0, (1.0,), "all features of a head are turned", null=True)
+        source.expect("partial_rotary_factor", 1.0, (1.0,), "all features of a head are rotated", null=True)
     if kind in _NEEDED:
         rule = _rule(rope, kind, reader.get("max_position_embeddings", 2048))
         rope.refuse_unread(f"no known entry of the kind {kind}")
@@ -64,7 +64,7 @@ def rope_of(reader: ConfigReader, name: str, given: Mapping[str, Any]) -> dict[s
 
 
 def _rule(rope: ConfigReader, kind: str, positions: int) -> dict[str, Any] | None:
-    """Fields of a rule of scaling."""
+    """Fields of a scaling rule."""
     if kind == "default":
         return None
     found = {"kind": kind} | {key: _needed(rope, key) for key in _NEEDED[kind]}
@@ -76,7 +76,7 @@ def _rule(rope: ConfigReader, kind: str, positions: int) -> dict[str, Any] | Non
         found["truncate"] = rope.get("truncate", True)
         found["attention_factor"] = rope.get("attention_factor", 0.0, null=True)
         if rope.has("attention_factor") and found["attention_factor"] == 0:
-            rope.refuse("attention_factor", 0, "makes all angles alike")
+            rope.refuse("attention_factor", 0, "makes cosines and sines 0")
     return found
 
 

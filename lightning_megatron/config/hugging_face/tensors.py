@@ -1,9 +1,9 @@
 """Tensors of a Hugging Face architecture by our names, as data; ``checkpoint/formats/hf/tensors.py`` interprets it.
 
 Names are templates: ``{n}`` is the number of a layer, ``{e}`` that of an expert, ``{kind}`` is ``weight`` or ``bias``,
-``{after}`` in foreign names the number counted on from the last layer. Of a model with two stacks, foreign numbers
+``{after}`` in foreign names is the number counted on from the last layer. In a model with two stacks, foreign numbers
 count within a stack.
-A family may list tensors that only some of its models have: a rule counts where the model has the parameter.
+A family may list tensors that only some of its models have: a rule applies if the model has the parameter.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 SAME = "same"
-"""Tensor that both sides hold alike."""
+"""Tensor that is the same on both sides."""
 TRANSPOSED = "transposed"
-"""Matrix, or one of each expert, that the other side stores as ``[in, out]``."""
+"""Matrix, or one per expert, that the other side stores as ``[in, out]``."""
 STACKED = "stacked"
 """Foreign tensors along a new first dimension; with ``{e}`` in the names ``[E, ...]``, or ``[E, parts, ...]``."""
 QKV = "qkv"
@@ -24,13 +24,13 @@ KV = "kv"
 COLUMNS_OF_QKV = "columns of qkv"
 """One tensor of queries, keys and values, stored as ``[in, out]``."""
 INTERLEAVED = "interleaved"
-"""Gate and up of each expert, whose rows take turns in one tensor ``[E, 2 F, ...]``."""
+"""Gate and up of each expert, whose rows alternate in one tensor ``[E, 2 F, ...]``."""
 INTERLEAVED_COLUMNS = "interleaved columns"
-"""The same of matrices that are stored as ``[in, out]``, whose columns take turns."""
+"""The same for matrices that are stored as ``[in, out]``, whose columns alternate."""
 PAIRED_HEADS = "paired heads"
-"""Rows of heads of which the last ones are turned in neighbouring pairs; ours turn a feature with one half further."""
+"""Heads whose last rows are rotated in adjacent pairs; ours rotate each feature with the one half a head further."""
 PAIRED_END = "paired end"
-"""The same for one head behind other rows."""
+"""The same for one head after other rows."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class TensorRule:
         kind: relation of the two, one of the constants above.
         tied: further foreign name of the tensor, where embeddings are tied.
         repeats: further foreign names under which files may hold it, in any model.
-        otherwise: foreign name of the tensor that files mean where they lack this one.
+        otherwise: foreign name of the tensor to use if files lack this one.
         stack: stack of the layer; empty in a model that has one.
         gated: True for models whose feed-forward layers have gates, False for those without; ``None`` for all.
-        copied: template of further foreign names, one for each module behind the last layer.
+        copied: template of further foreign names, one for each module after the last layer.
     """
 
     native: str
@@ -65,7 +65,7 @@ class Tensors:
     """All tensors of an architecture.
 
     Attributes:
-        rules: rules in the order of files; neighbours with ``{n}`` are taken layer by layer.
+        rules: rules in the order of files; adjacent rules with ``{n}`` are expanded layer by layer.
         prefix: beginning of foreign names; files of the model without its head leave it out.
         ignored: pattern of foreign names that hold no parameter (buffers of older versions).
         heads: beginning of the names of heads, which have no prefix.
@@ -77,7 +77,7 @@ class Tensors:
     heads: str = "lm_head."
 
     def plus(self, *rules: TensorRule) -> Tensors:
-        """These tensors and more."""
+        """A copy with further rules."""
         return replace(self, rules=self.rules + rules)
 
 
@@ -93,7 +93,7 @@ def rule(
 
 
 def in_layers(native: str, foreign: str, *rules: TensorRule, stack: str = "") -> tuple[TensorRule, ...]:
-    """Rules with a prefix before both names, of which each holds ``{n}``, for the layers of a stack."""
+    """Prefix both names of some rules for the layers of a stack; each prefix contains ``{n}``."""
     return tuple(
         replace(each, native=native + each.native, foreign=tuple(foreign + name for name in each.foreign), stack=stack)
         for each in rules

@@ -64,7 +64,7 @@ def kinds_to_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def windows_from_hf(reader: ConfigReader, layers: int) -> dict[str, Any]:
-    """Fields of Qwen's windows, which later layers have."""
+    """Fields of Qwen's windows, which only layers from ``max_window_layers`` on have."""
     window = _switched(reader)
     first = reader.get("max_window_layers", 28)
     return layer_windows_from_hf(reader, layers, window, lambda number: window > 0 and number >= first)

@@ -1,6 +1,6 @@
-"""Chat templates by name, with marks of what the assistant writes, for tokenizers that carry none with marks.
+"""Chat templates by name with ``{% generation %}`` marks, for tokenizers whose own template has none.
 
-Each writes the text that models of that name were tuned on. An answer is learnt with the token that ends it.
+Each renders the text that models of that name were tuned on. The loss covers an answer and the token that ends it.
 """
 
 from __future__ import annotations

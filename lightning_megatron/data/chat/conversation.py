@@ -100,7 +100,7 @@ def parse_conversation(record: Mapping[str, Any], line: int = 0) -> Conversation
         before = checked[-1]["role"]
     if before != "assistant":
         fault = f"ends with role {before!r}, whose text is not learnt"
-        raise ChatError(fault, "let the assistant have the last word, or cut the conversation after it")
+        raise ChatError(fault, "end with a message of the assistant, or cut the conversation after one")
     return Conversation(checked, _tools(record), line)
 
 

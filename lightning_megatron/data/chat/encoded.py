@@ -24,7 +24,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Template and tokenizer, which together make tokens of conversations.
+    """Template and tokenizer, which together turn conversations into tokens.
 
     Attributes:
         template: the template.
@@ -70,9 +70,9 @@ class EncodedChats:
         return self._is_answer[self._span(number)].astype(np.bool_)
 
     def learnt(self, longest: int) -> NDArray[np.int64]:
-        """Tokens to learn of each conversation, of which no more than ``longest`` tokens are read.
+        """Number of tokens to learn in the first ``longest`` tokens of each conversation.
 
-        The first token of a conversation is none, since nothing predicts it.
+        The first token of a conversation does not count, since nothing predicts it.
         """
         found = np.array(self._learnt)
         for number in np.flatnonzero(self.lengths > longest).tolist():
@@ -91,7 +91,7 @@ class EncodedChats:
 
 
 def encoded_chats(path: Path, encoder: ChatEncoder, cache_dir: Path | None, digest: str) -> EncodedChats:
-    """Tokens of the conversations of a file; from the cache if it, the template and the tokenizer are as they were.
+    """Tokens of the conversations of a file; from the cache if file, template and tokenizer have not changed.
 
     Args:
         path: the file.
@@ -134,7 +134,7 @@ def _encode(path: Path, encoder: ChatEncoder) -> Arrays:
             raise fault.at(path, chat.line) from None
         ids, answer = encoder.tokenizer.encode_spans(rendered.text, rendered.spans)
         if not (count := sum(answer[1:])):
-            do = "look at the chat template and the tokenizer"
+            do = "check the chat template and the tokenizer"
             raise DataError.at(path, "no token of it is the assistant's", line=chat.line, do=do)
         tokens.extend(ids)
         is_answer.extend(answer)

@@ -20,7 +20,7 @@ from lightning_megatron.data.chat.packing import best_fit
 from lightning_megatron.data.chat.selection import LengthRule, repeated, usable
 
 NO_LABEL = -100
-"""Label of a token whose follower is not in its document."""
+"""Label of a token that no token of the same document follows."""
 
 _NAMES = ("members", "ends")
 
@@ -32,7 +32,7 @@ class Packing:
     Attributes:
         rule: length of a row, and what happens to longer conversations.
         weights: weight of each file; ``None`` reads all conversations once.
-        seed: seed of what is drawn.
+        seed: seed of all random draws.
         pad_id: token of the padding.
         cache_dir: folder of the stored rows; ``None`` for one beside the first file.
     """
@@ -49,10 +49,10 @@ class PackReport:
     """Counts of what has been packed.
 
     Attributes:
-        conversations: conversations in the rows, repetitions counted.
+        conversations: conversations in the rows, including repetitions.
         rows: rows.
         tokens: tokens of the conversations in the rows.
-        answer_tokens: tokens of them that the assistant has written.
+        answer_tokens: those of these tokens that are learnt.
         seq_length: tokens of a row.
         cut: conversations of the files that were cut.
         dropped: conversations left out as too long.
@@ -87,15 +87,15 @@ class PackReport:
 
 
 class PackedChats(Dataset[dict[str, Tensor]]):
-    """Rows of conversations, packed by best fit; what stands in which row does not depend on any layout.
+    """Rows of conversations, packed by best fit; the rows are the same under every layout.
 
     An item is a dict of ``tokens``, ``labels``, ``segment_ids`` (int64) and ``loss_mask`` (float32), each
-    ``[seq_length]``. Documents are numbered from 1 in ``segment_ids``, padding is 0. A label is the token that follows
-    in the same document, and the loss mask is 1 where the assistant has written that.
+    ``[seq_length]``. Documents are numbered from 1 in ``segment_ids``, padding is 0. A label is the next token of the
+    same document, and the loss mask is 1 where the assistant has written the label.
 
     Args:
         chats: conversations of the files.
-        numbers: numbers of those of each file that may be read.
+        numbers: numbers of the conversations to read, for each file.
         packing: arguments of the rows.
 
     Attributes:

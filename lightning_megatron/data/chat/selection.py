@@ -32,7 +32,7 @@ class LengthRule:
 
 @dataclass(frozen=True)
 class Usable:
-    """Conversations of a file that fit, or that have been made to.
+    """Conversations of a file that fit into a row, some of them after a cut.
 
     Attributes:
         numbers: their numbers in the file.
@@ -48,7 +48,7 @@ class Usable:
 
 
 def usable(chats: EncodedChats, numbers: Numbers, rule: LengthRule) -> Usable:
-    """Apply the rule for long conversations to some of a file.
+    """Apply the rule for long conversations to some conversations of a file.
 
     Raises:
         DataError: naming file and line of the longest one, where it may not be cut or dropped.
@@ -62,7 +62,7 @@ def usable(chats: EncodedChats, numbers: Numbers, rule: LengthRule) -> Usable:
         worst = int(numbers[lengths.argmax()])
         others = f", the longest of {count} that are too long" if count > 1 else ""
         fault = f"a conversation of {lengths.max()} tokens{others} for seq_length={rule.longest}"
-        do = 'raise seq_length, or say too_long="cut" or too_long="drop"'
+        do = 'raise seq_length, or set too_long="cut" or too_long="drop"'
         raise DataError.at(chats.path, fault, line=chats.line(worst), do=do)
     if rule.too_long == "drop":
         return Usable(numbers[~long], dropped=count)
@@ -89,14 +89,13 @@ def held_out(count: int, share: float, seed: int) -> tuple[Numbers, Numbers]:
 def repeated(sizes: Sequence[int], weights: Sequence[float] | None, seed: int) -> list[Numbers]:
     """Places of the conversations of each file that one epoch reads.
 
-    Without weights, each is read once. With weights, they are the shares of the files, and the file with the smallest
-    share for its size is read once: conversations of the others come several times, none of them twice more often than
-    another.
+    Without weights, each is read once. Weights are the shares of the files: the file with the smallest share for its
+    size is read once, those of the others several times; within a file these counts differ by at most one.
 
     Args:
         sizes: usable conversations of each file.
         weights: weight of each file.
-        seed: seed of the draw of those that come once more.
+        seed: seed of the draw of conversations that are read one extra time.
     """
     if weights is None:
         return [np.arange(size) for size in sizes]

@@ -1,4 +1,4 @@
-"""Chat templates by what a user gives: a name, a file, a text, or nothing where the tokenizer carries one."""
+"""Chat templates from a name, a file or a text that the user gives, or from the tokenizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chat_template(
         given: name of a built-in template, path of a ``.jinja`` file, or Jinja text; ``None`` for the tokenizer's own.
         directory: folder of the tokenizer.
         tokenizer: the tokenizer.
-        variables: further variables of the template, which win over special tokens.
+        variables: further variables of the template, which override special tokens.
 
     Raises:
         ConfigError: if there is none, it has no marks, or the tokenizer lacks its tokens.

@@ -1,8 +1,8 @@
 """Chat templates: a conversation as text, and the parts of it that the assistant has written.
 
-Templates are Jinja, as tokenizers of Hugging Face carry them. What a ``{% generation %}`` block puts out is the
-assistant's. A block leaves a mark on both of its sides in the text; the marks are found, and taken out, afterwards.
-Templates come from elsewhere, so they run in Jinja's sandbox.
+Templates are Jinja, as in tokenizers of Hugging Face. The output of a ``{% generation %}`` block is the assistant's:
+each block writes a mark before and after its output, and the marks are located and removed after rendering. Templates
+come from other parties, so they run in Jinja's sandbox.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TemplateSource:
     Attributes:
         text: Jinja source.
         name: name of a built-in template, or the file that it stands in, for messages.
-        only_text: True if it would pass over tools and calls of them without a word.
+        only_text: True if it would silently leave out tools and tool calls.
         tokens: pieces that the tokenizer must have as tokens of their own.
         variables: names of special tokens that the tokenizer must have.
     """
@@ -66,7 +66,7 @@ class ChatTemplate:
         variables: values by name: the tokenizer's special tokens, and what the user gives.
 
     Raises:
-        ConfigError: if it is no template, or does not say what the assistant writes.
+        ConfigError: if it is no template, or has no ``{% generation %}`` marks.
     """
 
     def __init__(self, source: TemplateSource, variables: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ class ChatTemplate:
         rendered = _without_marks(marked)
         if not any(end > begin for begin, end in rendered.spans):
             fault = f"the chat template {self.source.name} marks nothing of the conversation as the assistant's"
-            raise ChatError(fault, "look at its {% generation %} blocks")
+            raise ChatError(fault, "check its {% generation %} blocks")
         return rendered
 
 
@@ -139,9 +139,9 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment in which transformers runs templates, but for today's date.
+    """The environment in which transformers runs templates, without today's date.
 
-    Data must be the same tomorrow, so there is no ``strftime_now``: templates that can do without take a fixed date,
+    Data must not depend on the day, so there is no ``strftime_now``: templates that work without it take a fixed date,
     or one that is given as a variable.
     """
     environment = ImmutableSandboxedEnvironment(
@@ -160,7 +160,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _without_marks(marked: str) -> Rendered:
-    """Take the marks out of a text.
+    """Remove the marks from a rendered text.
 
     Raises:
         ChatError: if they do not come in pairs: then the conversation itself contains one.

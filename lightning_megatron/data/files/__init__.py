@@ -1,1 +1,1 @@
-"""Work with whole token files: merged, described, made for a try."""
+"""Work on whole token files: merging, statistics, demo text."""

@@ -1,4 +1,4 @@
-"""Text for a first try without a network: sentences of a small grammar, over words of falling frequency."""
+"""Text for a first try without a network: sentences of a small grammar, with words of decreasing frequency."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHAPES = ("the {a} {n} {v} the {n}", "a {n} {v}", "the {n} of the {n} {v} a {a}
 
 
 class DemoText:
-    """Documents of a made language: equal for equal seeds, on every machine.
+    """Documents in an artificial language: one seed gives the same text on every machine.
 
     Args:
         seed: seed of words and sentences.

@@ -1,4 +1,4 @@
-"""The file whose end has killed a DataLoader's worker."""
+"""Detection of data files that were truncated during a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_megatron.files.mapped import MappedFiles
 
 
 def name_cut_files(exception: BaseException, data: Any) -> None:
-    """Put the name of a file that was cut off under a run in front of the message of an exception.
+    """Prefix the message of an exception with the name of a file that was truncated during the run.
 
-    A worker that reads behind the end of a mapped file dies of SIGBUS before it can say so. torch then tells of a
-    worker that was killed, and guesses at too little shared memory.
+    A worker that reads past the end of a mapped file dies of SIGBUS without a message. torch then reports a killed
+    worker, and suggests too little shared memory.
 
     Args:
-        exception: what has ended the run; torch raises a ``RuntimeError``, wherever the process is.
+        exception: exception that ended the run; nothing is done unless it is a ``RuntimeError``, as torch raises.
         data: data set, or sequence of some; anything else has no files.
     """
     if not isinstance(exception, RuntimeError):
@@ -31,7 +31,7 @@ def name_cut_files(exception: BaseException, data: Any) -> None:
 
 
 def check_files(data: Any) -> None:
-    """Check the lengths of files that data sets, and all that they are made of, have mapped.
+    """Check the lengths of all files that data sets, and the data sets inside them, have mapped.
 
     Args:
         data: data set, or sequence of some; anything else has no files.

@@ -16,13 +16,13 @@ from lightning_megatron.data.sampler import MegatronSampler
 class ResumableDataLoader(DataLoader[Any]):
     """DataLoader over a :class:`MegatronSampler` that counts the batches it *yields*, not those its workers prefetch.
 
-    Lightning stores ``state_dict()`` of such a loader in every checkpoint and gives it back on resume. It then counts
-    its own ``batch_idx`` on and ends the epoch after ``len(loader)`` batches *including* those before the resume.
+    Lightning stores ``state_dict()`` of such a loader in every checkpoint and restores it on resume. It then continues
+    its own ``batch_idx`` and ends the epoch after ``len(loader)`` batches *including* those before the resume.
     So ``len`` stays that of the whole epoch, while the first iteration after :meth:`load_state_dict` yields the rest.
 
-    That number counts batches. Resuming with another dp size goes on at the same global sample; Lightning's own
-    count is right only where ``batch_size * dp_size`` stays the same, or what it has counted is converted
-    (``MegatronDataModule`` sees to that).
+    ``batch_idx`` counts batches. A resume with another dp size continues at the same global sample, but ``batch_idx``
+    is right only if ``batch_size * dp_size`` is unchanged or the count is converted (``MegatronDataModule`` does
+    that).
 
     Args:
         dataset: map-style data set.
@@ -57,7 +57,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
 
 def _batch(dataset: Dataset[Any], samples: list[Any]) -> Any:
-    """A batch of samples; without any, one of no rows, which has the keys and shapes of others."""
+    """A batch of samples; without samples, a batch of no rows with the keys and shapes of any other."""
     batch = default_collate(samples or [dataset[0]])
     return batch if samples else {name: value[:0] for name, value in batch.items()}
 
@@ -78,7 +78,7 @@ class _CountingIterator(Iterator[Any]):
             self._batches = self._loader.iterate()
         try:
             batch = next(self._batches)
-        except RuntimeError:  # a worker may have read behind the end of a file, which ends it without a word
+        except RuntimeError:  # a worker that reads past the end of a file dies without a message
             check_files(self._loader.dataset)
             raise
         self._loader.position.advance()
@@ -97,7 +97,7 @@ class _AlreadySharded(DistributedSampler[Any]):
     def __init__(self, position: MegatronSampler) -> None:
         self.position = position
         self.num_replicas, self.rank = position.dp_size, position.dp_rank
-        self.shuffle = False  # as far as Lightning may know: it warns of shuffled validation data by itself
+        self.shuffle = False  # for Lightning, which would warn of shuffled validation data
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.position)

@@ -77,7 +77,7 @@ class BertDataset(SentenceDataset):
         )
 
     def sample(self, number: int) -> dict[str, Tensor]:
-        """The sample of a number."""
+        """The sample with this number."""
         pair = self.segments(number)
         words, length = self.vocabulary, self.seq_length
         end = [words.sep] if len(pair.second) else []
@@ -115,7 +115,7 @@ class Segments(NamedTuple):
         second: tokens of the second one.
         is_random: True if they are in the wrong order.
         rng: random stream of the sample.
-        target: length that the sample aims at.
+        target: target length of the sample.
     """
 
     first: NDArray[np.int64]
@@ -128,10 +128,10 @@ class Segments(NamedTuple):
 def truncated(
     one: NDArray[np.int64], other: NDArray[np.int64], longest: int, rng: RandomState
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Both segments, of together at most ``longest`` tokens.
+    """Both segments, truncated to at most ``longest`` tokens together.
 
-    The longer one loses a token, at its begin or its end by chance, until they fit; of two that are equally long it is
-    the second.
+    The longer one loses a token, at random at its start or end, until they fit; if both are equally long, the second
+    one does.
     """
     bounds = [[0, len(one)], [0, len(other)]]
     for at_begin in (rng.random_sample(max(0, len(one) + len(other) - longest)) < 0.5).tolist():

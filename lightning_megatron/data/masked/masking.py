@@ -1,4 +1,4 @@
-"""Choice of the tokens that a model has to guess, and of what it sees in their place (https://arxiv.org/abs/1810.04805).
+"""Choice of the tokens that a model must predict, and of the tokens it sees instead (https://arxiv.org/abs/1810.04805).
 
 Words are drawn in runs of one to ``max_ngram``, shorter runs more often, until 15 % of the tokens are chosen.
 """
@@ -23,10 +23,10 @@ class Vocabulary:
     """Tokens that samples are made with.
 
     Attributes:
-        ids: ``[n]`` tokens that a piece has; numbers may be left out.
+        ids: ``[n]`` ids that have a token; there may be gaps.
         cls: token that begins a sample.
         sep: token that ends a segment.
-        mask: token in the place of one to guess.
+        mask: token that replaces a token to predict.
         pad: padding.
         continues: ``[largest id + 1]``, True for pieces that continue a word.
     """
@@ -58,7 +58,7 @@ class MaskingRule:
     """Rule of the choice.
 
     Attributes:
-        probability: share of the tokens to guess, and of the length that the sample aims at.
+        probability: share of the tokens to predict, at most this share of the sample's target length.
         max_ngram: longest run of words.
         whole_words: True to choose all pieces of a word, or none.
         geometric: chance of each word to be the last of its run; 0 for runs of ``n`` words with a weight of ``1/n``.
@@ -70,11 +70,11 @@ class MaskingRule:
     geometric: float = 0.0
 
     def budget(self, length: int, target: int) -> float:
-        """Most tokens to choose of ``length``, in a sample that aims at ``target``; below 1 for none."""
+        """Most tokens to choose among ``length``, in a sample of target length ``target``; below 1 for none."""
         return min(self.probability * target, max(1, round(self.probability * length)))
 
     def draw_length(self, rng: RandomState) -> int:
-        """Number of words of a run, where so many are left."""
+        """Number of words of a run, if that many are left."""
         if self.geometric:
             return min(int(rng.geometric(self.geometric)), self.max_ngram)
         shares = np.cumsum(1.0 / np.arange(1, self.max_ngram + 1))
@@ -84,14 +84,14 @@ class MaskingRule:
 def words_of(tokens: NDArray[np.int64], vocabulary: Vocabulary, *, whole: bool) -> list[list[int]]:
     """Positions of the tokens of each word, special tokens left out; every token is a word unless ``whole``.
 
-    A piece that stands at the begin of a second segment, where truncation has left it, counts to the word before.
+    If truncation has left a continuing piece at the start of the second segment, it counts to the word before.
     """
     special = (tokens == vocabulary.cls) | (tokens == vocabulary.sep)
     return grouped(np.flatnonzero(~special).tolist(), vocabulary.continues[tokens] & whole)
 
 
 def grouped(positions: list[int], goes_on: NDArray[np.bool_]) -> list[list[int]]:
-    """Positions of each word; ``goes_on`` tells the tokens that continue one."""
+    """Positions of each word; ``goes_on`` is True for tokens that continue one."""
     words: list[list[int]] = []
     for position in positions:
         if words and goes_on[position]:
@@ -143,7 +143,7 @@ def mask_tokens(
         vocabulary: tokens that samples are made with.
         rule: rule of the choice.
         rng: random stream of the sample.
-        target: length that the sample aims at.
+        target: target length of the sample.
     """
     seen, positions = tokens.copy(), []
     words = words_of(tokens, vocabulary, whole=rule.whole_words)

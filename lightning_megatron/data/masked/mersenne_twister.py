@@ -30,7 +30,7 @@ def draw_64_bits(seed: int, count: int) -> NDArray[np.uint64]:
 
 
 def _next(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The state behind its last number; each depends on three before it, so that blocks are made at once."""
+    """The next state; each number depends on three earlier ones, so that whole blocks are computed at once."""
     following = np.append(state[1:], np.uint64(0))
     found = np.empty_like(state)
     for begin, end in ((0, _MIDDLE), (_MIDDLE, _SIZE - 1), (_SIZE - 1, _SIZE)):

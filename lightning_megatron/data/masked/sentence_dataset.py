@@ -94,7 +94,7 @@ class SentenceDataset(Dataset[dict[str, Tensor]]):
         return sample
 
     def sample(self, number: int) -> dict[str, Tensor]:
-        """The sample of a number."""
+        """The sample with this number."""
         raise NotImplementedError
 
     def sentences(self, number: int) -> tuple[list[NDArray[np.int64]], int, RandomState]:

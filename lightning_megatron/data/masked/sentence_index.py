@@ -1,7 +1,7 @@
 """Order of samples that are whole sentences of one document, by Megatron-LM's rule.
 
-A sample takes sentences until it has as many tokens as it aims at. Most aim at the longest length; some, at random, at
-a shorter one, so that the model meets short inputs too (https://arxiv.org/abs/1810.04805, appendix A.2).
+A sample takes sentences until it reaches its target length. Most targets are the longest length; some, at random, are
+shorter, so that the model sees short inputs too (https://arxiv.org/abs/1810.04805, appendix A.2).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_megatron.data.indexed import IndexedDataset
 from lightning_megatron.data.masked.mersenne_twister import draw_64_bits
 
 LONGEST_SENTENCE = 512
-"""Documents with a longer sentence beside others are left out: it is no sentence."""
+"""Documents of several sentences are left out if one is longer than this, since it is no real sentence."""
 _SHORTEST = 2
 _DRAWN_AT_ONCE = 1 << 16
 
@@ -28,8 +28,8 @@ class SentenceRule:
     """Rule by which documents become samples.
 
     Attributes:
-        longest: tokens that most samples aim at.
-        short_probability: share of the samples that aim at fewer, of any number from 2 on.
+        longest: target length of most samples.
+        short_probability: share of the samples with a shorter target, of at least 2 tokens.
         fewest_sentences: least number of sentences in a sample.
     """
 
@@ -38,7 +38,7 @@ class SentenceRule:
     fewest_sentences: int
 
     def targets(self, rng: RandomState) -> Iterator[int]:
-        """Lengths that one sample after the other aims at."""
+        """Target lengths of successive samples."""
         period = int(1 / self.short_probability + 0.5) if self.short_probability else 0
         while True:
             for number in rng.randint(0, 1 << 32, _DRAWN_AT_ONCE, np.uint32).tolist():
@@ -55,12 +55,12 @@ def documents_in_share(dataset: IndexedDataset, span: tuple[float, float]) -> ND
 def usable_documents(
     lengths: NDArray[np.int32], bounds: NDArray[np.int64], documents: NDArray[np.int64], fewest_sentences: int
 ) -> NDArray[np.int64]:
-    """Documents of enough sentences, none of which is too long; a document of one sentence may be.
+    """Documents with enough sentences, none of which is too long; a single sentence may have any length.
 
     Args:
         lengths: tokens of every sentence.
         bounds: sentences of document ``i`` are ``[bounds[i], bounds[i + 1])``.
-        documents: numbers of the documents to look at.
+        documents: numbers of the documents to check.
         fewest_sentences: least number of sentences.
     """
     too_long = np.concatenate(([0], np.cumsum(lengths > LONGEST_SENTENCE)))
@@ -77,7 +77,7 @@ def samples_of_document(
     Args:
         lengths: tokens of its sentences.
         first: number of its first sentence.
-        targets: lengths to aim at; one is drawn for each sample, and one in the end.
+        targets: target lengths; one is drawn for each sample, and one more at the end.
         fewest_sentences: least number of sentences in a sample. What is left of a document joins the last sample if it
             is one sentence, and is else a sample of its own.
     """
@@ -104,8 +104,8 @@ def build_sentence_index(
 ) -> NDArray[np.int64]:
     """Samples in the order in which they are read, ``[n, 3]``: first sentence, end, intended length.
 
-    Documents are cut again for each epoch, since other samples are short then. All samples of the epochs that are begun
-    are shuffled, and the first ones taken, by the generators of Megatron-LM's mapping: a seed gives its samples.
+    Documents are cut again for each epoch, with other short samples. The samples of all these epochs are shuffled
+    together and the first ones taken, with Megatron-LM's generators: a seed gives the same samples as there.
 
     Args:
         lengths: ``[S]`` tokens of every sentence of the file.

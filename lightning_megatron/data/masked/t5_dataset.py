@@ -120,7 +120,7 @@ class T5Dataset(SentenceDataset):
         return np.concatenate(sentences)[:target], rng, target
 
     def sample(self, number: int) -> dict[str, Tensor]:
-        """The sample of a number.
+        """The sample with this number.
 
         Raises:
             DataError: if its gaps do not fit into the decoder.
@@ -152,7 +152,7 @@ def corrupted(
         vocabulary: tokens that samples are made with.
         rule: rule of the choice.
         rng: random stream of the sample.
-        target: length that the sample aims at.
+        target: target length of the sample.
     """
     words = grouped(list(range(len(text))), vocabulary.continues[text] & rule.whole_words)
     runs = choose_runs(words, rule.budget(len(text), target), rule, rng, most=len(vocabulary.sentinels))

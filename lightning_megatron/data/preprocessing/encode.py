@@ -1,4 +1,4 @@
-"""Tokenizing of lines, as a worker does it."""
+"""Tokenization of lines, in a worker or in the main process."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class TokenizerSpec:
 
     @property
     def source(self) -> str:
-        """Words that name it in errors."""
+        """Name of the tokenizer in errors."""
         return f"the tokenizer {self.file or self.type}"
 
     def absolute(self) -> dict[str, Any]:
-        """Its arguments, for a process in another directory."""
+        """Its arguments with absolute paths, for a process in another directory."""
         given = asdict(self)
         return given | {k: os.path.abspath(given[k]) for k in ("path", "vocab_file", "merge_file") if given[k]}
 
@@ -98,7 +98,7 @@ class EncodedPart:
 
 @dataclass
 class LeftOut:
-    """Broken lines: their number, and what is wrong with the first ones.
+    """Broken lines: their number, and the errors of the first ones.
 
     Attributes:
         count: number of lines.
@@ -109,7 +109,7 @@ class LeftOut:
     named: list[str] = field(default_factory=list)
 
     def add(self, other: LeftOut) -> None:
-        """Count those of another part of the input, which comes after this one."""
+        """Add the broken lines of a later part of the input."""
         self.count += other.count
         self.named += other.named[: _NAMED - len(self.named)]
 
@@ -132,7 +132,7 @@ class Encoded:
 
 
 class Encoder:
-    """Maker of tokens from lines.
+    """Tokenizer of lines.
 
     Args:
         options: arguments that tokens depend on.
@@ -170,7 +170,7 @@ class Encoder:
         return self._encode(lines, self._options.strict)
 
     def lenient(self, lines: Lines) -> Encoded:
-        """Tokenize lines, whatever the options say of broken ones."""
+        """Tokenize lines, and leave out broken ones even if the options are strict."""
         return self._encode(lines, False)
 
     def _encode(self, lines: Lines, strict: bool) -> Encoded:
@@ -192,7 +192,7 @@ class Encoder:
 
     def _leave_out(self, left_out: LeftOut, source: Source, number: int, fault: BrokenLineError) -> None:
         left_out.count += 1
-        # In a range of a file, the number of a line takes a look through all of the file before it.
+        # In a range of a file, finding the number of a line takes a pass over all of the file before it.
         if len(left_out.named) < _NAMED and (not source.start or self._looks < _NAMED):
             self._looks += bool(source.start)
             left_out.named.append(str(source.at(number, fault.fault, fault.do)))

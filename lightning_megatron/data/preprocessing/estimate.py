@@ -15,7 +15,7 @@ _FILES = 8
 _LINES = 64
 _TEXT = 1 << 18
 _STORED = 1 << 20
-"""Bytes of a file as it is stored: readers of compressed files read ahead, and are exact only behind some of them."""
+"""Stored bytes to read of a file: readers of compressed files read ahead, and have no exact position at first."""
 
 _FURTHER = 1 << 24
 
@@ -68,7 +68,7 @@ class _Sample:
 
 
 def _sample(source: Source, encoder: Encoder, longest: int) -> _Sample:
-    """The first lines of a source, and how many times as many there are."""
+    """The first lines of a source, and the factor by which the whole source is longer."""
     reader = LineReader(source, longest)
     lines = iter(reader)
     taken: list[tuple[int, bytes]] = []

@@ -1,4 +1,4 @@
-"""Input cut into parts, each with token files of its own, so that several processes write and a killed run goes on."""
+"""Input cut into parts, each with its own token files: several processes write, and a killed run can resume."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PartFiles:
 
 
 def cut(files: Sequence[Path], count: int) -> list[tuple[Source, ...]]:
-    """Consecutive parts of the input of about one size; fewer, where files that are compressed cannot be cut.
+    """Consecutive parts of the input of about equal size; fewer than ``count`` if compressed files cannot be cut.
 
     Args:
         files: the input.
@@ -98,7 +98,7 @@ def cut(files: Sequence[Path], count: int) -> list[tuple[Source, ...]]:
 
 
 def _line_starts(path: Path, places: Iterable[int]) -> Iterable[int]:
-    """The first beginnings of lines at or behind some bytes."""
+    """For each of some bytes, the first line start at or after it."""
     with path.open("rb") as file:
         for place in places:
             file.seek(place - 1)
@@ -108,7 +108,7 @@ def _line_starts(path: Path, places: Iterable[int]) -> Iterable[int]:
 
 
 class PartsFolder:
-    """Folder of the parts of one run, which the next run with the same input and options goes on with.
+    """Folder of the parts of one run, from which a later run with the same input and options resumes.
 
     Args:
         folder: the folder.
@@ -127,7 +127,7 @@ class PartsFolder:
         }
 
     def prepare(self) -> bool:
-        """Keep what an equal run has left, remove what another one has; true if parts of it are complete."""
+        """Keep the parts of a run with the same input and options, remove others; True if some are complete."""
         plan = self.folder / "plan.json"
         if plan.is_file():
             try:

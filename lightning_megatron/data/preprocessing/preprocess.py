@@ -54,9 +54,9 @@ def preprocess(
         append_eod: end every document with the tokenizer's end-of-document token.
         workers: number of processes that tokenize; 1 is this process. More import this program's main module again, so
             a script that uses them needs ``if __name__ == "__main__":``.
-        partitions: number of parts of the input that are written by themselves, ``workers`` at a time, and merged at
-            the end: for more workers than one process can feed. A run that is killed goes on with the missing parts
-            when it is started again. At least as many as workers; fewer where there are fewer compressed files.
+        partitions: number of parts of the input that are written separately, ``workers`` at a time, and merged at the
+            end: for more workers than one process can feed. A killed run resumes with the missing parts when it is
+            started again. At least as many as workers; fewer if there are fewer compressed files.
         split_sentences: make a sequence of each sentence; the pairs are then called ``<output_prefix>_<key>_sentence``.
         keep_newlines: leave line breaks at the end of a sentence (with ``split_sentences``).
         log_interval: number of documents between two lines of progress.
@@ -107,7 +107,7 @@ class _Job:
         return {key: f"{self.output_prefix}_{key}_{level}" for key in self.options.keys}
 
     def run(self, partitions: int, check_space: bool) -> list[str]:
-        """Do it; returns the prefixes."""
+        """Preprocess the input; returns the prefixes of the output."""
         begun = time.perf_counter()
         encoder = Encoder(self.options)
         self._look_ahead(encoder, twice=partitions > 1, check_space=check_space)
@@ -121,11 +121,11 @@ class _Job:
         return list(self.prefixes.values())
 
     def _look_ahead(self, encoder: Encoder, *, twice: bool, check_space: bool) -> None:
-        """Say how long the output will be.
+        """Report the expected size of the output, and check that it fits on the disk.
 
         Args:
             encoder: encoder of lines.
-            twice: True if it is written in parts first.
+            twice: True if the output is written twice, first in parts.
             check_space: True to refuse what does not fit on the disk.
         """
         expected = estimate([Source(path) for path in self.files], encoder, self.options.longest_line)
@@ -212,7 +212,7 @@ class _Job:
 
 
 class _Place:
-    """Bytes of the input that are read, over all files."""
+    """Position in the input, over all files."""
 
     def __init__(self) -> None:
         self.reader: LineReader
@@ -220,11 +220,11 @@ class _Place:
         self._is_first = True
 
     def enter(self, reader: LineReader) -> None:
-        """Go on with another file."""
+        """Continue with the next file."""
         self._before = 0 if self._is_first else self.stored
         self._is_first, self.reader = False, reader
 
     @property
     def stored(self) -> int:
-        """Bytes as they are stored."""
+        """Bytes read so far, as they are stored."""
         return self._before + self.reader.consumed

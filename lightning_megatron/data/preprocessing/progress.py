@@ -30,7 +30,7 @@ class DocumentProgress:
         """Start the clock.
 
         Args:
-            stored: bytes of the input as it is stored, of which the bar shows a part.
+            stored: bytes of the input as it is stored, the total of the bar.
         """
         self._begun = time.perf_counter()
         if self._given is None and sys.stderr.isatty():
@@ -46,7 +46,7 @@ class DocumentProgress:
             print(line, file=sys.stderr, flush=True)
 
     def reach(self, documents: int, text: int, stored: int) -> None:
-        """Tell how far it is.
+        """Report the progress so far.
 
         Args:
             documents: number of documents so far.
@@ -63,13 +63,13 @@ class DocumentProgress:
             self._tell(count, text_before + share * (text - text_before))
 
     def finish(self) -> None:
-        """Print the last line, unless that was the last one."""
+        """Close the bar, and print a final line unless the last one has the final count."""
         self.close()
         if self._told < self.documents:
             self._tell(self.documents, self._text)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar, and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -28,7 +28,7 @@ _ABBREVIATIONS = frozenset(
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
     """Cut a text after its full stops, question and exclamation marks, and at blank lines.
 
-    A stop ends no sentence after a known abbreviation or a single capital letter ("J. Smith"), nor before a small
+    A stop ends no sentence after a known abbreviation or a single capital letter ("J. Smith"), nor before a lower-case
     letter. Good enough to make BERT's sentence pairs; for other rules, split beforehand and give one sentence a line.
 
     Args:

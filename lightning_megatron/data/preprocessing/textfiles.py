@@ -26,7 +26,7 @@ from lightning_megatron.errors import DataError
 _HALF = re.compile("[\ud800-\udfff]")  # JSON may escape one half of a pair, which no text can hold
 
 LONGEST_LINE = 1 << 26
-"""Bytes of a line, unless the user says otherwise: a document of some ten million words."""
+"""Default limit for a line in bytes: a document of some ten million words."""
 
 _BLOCK = 1 << 22
 _ZST_GIVEN = 1 << 11  # bytes, which may become 32768 times as many
@@ -126,7 +126,7 @@ class LineReader:
                 while left > 0 and (line := file.readline(self._longest + 1)):
                     number, left = number + 1, left - len(line)
                     if len(line) > self._longest:
-                        do = "give one document a line, or raise the limit with --longest-line if the line is meant"
+                        do = "give one document a line, or raise the limit with --longest-line if the line is right"
                         raise self._source.at(number, f"longer than {self._longest} bytes", do)
                     if not line.isspace():
                         yield number, line
@@ -206,7 +206,7 @@ def _opened(path: Path, raw: BinaryIO) -> BinaryIO:
 class _ZstandardStream(io.RawIOBase):
     """Decompressed bytes of a file of one or more frames.
 
-    The package's own reader takes the end of a file that is cut off in a frame for the end of the text.
+    The package's own reader reports no error for a file that is truncated within a frame.
     """
 
     def __init__(self, zstandard: Any, raw: BinaryIO) -> None:

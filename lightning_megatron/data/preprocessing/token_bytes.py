@@ -13,7 +13,7 @@ from lightning_megatron.data.tokenizers import FastTokenizer, Tokenizer
 _MOST_WORDS, _MOST_PIECES = 1 << 17, 1 << 18
 _LONGEST_WORD = 64
 _CHARACTERS = {byte: 256 + byte for byte in range(33)} | {127: 289}
-"""Characters for which byte-level models read those bytes of ASCII that are no visible characters (GPT-2's table)."""
+"""Characters that stand for the non-printable ASCII bytes in byte-level models (GPT-2's table)."""
 _PROBES = (
     "",
     " ",
@@ -32,7 +32,7 @@ _PROBES = (
 
 
 class TokenBytes:
-    """Maker of the bytes of a token file from texts, one by one as the tokenizer gives them, but faster.
+    """Converter of texts to the bytes of a token file: exactly the tokenizer's tokens, but faster.
 
     Args:
         tokenizer: tokenizer.
@@ -75,7 +75,7 @@ class TokenBytes:
         return whole[len(self._before) : len(whole) - len(self._after)]
 
     def _modelled(self, piece: str) -> bytes:
-        """The same, for a piece of ASCII characters, without the steps before the model, which leave it as it is."""
+        """Tokens of an ASCII piece, from the model alone: normalizer and pre-tokenizer would not change it."""
         assert isinstance(self._tokenizer, FastTokenizer)
         return self._packed(self._tokenizer.encode_piece(piece.translate(_CHARACTERS)))
 
@@ -90,7 +90,7 @@ class TokenBytes:
         return np.array(ids, self._dtype).tobytes()
 
     def _around(self) -> tuple[bytes, bytes]:
-        """Tokens that the tokenizer puts before and behind every text."""
+        """Tokens that the tokenizer puts before and after every text."""
         if self._cuts is None:
             return b"", b""
         one, two, both = (list(self._tokenizer.encode(text)) for text in ("a", "b", ""))
@@ -101,11 +101,11 @@ class TokenBytes:
 
 
 class _Remembered(dict[str, bytes]):
-    """Tokens by word; forgets, when there are too many, those that were not wanted for long.
+    """Cache of tokens by word; when it is full, it drops words that have not been used for long.
 
     Args:
         make: function that makes tokens.
-        most: number of words at most, half of them older ones.
+        most: maximum number of words, half of them in the older generation.
     """
 
     def __init__(self, make: Callable[[str], bytes], most: int) -> None:
@@ -127,6 +127,6 @@ class _Remembered(dict[str, bytes]):
 
 
 def _probes(cuts: WordCuts | None) -> Sequence[str]:
-    """Texts that show whether a tokenizer is what its description says."""
+    """Texts that test if a tokenizer behaves as its description says."""
     added = () if cuts is None else cuts.added[:3]
     return (*_PROBES, " ".join(_PROBES), *(f"x {token}y {token} z{token}\n{token}" for token in added))

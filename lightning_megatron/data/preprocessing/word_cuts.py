@@ -1,8 +1,8 @@
-"""Places where a text can be cut so that its parts have, one by one, the tokens of the whole.
+"""Places where a text can be cut so that the tokens of its parts, joined, are the tokens of the whole.
 
-Most words of a corpus are the same few thousand, so remembering their tokens is several times as fast as asking the
-tokenizer for each. That is right only if a tokenizer treats the parts as if they stood alone, which is known here of
-those that split a text by one of some published rules. For any other tokenizer there are no cuts.
+Most words of a corpus are the same few thousand, so caching their tokens is several times as fast as calling the
+tokenizer for each. That is right only if a tokenizer encodes the parts independently, which is known here for those
+that split a text by one of a few published rules. For any other tokenizer there are no cuts.
 
 A text of ASCII characters is split by the rule itself. Which other characters are letters depends on the version of
 Unicode that a tokenizer was built with, so words with such characters are left whole, for the tokenizer to split.
@@ -27,7 +27,7 @@ _BERT = re.compile(r"[A-Za-z0-9]+|[^\sA-Za-z0-9]")
 _NORMALIZERS = (None, "NFC", "NFD")
 _CUT = re.compile(r"(?<=[^\s\x1c-\x1f])(?= [^\s\x1c-\x1f])")
 _OTHER_THAN_ASCII, _OTHER_THAN_PRINTABLE = r"[^\x00-\x7f]+", r"[^\t\n\r\x20-\x7e]+"
-_FEW = 32  # characters of a text for each strange part in it; where there are less, most words are strange
+_FEW = 32  # least characters of a text per strange part in it; below that, most words are strange
 
 
 def _of_ascii(rule: str) -> re.Pattern[str]:
@@ -53,10 +53,10 @@ class WordCuts:
 
     Attributes:
         pieces: rule for texts of plain characters.
-        added: tokens that are looked for in the text itself, before the rules.
+        added: added tokens, which the tokenizer matches in the text before it applies the rules.
         strange: rule for characters that are not plain.
         byte_level: true if the model reads the bytes of a piece, each written as one character.
-        longest: number of characters of plain text that are split at once, if there are cuts in it: it bounds memory.
+        longest: most characters of plain text to split at once, if it has cuts; bounds memory.
     """
 
     pieces: re.Pattern[str]
@@ -81,7 +81,7 @@ class WordCuts:
         return cls(pieces, tuple(token["content"] for token in added), strange, byte_level)
 
     def pieces_of(self, text: str) -> list[str] | None:
-        """Parts of a text that the tokenizer's rules make; ``None`` if not all of it is plain, or it is long."""
+        """Parts into which the tokenizer's rules split a text; ``None`` if it is not all plain, or long."""
         strange = not text.isascii() or (self._may_be_strange(text) and self._strange.search(text))
         return None if strange or len(text) > self.longest else self.pieces.findall(text)
 
@@ -119,7 +119,7 @@ class WordCuts:
         return first[: next((i for i, (x, y) in enumerate(zip(first, last, strict=False)) if x != y), len(first))]
 
     def _may_be_strange(self, text: str) -> bool:
-        """A quick look at a text of ASCII characters: false means that all of it is plain."""
+        """Quick test of a text of ASCII characters: False means that all of it is plain."""
         return self.strange != _OTHER_THAN_ASCII or (bool(self.added) and self._beginning in text)
 
 
@@ -157,7 +157,7 @@ def _rules(before: Mapping[str, Any]) -> Iterable[str]:
     if kind == "Sequence":
         *first, last = before["pretokenizers"] or [{}]
         for part in first:
-            yield from _rules(part) if part.get("type") != "ByteLevel" else [""]  # rules for bytes would come behind
+            yield from _rules(part) if part.get("type") != "ByteLevel" else [""]  # later rules would split bytes
         yield from _rules(last)
     elif kind == "Split":
         plain = before.get("behavior") == "Isolated" and not before.get("invert")
@@ -175,6 +175,6 @@ def _has_byte_level(before: Mapping[str, Any]) -> bool:
 
 
 def _stands_alone(token: Mapping[str, Any]) -> bool:
-    """True if a token that is looked for in the text takes none of the text around it."""
+    """True if an added token absorbs none of the text around it."""
     content, flags = token["content"], ("single_word", "lstrip", "rstrip")
     return bool(content) and not any(c.isspace() for c in content) and not any(token.get(flag) for flag in flags)

@@ -95,7 +95,7 @@ def encoded(
 
 
 def write_parts(parts: Sequence[PartFiles], options: EncodeOptions, workers: int, watch: Watch) -> None:
-    """Tokenize parts of the input, ``workers`` at a time, and call ``watch`` now and then.
+    """Tokenize parts of the input, ``workers`` at a time, and call ``watch`` from time to time.
 
     Raises:
         DataError: if a part has a fault; those that are complete stay.

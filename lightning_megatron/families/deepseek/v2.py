@@ -1,4 +1,4 @@
-"""DeepSeek-V2: attention with latents, and experts beside one that every token visits, in all layers but the first."""
+"""DeepSeek-V2: multi-head latent attention, and routed experts beside a shared one in all layers but the first."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MOST_LAYERS = 100_000
 def latents_from_hf(reader: ConfigReader) -> dict[str, Any]:
     """Fields of the configuration without experts.
 
-    The file names the unturned and the turned part of a head; our ``head_dim`` is both.
+    The file has the sizes of a head's unrotated and rotated part; our ``head_dim`` is their sum.
     """
     bias, turned = reader.get("attention_bias", False), reader.get("qk_rope_head_dim", 64)
     whole = reader.get("qk_nope_head_dim", 128) + turned
-    reason = f"norms of latents have {_EPSILON} whatever this is, and ours have one for all"
+    reason = f"norms of latents always use {_EPSILON}, and our model has one epsilon for all"
     reader.expect("rms_norm_eps", _EPSILON, (_EPSILON,), reason)
     if turned % 2 or turned < 2:
-        reader.refuse("qk_rope_head_dim", turned, "features are turned by pairs", (64,))
+        reader.refuse("qk_rope_head_dim", turned, "pairs of features are rotated", (64,))
     latent = reader.get("q_lora_rank", None)
     if latent is not None and not is_whole(latent, at_least=1):
         reader.refuse("q_lora_rank", latent, "must be a whole number of at least 1, or null", (None,))
@@ -71,7 +71,7 @@ def experts_from_hf(reader: ConfigReader, layers: int) -> dict[str, Any]:
     experts = reader.get("n_routed_experts", 64)
     for name in ("num_local_experts", "num_experts"):
         reader.expect(name, experts, (experts,), f"is another name of n_routed_experts={experts}")
-    reader.expect("moe_layer_freq", 1, (1,), "transformers has experts in every layer behind the first ones")
+    reader.expect("moe_layer_freq", 1, (1,), "transformers has experts in every layer after the first ones")
     reader.expect("ep_size", 1, (1,), "files hold whole weights")
     first, features = reader.get("first_k_dense_replace", 0, null=True), reader.get("moe_intermediate_size", 1407)
     shared = reader.get("n_shared_experts", 1)
@@ -94,7 +94,7 @@ def experts_from_hf(reader: ConfigReader, layers: int) -> dict[str, Any]:
 
 
 def groups_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Fields of groups of experts, which must hold as many as a token visits."""
+    """Fields of groups of experts; the chosen groups must hold as many experts as a token visits."""
     groups, chosen = reader.get("n_group", 1, null=True), reader.get("topk_group", 1, null=True)
     experts, topk = reader.get("n_routed_experts", 64), reader.get("num_experts_per_tok", 1)
     if not 1 <= chosen <= groups or experts % groups or experts // groups * chosen < topk:
@@ -127,7 +127,7 @@ def experts_to_hf(reader: ConfigReader, architecture: str) -> dict[str, Any]:
     if not experts:
         return {"first_k_dense_replace": layers}
     first = chosen[0] if chosen else 0
-    reason = f"{architecture} has experts in all layers behind the first ones"
+    reason = f"{architecture} has experts in all layers after the first ones"
     reader.expect("moe_layers", (), ((), tuple(range(first, layers))), reason)
     features, shared = reader["moe_ffn_hidden_size"] or reader["ffn_hidden_size"], "moe_shared_expert_ffn_hidden_size"
     if reader[shared] % features or not reader[shared]:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: DeepSeek-V2 with sigmoid scores, whose bias evens out the load of experts."""
+"""DeepSeek-V3 and R1: DeepSeek-V2 with sigmoid router scores and a bias that evens out the load of experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARCHITECTURE = "DeepseekV3ForCausalLM"
 def _from_hf(reader: ConfigReader) -> dict[str, Any]:
     reader.expect("scoring_func", "sigmoid", ("sigmoid",), "scores of experts are sigmoids")
     reader.expect("topk_method", "noaux_tc", ("noaux_tc",), "experts are chosen by groups and with a bias")
-    reader.expect("rope_interleave", True, (True,), "features are turned in neighbouring pairs", null=True)
+    reader.expect("rope_interleave", True, (True,), "adjacent pairs of features are rotated", null=True)
     further = reader.get("num_nextn_predict_layers", reader.get("num_mtp_layers", 1))
     reader.expect("num_mtp_layers", further, (further,), f"is another name of num_nextn_predict_layers={further}")
     found = latents_from_hf(reader) | {"mtp_num_layers": further}

@@ -1,8 +1,8 @@
 """Placement of a module's layers on ranks, and its change for another Trainer.
 
 A script may have one Trainer to fit and another to test. A strategy with the same layout as the previous one reuses its
-mesh, so the module's layers stay valid. For another layout this package's modules build their model anew and carry the
-weights over; other modules with parallel layers are refused.
+mesh, so the module's layers stay valid. For another layout this package's modules rebuild their model and copy the
+weights; other modules with parallel layers are refused.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Placement:
         return self.mesh.layout == layout and self.mesh.rng.device == device and self.mesh.is_alive
 
     def is_valid_for(self, wanted: Placement) -> bool:
-        """True if a model with this placement need not be built anew for ``wanted``."""
+        """True if a model built for this placement can be reused for ``wanted``."""
         ours, theirs = self.ops, wanted.ops
-        # Ops of no device in particular go by the device of their tensors, so they do on any.
+        # Ops without a device of their own follow their tensors, so they are valid on any device.
         same_ops = (ours.modes or None, ours.fp8) == (theirs.modes or None, theirs.fp8)
         return same_ops and ours.device in (None, theirs.device) and replace(self, ops=theirs) == wanted
 
@@ -112,8 +112,8 @@ def _misplaced(
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     earlier, own = _layout_text(previous.layout), _layout_text(mesh.layout)
     reason = (
-        f"its parallel layers ({shown}) were built for an earlier Trainer ({earlier}), and this one has {own}: make the"
-        " module anew and give this Trainer a checkpoint with ckpt_path, or give both Trainers the same layout and"
+        f"its parallel layers ({shown}) were built for an earlier Trainer ({earlier}), and this one has {own}: make a"
+        " new module and give this Trainer a checkpoint with ckpt_path, or give both Trainers the same layout and"
         " devices"
     )
     return [Problem("model", type(module).__name__, reason)]
@@ -130,7 +130,7 @@ def carry_over(
     """Copy the weights of a model to its replacement in another placement; all ranks call this.
 
     Besides parameters and buffers it copies ``requires_grad`` and the training mode. Parameters of the module outside
-    its model exist on every pipeline stage; only the last stage, which has the loss, trains them, and the others take
+    its model exist on every pipeline stage; only the last stage, which has the loss, trains them, so the others copy
     its values.
 
     Args:
@@ -151,7 +151,7 @@ def carry_over(
     if not mesh.is_distributed and not previous.is_whole:
         _wait_for_all_ranks(previous.mesh)
         mesh = previous.mesh
-    # A model that no Trainer has placed differs between ranks; as elsewhere in torch, that of rank 0 counts.
+    # A model that no Trainer has placed may differ between ranks; as elsewhere in torch, that of rank 0 is used.
     contributes = previous.mesh.is_distributed or mesh.rank == 0
     source = model_state(local_tensors(model), spec_registry(model), previous.mesh) if contributes else {}
     reshard(source, model_state(local_tensors(built), spec_registry(built), placement.mesh), mesh)
@@ -188,7 +188,7 @@ def _modes(model: nn.Module) -> dict[str, bool]:
 
 
 def _wait_for_all_ranks(mesh: ParallelMesh) -> None:
-    """Wait a limited time for all ranks: a Trainer without this strategy may exist on some of them only."""
+    """Wait for all ranks, but not forever: a Trainer without this strategy may exist on some of them only."""
     reason = f"its weights are spread over ranks ({_layout_text(mesh.layout)})"
     advice = "save a checkpoint and load it in one process with load_from_checkpoint"
     if not mesh.is_alive:

@@ -1,4 +1,4 @@
-"""Models that have names, modes, dtypes and ``requires_grad``, and no memory yet: what is done to them holds later."""
+"""Models with names, modes, dtypes and ``requires_grad`` but no memory yet; changes are applied once they are built."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _CASTS = {"bfloat16", "double", "float", "half", "to", "type", devices.CPU.type,
 
 
 class Unbuilt(Tensor):
-    """Parameter or buffer of a model that is not built yet: tells its facts, and refuses what needs its values."""
+    """Parameter or buffer of a model that is not built yet: has metadata, and refuses functions that need values."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of facts; of casts, keep the dtype.
+        """Run a function of metadata; reduce a cast to its change of dtype.
 
         Raises:
-            ConfigError: for a function of values.
+            ConfigError: for a function that needs values.
         """
         name = getattr(func, "__name__", str(func))
         if name in _CASTS:
@@ -70,7 +70,7 @@ def _has_values(given: object) -> bool:
 
 
 class Outline:
-    """A whole model without memory, and what a user changes in it before it is built for a layout.
+    """A whole model without memory, and the changes that a user makes to it before it is built for a layout.
 
     Args:
         model: the model, on the meta device.
@@ -92,14 +92,14 @@ class Outline:
         }
 
     def give(self, built: nn.Module, every_dtype: bool) -> None:
-        """Make the changes in a built model, or in this rank's part of it; its parameters become those of the outline.
+        """Apply the changes to a built model, or this rank's part of it; it gets the outline's parameter objects.
 
         Args:
             built: the model.
-            every_dtype: True to give it all dtypes, and not those alone that were changed.
+            every_dtype: True to apply all dtypes, False to apply only changed ones.
 
         Raises:
-            ConfigError: for changes that cannot be made there.
+            ConfigError: for changes that cannot be applied.
         """
         now, before = _structure(self.model), self._structure
         changed = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
@@ -122,7 +122,7 @@ class Outline:
                 added = {number: hook for number, hook in value.items() if number not in before[key]}
                 value.clear()
                 value.update(own | added)
-                before[key], vars(part)[key] = own, value  # the handles of hooks know this dictionary
+                before[key], vars(part)[key] = own, value  # hook handles refer to this dictionary
             elif value is not before.get(key, before):
                 if callable(value) and (key.startswith("_") or getattr(value, "__self__", None) is mine):
                     reason = (
@@ -141,7 +141,7 @@ def _give_tensor(
     if isinstance(tensor, nn.Parameter):
         tensor.requires_grad_(unbuilt.requires_grad)
         if type(tensor) is nn.Parameter and isinstance(unbuilt, Unbuilt):
-            torch.utils.swap_tensors(unbuilt, tensor)  # optimizers that have the parameter go on
+            torch.utils.swap_tensors(unbuilt, tensor)  # optimizers that hold the parameter stay valid
             setattr(part, leaf, unbuilt)
             setattr(mine, leaf, tensor)
 

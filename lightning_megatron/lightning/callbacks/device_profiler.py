@@ -1,4 +1,4 @@
-"""A Chrome trace of a few steps, with what the device did."""
+"""Callback that writes a Chrome trace of a few steps, of host and device."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class DeviceProfiler(Callback):
     """Chrome trace of some steps, one file a rank: ``rank0-steps10-12.pt.trace.json``.
 
     The host is traced, and the device with it: CUDA, or Gaudi, which Lightning's ``PyTorchProfiler`` does not know.
-    Each batch is bracketed by its step's number. Open a file in https://ui.perfetto.dev, or the folder in TensorBoard.
-    A file has its name only when it is complete.
+    Each batch is a range named by its step. Open a file in https://ui.perfetto.dev, or the folder in TensorBoard.
+    A file gets its name once it is complete.
 
     Args:
         steps: first and last optimizer step of the trace, counted from 1. Early steps compile: leave them out.
@@ -48,15 +48,15 @@ class DeviceProfiler(Callback):
         self.file: Path | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose the folder: all ranks ask for the logger's, which communicates."""
+        """Choose the folder; all ranks read ``trainer.log_dir``, which communicates."""
         if self._folder is None:
             self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "traces"
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to trace before the first step, and name each batch."""
+        """Start the trace before its first step, and name each batch."""
         step = trainer.global_step + 1
         if self._profiler is None and self.file is None and self._first <= step <= self._last:
-            synchronize(trainer.strategy.root_device)  # work of the steps before is not of this trace
+            synchronize(trainer.strategy.root_device)  # keeps work of earlier steps out of the trace
             self._profiler = profiler_of(trainer.strategy.root_device)
             self._profiler.start()
         if self._profiler is not None:
@@ -82,7 +82,7 @@ class DeviceProfiler(Callback):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop tracing without a file."""
+        """Stop the trace without writing a file."""
         self._end_batch()
         profiler, self._profiler = self._profiler, None
         if profiler is not None:

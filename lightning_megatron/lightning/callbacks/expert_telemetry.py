@@ -28,16 +28,16 @@ Counts = Mapping[int, Sequence[int]]
 class ExpertTelemetry(Callback):
     """Counts of the tokens that chose each expert, as a table, a heat map and numbers, once per window of steps.
 
-    Counts are of all ranks and all micro-batches of the window, before anything is dropped: a row of the table sums to
+    Counts cover all ranks and all micro-batches of the window, before tokens are dropped: a row of the table sums to
     sequence length x ``moe_router_topk`` x global batch x steps. Logged: ``load_balancing_loss`` and ``z_loss`` (each
-    with its coefficient, mean over layers and micro-batches, once for the job and not once a stage) and
-    ``expert_imbalance`` (the fullest expert's tokens over an even share, the worst layer's).
+    times its coefficient, one mean over the layers of all stages and all micro-batches) and ``expert_imbalance``
+    (tokens of the fullest expert divided by an even share, of the worst layer).
 
     Args:
         every_n_steps: optimizer steps of a window.
         table: True to print the table.
         directory: directory for heat maps in PNG; ``None`` for none. A TensorBoard logger gets them too. Without
-            matplotlib one warning is given, and no heat maps.
+            matplotlib there are no heat maps, and one warning.
 
     Attributes:
         counts: tokens of each expert in the last window, by number of the layer.
@@ -99,7 +99,7 @@ class ExpertTelemetry(Callback):
 
 
 def _routers(module: LightningModule) -> Iterator[tuple[int, Router]]:
-    """Routers on this rank, with the numbers of their layers; modules for further tokens are counted on behind them."""
+    """Routers on this rank, with the numbers of their layers; those of multi-token prediction follow the last layer."""
     shape = getattr(module, "model_shape", None)
     layers = shape.num_layers if isinstance(shape, TransformerConfig) else 0
     for position, (name, router) in enumerate((n, m) for n, m in module.named_modules() if isinstance(m, Router)):
@@ -135,14 +135,14 @@ def gathered_load(module: LightningModule, mesh: ParallelMesh) -> tuple[dict[int
 
 
 def _means(values: Tensor, forwards: Tensor, mesh: ParallelMesh) -> dict[str, float]:
-    """Mean of each loss over layers and micro-batches; a micro-batch's loss is the sum over the ranks of a sequence."""
+    """Mean of each loss over layers and micro-batches; a micro-batch's loss is the sum over its tp x cp ranks."""
     has = forwards > 0
     means = (values[has] * mesh.tp_cp.size / forwards[has].unsqueeze(1)).mean(0)
     return {name: float(mean) for name, mean in zip(LOSSES, means, strict=True) if mean}
 
 
 def imbalance(counts: Sequence[int]) -> float:
-    """Tokens of the fullest expert over an even share; 1 is even."""
+    """Tokens of the fullest expert divided by an even share; 1 if all experts have equally many."""
     return max(counts) * len(counts) / total if (total := sum(counts)) else 1.0
 
 
@@ -159,7 +159,7 @@ def text_table(counts: Counts) -> str:
 
 
 def heat_map(counts: Counts, title: str = "") -> Any:
-    """A matplotlib figure: layers from top to bottom, experts from left to right, colour by share of an even load.
+    """A matplotlib figure: layers from top to bottom, experts from left to right, coloured by load over an even share.
 
     Raises:
         ImportError: if matplotlib is missing, with the command that installs it.

@@ -22,21 +22,21 @@ WINDOW = 10
 
 
 class GaudiTelemetry(Callback):
-    """Numbers that show in the first steps on a Gaudi if something is wrong, for loggers and in one line of rank 0.
+    """Numbers of the first steps on a Gaudi that reveal problems, for loggers and in one line that rank 0 prints.
 
-    The line, at the end of the observed steps or of training, tells of all ranks: graphs that the device's software
-    compiled, and the last step in which it did; ops that fell back to the host, by name; graphs and breaks of
+    The line, at the end of the observed steps or of training, covers all ranks: graphs that the device's software
+    compiled, and the last step with a compilation; ops that fell back to the host, by name; graphs and graph breaks of
     ``torch.compile``; memory in use and at its peak after steps 1, 2 and 10; seconds of the first collective of each
-    group; the cards; and the time of a step, with its decrease if it is still falling.
+    group; card numbers; and the time of a step, with a note if it is still falling.
 
     Loggers get rank 0's numbers under ``telemetry/``: compilations, their seconds, fallbacks, graphs and breaks of each
     step in which there were any, memory, and ``step_time_ms``, a mean over 10 steps without validation and checkpoints.
-    The device is waited for after steps 1, 2 and every tenth step.
+    The host waits for the device after steps 1, 2 and every tenth step.
 
-    On other devices than Gaudi there are no compilations and no fallbacks; the rest is the same.
+    On other devices than Gaudi, compilations and fallbacks are not counted; the rest is the same.
 
     Args:
-        steps: optimizer steps of this run that are observed.
+        steps: number of optimizer steps to observe, from the start of this run.
 
     Attributes:
         ranks: numbers of every rank, once the line has been printed.
@@ -56,7 +56,7 @@ class GaudiTelemetry(Callback):
         self._mark: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin at zero."""
+        """Reset the counts."""
         device = trainer.strategy.root_device
         counted = devices.software_counters(device)
         if counted is None:
@@ -69,14 +69,14 @@ class GaudiTelemetry(Callback):
         self._timed, self._seconds, self._mark = 0, 0.0, None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock where it was stopped."""
+        """Start the clock if it is stopped."""
         if self._own is not None and self._mark is None:
             self._mark = perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After an optimizer step, look at the counters; at the end of the observed steps, report."""
+        """After an optimizer step, read the counters; at the end of the observed steps, report."""
         if self._own is None or trainer.global_step == self._seen:
             return
         self._seen = trainer.global_step
@@ -103,7 +103,7 @@ class GaudiTelemetry(Callback):
             self._report(trainer)
 
     def _counts(self, trainer: Trainer, step: int) -> dict[str, float]:
-        """Count what has happened in a step, and return what is worth a row."""
+        """Add the counts of a step, and return those above 0 for the loggers."""
         assert self._own is not None
         self._own.steps = step
         found: dict[str, float] = {}
@@ -164,7 +164,7 @@ class GaudiTelemetry(Callback):
 
 
 def _mesh(trainer: Trainer) -> ParallelMesh:
-    """The mesh of our strategy; with another strategy this rank alone."""
+    """Mesh of ``MegatronStrategy``; with another strategy, a mesh of this rank alone."""
     strategy = trainer.strategy
     return strategy.mesh if isinstance(strategy, MegatronStrategy) else ParallelMesh.single(strategy.root_device)
 

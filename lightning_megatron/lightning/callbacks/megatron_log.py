@@ -34,20 +34,20 @@ class MegatronLog(Callback):
     At the start rank 0 prints dtypes, the strategy's arguments, micro-batches, padded vocabulary, ranks, seed,
     parameters of each (tensor, pipeline) rank, and numbers of samples. Every ``every_n_steps`` steps the last rank
     prints iteration, consumed samples, time, learning rate, global batch, loss, loss scale, gradient norm, and numbers
-    of skipped steps and of losses that are not finite. Means and counts are of the steps since the last line. As there,
-    a line of skipped steps alone has no loss, and one whose last step was skipped has no gradient norm.
+    of skipped steps and of losses that are not finite. Means and counts cover the steps since the last line. As in
+    Megatron-LM, a line of skipped steps alone has no loss, and one whose last step was skipped has no gradient norm.
 
     All loggers get ``lm loss``, ``learning-rate``, ``batch-size``, ``loss-scale``, ``grad-norm``, ``iteration-time``
-    and ``throughput``, with ``consumed-samples`` and ``consumed-tokens``. TensorBoard gets ``lm loss vs samples`` and
-    so on too, with samples (and tokens) in place of steps.
+    and ``throughput``, with ``consumed-samples`` and ``consumed-tokens``. TensorBoard also gets each of them over
+    samples and over tokens in place of steps, as ``lm loss vs samples`` and ``lm loss vs tokens``.
 
     Args:
         every_n_steps: optimizer steps of a line; ``None`` means ``Trainer(log_every_n_steps=...)``.
         loss_name: name of the loss in the line.
-        throughput: True to print TFLOP/s of each device, where the module knows its FLOPs.
+        throughput: True to print TFLOP/s of each device, if the module knows its FLOPs.
 
     Attributes:
-        consumed: everything that all replicas have trained on, earlier runs included; its seconds are of this run.
+        consumed: samples and tokens that all replicas have trained on, earlier runs included.
 
     Raises:
         ConfigError: with another strategy than ``MegatronStrategy``.
@@ -74,7 +74,7 @@ class MegatronLog(Callback):
         self._losses: Tensor | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse other strategies; count anew in a new run."""
+        """Refuse other strategies; reset the counts for a new run."""
         if not isinstance(trainer.strategy, MegatronStrategy):
             reason = "reads numbers of MegatronStrategy: use that strategy, or leave it out"
             raise ConfigError([Problem("callbacks", type(self).__name__, reason)])
@@ -82,7 +82,7 @@ class MegatronLog(Callback):
             self.consumed, self._resumed = WorkDone(), False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print what is known at the start; count on from a checkpoint of a run without this callback, too."""
+        """Print the first lines; if the checkpoint has no counts of this callback, take samples from the loader."""
         strategy = _strategy_of(trainer)
         counts = all_gather_object(strategy.mesh, _parameters_here(pl_module, strategy))
         if trainer.is_global_zero:
@@ -123,7 +123,7 @@ class MegatronLog(Callback):
         return found + _target_lines(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock where it was stopped."""
+        """Start the clock if it is stopped."""
         if self._mark is None:
             self._mark = time.perf_counter()
 
@@ -223,13 +223,13 @@ class MegatronLog(Callback):
         return {"samples": self.consumed.samples, "tokens": self.consumed.tokens}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Count on."""
+        """Continue the saved counts."""
         self._resumed = True
         self.consumed = WorkDone(samples=state_dict["samples"], tokens=state_dict["tokens"])
 
 
 def _print(line: str) -> None:
-    """Print a line, on a terminal over the progress bar, which may be another rank's and comes again below it."""
+    """Print a line; on a terminal it replaces the progress bar (of any rank), which is then drawn again below."""
     print(f"\r\033[K{line}" if sys.stdout.isatty() else line, flush=True)
 
 
@@ -239,7 +239,7 @@ def _strategy_of(trainer: Trainer) -> MegatronStrategy:
 
 
 def _parameters_here(module: LightningModule, strategy: MegatronStrategy) -> tuple[int, int, int] | None:
-    """Place on the pipeline and in its stage, and number of parameters; ``None`` on ranks that repeat another one."""
+    """Pipeline rank, tensor rank and number of parameters; ``None`` on ranks that hold a copy of another's."""
     mesh = strategy.mesh
     if mesh.dp.rank or mesh.cp.rank:
         return None
@@ -253,7 +253,7 @@ def _iterations(trainer: Trainer) -> int:
 
 
 def _target_lines(trainer: Trainer) -> list[str]:
-    """Lines about numbers of samples, if the data module and the Trainer's limits say them."""
+    """Lines about numbers of samples; none if the data module does not plan samples."""
     data, strategy = getattr(trainer, "datamodule", None), _strategy_of(trainer)
     if not isinstance(data, PlansSamples):
         return []

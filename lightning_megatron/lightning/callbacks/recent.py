@@ -1,4 +1,4 @@
-"""The recent values of a number, and whether another one is far above them."""
+"""Window of recent values, with a robust test of a new value against them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NORMAL = 1.4826
 
 
 class Recent:
-    """A window of values with its median and spread, which a few outliers do not move.
+    """Window of values with a median and a deviation that a few outliers do not change.
 
     Args:
-        size: values of the window.
-        floor: least deviation that is believed, as a share of the median: values that hardly differ are no measure.
+        size: number of values in a full window.
+        floor: lower bound of the deviation, as a fraction of the median, for values that hardly differ.
     """
 
     def __init__(self, size: int, floor: float) -> None:
@@ -28,7 +28,7 @@ class Recent:
         return len(self._values)
 
     def add(self, value: float) -> None:
-        """Take in a finite value; the oldest one leaves where the window is full."""
+        """Append a finite value; drop the oldest of a full window."""
         if len(self._values) == self._size:
             del self._sorted[bisect_left(self._sorted, self._values.popleft())]
         self._values.append(value)
@@ -36,23 +36,23 @@ class Recent:
 
     @property
     def median(self) -> float:
-        """The value in the middle."""
+        """Median of the window."""
         return _middle(self._sorted)
 
     @property
     def deviation(self) -> float:
-        """A standard deviation, judged by the median of the distances from the median."""
+        """Standard deviation, estimated by the median absolute deviation; at least the floor."""
         median = self.median
         spread = NORMAL * _middle(sorted(abs(value - median) for value in self._sorted))
         return max(spread, self._floor * abs(median))
 
     def deviations_above(self, value: float) -> float:
-        """Distance of a value above the median, in deviations; infinitely many where nothing has ever differed."""
+        """Distance of a value above the median, in deviations; if these are 0, infinite for any other value."""
         distance, deviation = value - self.median, self.deviation
         return distance / deviation if deviation else math.copysign(math.inf, distance) if distance else 0.0
 
     def is_near(self, value: float, threshold: float) -> bool:
-        """True if ``value`` is surely no more than ``threshold`` deviations above the median, found at little cost."""
+        """Quick check that uses the floor alone: if True, ``value`` is at most ``threshold`` deviations too high."""
         return value - self.median <= threshold * self._floor * abs(self.median)
 
     def state(self) -> list[float]:
@@ -60,7 +60,7 @@ class Recent:
         return list(self._values)
 
     def load(self, values: Iterable[float]) -> None:
-        """Go on with values that :meth:`state` gave; where they are too many, with the last ones."""
+        """Restore values that :meth:`state` returned; keep the last ones if the window is smaller."""
         self._values.clear()
         self._sorted.clear()
         for value in values:

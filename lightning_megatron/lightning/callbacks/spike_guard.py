@@ -1,4 +1,4 @@
-"""Optimizer steps with a spike in loss or gradient are skipped on all ranks, before the optimizer runs."""
+"""Callback that skips optimizer steps with a spike in loss or gradient norm, on all ranks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from lightning_megatron.lightning.callbacks.recent import Recent
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 
 LOSS_FLOOR, NORM_FLOOR = 0.02, 0.2
-"""Least deviations, as a share of the median; norms of sound steps have a long tail."""
+"""Lower bounds of the deviation, as fractions of the median; gradient norms of healthy steps have a long tail."""
 
 MANY = 16
 """Largest number of samples that a message names one by one."""
 
 KEPT = 32
-"""Number of checkpoints that a checkpoint lists, the newest ones."""
+"""Number of the newest checkpoints that the saved state lists."""
 
 NOTHING_YET: Mapping[str, Any] = {"losses": (), "norms": (), "row": 0, "skipped": (), "returns": (), "checkpoints": {}}
-"""State in the beginning of a run."""
+"""State at the beginning of a run."""
 
 
 class SpikeError(RuntimeError):
@@ -48,9 +48,9 @@ class SkippedStep:
         step: ``trainer.global_step`` before the step.
         epoch: epoch of the step.
         batches: first and last ``batch_idx``.
-        places: first and last of the samples in the order of the epoch, over all ranks; ``None`` if the loader is not a
-            ``ResumableDataLoader``, which ``MegatronDataModule`` makes.
-        samples: numbers of the samples in the data set, over all ranks; ``None`` if ``places`` is.
+        places: first and last position of its samples in the epoch's order, over all ranks; ``None`` if the loader is
+            not a ``ResumableDataLoader``, which ``MegatronDataModule`` makes.
+        samples: indices of the samples in the data set, over all ranks; ``None`` if ``places`` is.
         loss: mean loss over all replicas.
         grad_norm: gradient norm before clipping.
         reason: sentence for the log.
@@ -72,7 +72,7 @@ class Return:
 
     Attributes:
         step: ``trainer.global_step`` before the return.
-        to: number of steps that the weights have been trained for after it.
+        to: ``trainer.global_step`` at which the restored checkpoint was saved.
         path: path of the checkpoint.
     """
 
@@ -82,34 +82,32 @@ class Return:
 
 
 class SpikeGuard(Callback):
-    """Skips steps whose loss or gradient norm is not finite, or far above what it was recently.
+    """Skips steps whose loss or gradient norm is not finite, or far above its recent values.
 
-    A step is judged on all ranks together when its gradients are complete: by the loss, a mean over all replicas and
-    accumulated batches, and the norm of the whole gradient before clipping. A step that is skipped changes no parameter
-    and no optimizer state, and a loss scale stays what it is; Lightning counts the step, and learning-rate schedules
-    move on, as after an overflow in half precision. (Overflows themselves are the loss scale's, and no spikes.) A
-    warning names the step, the reason and the samples; loggers get ``skipped_steps`` and ``returns``.
+    All ranks judge a step together once its gradients are complete: by the mean loss over all replicas and accumulated
+    batches, and by the gradient norm before clipping. A skipped step changes no parameter, no optimizer state and no
+    loss scale. Lightning still counts it, and learning-rate schedules advance, as after an overflow in half precision.
+    (Overflows are no spikes; the loss scale handles them.) A warning names the step, the reason and the samples;
+    loggers get ``skipped_steps`` and ``returns``.
 
-    After ``in_a_row`` spikes the weights themselves are suspect. Then parameters and optimizer state go back to the
-    newest good checkpoint of the run that lies ``margin`` steps before the first of them, and training goes on with
-    the samples that come next: those between checkpoint and spike, the spike's included, are not read again. Read
-    again from the same state, they would lead to the same weights. Step numbers, schedules and the logged curve go on
-    without a jump.
+    After ``in_a_row`` spikes the weights themselves are suspect. Then parameters and optimizer state are restored from
+    the run's newest good checkpoint that is at least ``margin`` steps older than the first spike, and training
+    continues with the next samples. Those between the checkpoint and the last spike are not read again: from the same
+    state they would lead to the same weights. Step numbers, schedules and logged curves continue without a jump.
 
-    What a run does is the same each time, and a run that was resumed does the same: what is judged by is part of every
-    checkpoint.
+    Decisions are deterministic, also in a resumed run: every checkpoint holds the values that they depend on.
 
     Args:
-        window: steps that are "recent". Only steps that were taken count. 128 as in OLMo-core.
-        threshold: robust standard deviations above the median that are too far; 6 as in OLMo-core, which takes plain
-            ones. One is 1.4826 x the median distance from the median, and at least 2 % of the median of losses and 20 %
-            of that of norms: so with 6, a norm up to 2.2 times the median is never a spike.
-        warmup: taken steps after which finite values are judged; ``None`` for half a window. Values that are not finite
-            are judged from the first step on.
-        in_a_row: spikes in a row after which weights go back; ``None`` for never.
-        margin: steps of training that must lie between a checkpoint and the first spike. PaLM went back by about 100.
-        stop_after: spikes in a row after which the run ends. PaLM skipped 200 to 500 batches.
-        max_returns: returns to a checkpoint after which the run ends at the next.
+        window: number of recent steps, skipped ones not counted, to compare with; 128 as in OLMo-core.
+        threshold: number of robust standard deviations above the median beyond which a value is a spike; 6 as in
+            OLMo-core, which uses plain ones. One is 1.4826 x the median absolute deviation, and at least 2 % of the
+            median of losses or 20 % of that of norms: with 6, a norm up to 2.2 times the median is never a spike.
+        warmup: number of steps, skipped ones not counted, before finite values are judged; ``None`` for half a window.
+            Values that are not finite are judged from the first step on.
+        in_a_row: number of consecutive spikes after which a checkpoint is restored; ``None`` for never.
+        margin: least number of steps between the restored checkpoint and the first spike. PaLM went back by about 100.
+        stop_after: number of consecutive spikes after which the run ends. PaLM skipped 200 to 500 batches.
+        max_returns: number of returns to a checkpoint that are allowed; the next one ends the run.
 
     Attributes:
         skipped: every step that was skipped.
@@ -153,10 +151,10 @@ class SpikeGuard(Callback):
         self.load_state_dict(NOTHING_YET)
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None
-        self._begin: tuple[int, int] | None = None  # the first batch of the step, and its first sample's place
+        self._begin: tuple[int, int] | None = None  # index of the step's first batch, position of its first sample
 
     def job_problems(self, callbacks: Sequence[Callback], modules: Sequence[LightningModule]) -> list[Problem]:
-        """Callbacks and modules that do not go together with this one."""
+        """Callbacks and modules that cannot be combined with this callback."""
         name, found = type(self).__name__, []
         if any(not module.automatic_optimization for module in modules):
             reason = f"{name} skips steps of automatic optimization; under manual optimization they are yours to skip"
@@ -169,27 +167,27 @@ class SpikeGuard(Callback):
         return found
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stand before the optimizer."""
+        """Register this callback as the gate of optimizer steps."""
         strategy = trainer.strategy
         if not isinstance(strategy, MegatronStrategy):
             reason = "skips steps of MegatronStrategy: use that strategy, or Lightning's SpikeDetection"
             raise ConfigError([Problem("callbacks", type(self).__name__, reason)])
         if stage == "fit":
-            if not trainer.global_step:  # a new run, or one that goes on from a checkpoint, which is loaded later
+            if not trainer.global_step:  # a new run, or a resumed one, which loads its state later
                 self.load_state_dict(NOTHING_YET)
             self._trainer, self._loss, self._begin = trainer, None, None
             strategy.precision_plugin.step_gate = self
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Step aside."""
+        """Unregister this callback as the gate of optimizer steps."""
         self._trainer = self._loss = None
         if isinstance(trainer.strategy, MegatronStrategy) and trainer.strategy.precision_plugin.step_gate is self:
             trainer.strategy.precision_plugin.step_gate = None
 
-    # What a step is judged by
+    # Judging a step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note where a step begins."""
+        """Note the first batch of a step, and the position of its first sample."""
         if batch_idx % trainer.accumulate_grad_batches == 0 or self._begin is None:
             loader = trainer.train_dataloader
             place = loader.position.last_batch.start if isinstance(loader, ResumableDataLoader) else 0
@@ -203,7 +201,7 @@ class SpikeGuard(Callback):
         """True if the step may be taken; see :class:`~lightning_megatron.lightning.step.step_gate.StepGate`.
 
         Raises:
-            SpikeError: on all ranks, if the run is not to go on.
+            SpikeError: on all ranks, if the run must end.
         """
         loss, norm = self._numbers()
         if overflow and math.isfinite(loss):
@@ -218,7 +216,7 @@ class SpikeGuard(Callback):
         return False
 
     def _numbers(self) -> tuple[float, float]:
-        """Loss and gradient norm, equal on all ranks; the host waits for the device, once."""
+        """Loss and gradient norm, equal on all ranks; one synchronization of host and device."""
         strategy = self._strategy
         norm = strategy.grad_norm()
         loss = norm.new_zeros(()) if self._loss is None else self._loss.to(norm).reshape(())
@@ -242,7 +240,7 @@ class SpikeGuard(Callback):
         assert isinstance(self._trainer.strategy, MegatronStrategy)
         return self._trainer.strategy
 
-    # What becomes of it
+    # Skipping a step
 
     def _skip(self, loss: float, norm: float, reason: str) -> None:
         trainer = self._trainer
@@ -297,7 +295,7 @@ class SpikeGuard(Callback):
         )
 
     def _newest_good(self, trainer: Trainer) -> tuple[str | None, int]:
-        """The checkpoint to go back to, with its step: none of those that a return has left behind."""
+        """Checkpoint to restore, and its step; never one from the steps that an earlier return has undone."""
         newest = trainer.global_step - self._row + 1 - self._margin
         left = [range(back.to + 1, back.step + 1) for back in self.returns]
         for path, step in sorted(self._known_checkpoints().items(), key=lambda item: (-item[1], item[0])):
@@ -306,13 +304,13 @@ class SpikeGuard(Callback):
         return None, 0
 
     def _known_checkpoints(self) -> dict[str, int]:
-        """Paths and steps of what this run has saved, before it was resumed and since."""
+        """Paths and steps of the checkpoints that this run has saved, also before it was resumed."""
         return self._checkpoints if self._trainer is None else {**self._checkpoints, **self._strategy.saved_in_run}
 
-    # What checkpoints keep
+    # State in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The windows that steps are judged by, and what has happened; equal on all ranks."""
+        """Windows of recent values, skipped steps, returns and checkpoints; equal on all ranks."""
         return {
             "losses": self._losses.state(),
             "norms": self._norms.state(),
@@ -323,7 +321,7 @@ class SpikeGuard(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with it."""
+        """Restore a :meth:`state_dict`."""
         self._losses.load(state_dict["losses"])
         self._norms.load(state_dict["norms"])
         self._row = state_dict["row"]
@@ -342,7 +340,7 @@ def _samples(step: SkippedStep) -> str:
 
 
 def is_usable(path: str) -> bool:
-    """True if a checkpoint is there and all of its files are as long as they were written; one rank asks."""
+    """True if a checkpoint exists and all its files have the sizes in its manifest; called on one rank."""
     try:
         return not size_faults(Path(path), locate(Path(path)))
     except CheckpointError:

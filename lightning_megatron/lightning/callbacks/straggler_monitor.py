@@ -1,4 +1,4 @@
-"""Names the rank that makes all others wait, and in what it is slow."""
+"""Callback that names the rank which makes all others wait, and what it is slow at."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class StragglerMonitor(Callback):
 
     In a parallel job all ranks' steps take equally long, since they wait for each other; the slow rank is the one that
     does not wait. So each rank measures its computing time, without waits in collectives and messages, and its waits
-    for data. Every few steps four numbers of each rank are gathered on the host, during the next step. The device is
-    never waited for: on an accelerator, events are put into its stream and read a step later.
+    for data. Every few steps four numbers of each rank are gathered on the host, during the next step. On an
+    accelerator the times come from events in its stream, and the host waits for them once per window.
 
     A rank is compared with those that do the same work: the other ranks of its pipeline stage. A stage of one rank is
-    compared with its own past, so that a rank that was slow from the start is not found there.
+    compared with its own past, so a rank that was slow from the start is not found there.
 
     A warning names rank, host and device, what is slow, by how much, and what it costs; another line says when it is
     over. A slow rank is named after at most ``every * windows + every`` steps. Loggers get, at their own interval,
-    ``straggler/compute_excess`` and ``straggler/data_excess``, the share of a step by which the slowest rank exceeds
-    the median of the others, ``straggler/waiting``, the share of a step that the median rank waits for others, and
+    ``straggler/compute_excess`` and ``straggler/data_excess``, the fraction of a step by which the slowest rank exceeds
+    the median of the others, ``straggler/waiting``, the fraction of a step that the median rank waits for others, and
     ``straggler/slowest_rank``, the number of the rank that computed longest.
 
     Args:
-        every: steps of a window, after which numbers are gathered.
-        windows: windows in a row in which a rank must be slow in every step.
-        share: part of the step time by which a slow rank makes steps longer, such as 0.2. On a machine whose ranks get
-            more or less of it from window to window, a rank must be slower by twice that deviation, too.
+        every: number of steps of a window, after which numbers are gathered.
+        windows: number of consecutive windows in which a rank must be slow in every step.
+        share: fraction of the step time by which a rank must make steps longer to be slow, such as 0.2. Twice the
+            standard deviation of earlier windows is added, for machines on which times vary.
 
     Attributes:
         found: every straggler so far, the same on all ranks.
@@ -79,7 +79,7 @@ class StragglerMonitor(Callback):
             raise ConfigError([Problem("callbacks", type(self).__name__, reason)])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure; a single rank has nobody to wait for."""
+        """Start measuring, unless the job has one rank."""
         strategy = trainer.strategy
         assert isinstance(strategy, MegatronStrategy)
         mesh = strategy.mesh
@@ -95,11 +95,11 @@ class StragglerMonitor(Callback):
         trainer.profiler = self._profiler  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         self._stop(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> None:
@@ -112,7 +112,7 @@ class StragglerMonitor(Callback):
         self._clock = self._profiler = self._under_way = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a batch; where a window is full, send its numbers beside it."""
+        """Start timing a batch; after a full window, start to gather its numbers during this batch."""
         if self._clock is None or self._profiler is None:
             return
         if len(self._counts) >= self._every:
@@ -127,7 +127,7 @@ class StragglerMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End a batch; look at what has been sent."""
+        """Stop timing a batch; evaluate a window that was gathered during it."""
         if self._clock is None:
             return
         self._clock.end_batch()
@@ -144,7 +144,7 @@ class StragglerMonitor(Callback):
             self._look(trainer, pending.wait())
 
     def _window(self) -> StepTimes:
-        """This rank's numbers, of whole steps."""
+        """This rank's times in the window's steps, each over all of its batches."""
         assert self._clock is not None
         times = iter(self._clock.read())
         steps = [[next(times) for _ in range(count)] for count in self._counts]

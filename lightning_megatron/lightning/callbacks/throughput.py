@@ -56,20 +56,20 @@ class Throughput(Callback):
     """Logs the speed of training once per window of optimizer steps.
 
     Logged: ``tokens_per_second`` and ``samples_per_second`` of the whole job, ``tflops_per_device`` of the model (what
-    recompute repeats is not counted) where the module has a ``config`` with ``flops_per_token``, ``mfu`` (its share of
-    the maker's bf16 peak) where the device's peak is known, ``step_time_ms`` (median of the window),
+    recompute repeats is not counted) if the module has a ``config`` with ``flops_per_token``, ``mfu`` (its fraction of
+    the vendor's bf16 peak) if the device's peak is known, ``step_time_ms`` (median of the window),
     ``step_time_ms_p95`` (95 of 100 steps take no longer) and ``step_time_ms_slowest``. Tokens a second, or samples
     where there are none, show in the progress bar as ``tok/s`` or ``sam/s``. ``StragglerMonitor`` measures which rank
     is slow.
 
-    A step lasts from the end of the one before, so waiting for data counts. Validation and checkpoints do not: a step
-    after one of them is timed from the start of its batch. The device is waited for at the end of a window only.
+    A step is timed from the end of the one before, so waiting for data counts. Validation and checkpoints do not: the
+    next step is timed from the start of its batch. The host waits for the device before them and at a window's end.
 
     Args:
-        window: optimizer steps of a window; ``None`` means ``Trainer(log_every_n_steps=...)``, which loggers follow.
+        window: optimizer steps of a window; ``None`` means ``Trainer(log_every_n_steps=...)``, as loggers use.
 
     Attributes:
-        total: everything since training began.
+        total: work since training began.
     """
 
     reads_parameters = False
@@ -87,12 +87,12 @@ class Throughput(Callback):
         self._steps_seen = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin anew."""
+        """Reset the measurements."""
         self._begin()
         self._steps_seen = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock where it was stopped."""
+        """Start the clock if it is stopped."""
         if self._mark is None:
             self._mark = perf_counter()
 
@@ -161,7 +161,7 @@ class Throughput(Callback):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that a share of all values does not exceed."""
+    """The smallest of the values that at least this share of them does not exceed."""
     return sorted(values)[ceil(share * len(values)) - 1]
 
 

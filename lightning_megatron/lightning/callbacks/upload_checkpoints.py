@@ -1,4 +1,4 @@
-"""Checkpoints of a run sent to where its metrics go."""
+"""Callback that uploads a run's checkpoints to the service that gets its metrics."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class UploadCheckpoints(Callback):
     """Uploads checkpoints to MLflow or Weights & Biases when ``fit`` has ended.
 
     ``MLFlowLogger(log_model=True)`` and ``WandbLogger(log_model=True)`` look for single files, and would upload nothing
-    of a checkpoint that is a directory. This takes what ``ModelCheckpoint`` has kept: the best ones and the last.
-    Rank 0 uploads; it must see the files of all ranks. A run that an error or a signal ends uploads nothing.
+    of a checkpoint that is a directory. This callback uploads those that ``ModelCheckpoint`` has kept: the best ones
+    and the last. Rank 0 uploads; it must see the files of all ranks. A run that ends by an error or a signal does not.
 
     Args:
-        best: upload what ``save_top_k`` has kept.
-        last: upload the last checkpoint.
+        best: True to upload the checkpoints that ``save_top_k`` has kept.
+        last: True to upload the last checkpoint.
     """
 
     @checked()
@@ -32,14 +32,14 @@ class UploadCheckpoints(Callback):
         self.best, self.last = best, last
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a run without a logger that can take them.
+        """Refuse a fit without a logger to upload to.
 
         Raises:
-            ConfigError: then.
+            ConfigError: without ``MLFlowLogger`` or ``WandbLogger``.
         """
         if stage == TrainerFn.FITTING and not any(isinstance(x, MLFlowLogger | WandbLogger) for x in trainer.loggers):
             names = ", ".join(type(logger).__name__ for logger in trainer.loggers) or None
-            reason = "UploadCheckpoints has nobody to upload to: add one of these, or leave it out"
+            reason = "UploadCheckpoints has no logger to upload to: add one of these, or leave it out"
             raise ConfigError([Problem("logger", names, reason, ("MLFlowLogger", "WandbLogger"))])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -51,7 +51,7 @@ class UploadCheckpoints(Callback):
                 upload(logger, path, is_best)
 
     def _kept(self, trainer: Trainer) -> Iterator[tuple[Path, bool]]:
-        """Paths of directories, each once, and whether it is the best one."""
+        """Path of each checkpoint directory, once, and True for the best one."""
         seen = set()
         for saver in trainer.checkpoint_callbacks:
             if not isinstance(saver, ModelCheckpoint):
@@ -65,7 +65,7 @@ class UploadCheckpoints(Callback):
 
 
 def upload(logger: Logger, path: Path, is_best: bool) -> None:
-    """Upload a checkpoint directory, links followed, by the logger's own client."""
+    """Upload a checkpoint directory, or the one that a link points to, with the logger's own client."""
     if isinstance(logger, MLFlowLogger):
         client: Any = logger.experiment
         client.log_artifacts(logger.run_id, str(path.resolve()), f"model/checkpoints/{path.stem}")

@@ -1,4 +1,4 @@
-"""No checkpoint gets its name before it has been looked at."""
+"""Callback that verifies every checkpoint before it is published."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 
 
 class VerifyCheckpoint(Callback):
-    """Verifies every checkpoint that the Trainer saves, by whichever callback.
+    """Verifies every checkpoint that the Trainer saves, whichever callback asked for it.
 
-    Before anything is written, the values of parameters and of optimizer state that several ranks hold (over tp, dp,
-    and the ends of a pipeline) are compared between them, by hashes. What was written is read again and compared with
-    its hashes and check sums, and looked at for completeness. Only then it gets its name and replaces the last one.
+    Before anything is written, ranks that hold the same parameters or optimizer state (over tp, dp, and the ends of a
+    pipeline) compare their hashes. Then the written files are read again, compared with their hashes and checksums,
+    and checked for completeness. Only after that the checkpoint gets its name and replaces the last one.
 
-    A fault ends the run with a ``CheckpointError`` that names file and tensor; the checkpoint before stays where it is,
-    and so does what ``ckpt_path="last"`` and ``"best"`` find on the disk.
+    A fault ends the run with a ``CheckpointError`` that names file and tensor. The previous checkpoint stays in place,
+    and ``ckpt_path="last"`` and ``"best"`` still find what they found before.
 
     Args:
-        replicas: compare what several ranks hold.
-        files: read again what was written.
+        replicas: True to compare values that several ranks hold.
+        files: True to read the written files again.
     """
 
     @checked()
@@ -30,13 +30,13 @@ class VerifyCheckpoint(Callback):
         self.guard = SaveGuard(replicas, files)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hand the check to the strategy, which asks it before a checkpoint gets its name."""
+        """Register the guard with the strategy, which calls it before it publishes a checkpoint."""
         if not isinstance(trainer.strategy, MegatronStrategy):
             reason = "verifies what MegatronStrategy writes: use that strategy, or leave it out"
             raise ConfigError([Problem("callbacks", type(self).__name__, reason)])
         trainer.strategy.save_guard = self.guard
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take it back."""
+        """Unregister the guard."""
         if isinstance(trainer.strategy, MegatronStrategy):
             trainer.strategy.save_guard = None

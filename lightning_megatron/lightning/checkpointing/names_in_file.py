@@ -1,4 +1,4 @@
-"""Names of a module in a checkpoint of one file, and where the state has their values."""
+"""Names of a module's tensors in a single-file checkpoint, and the keys of the state that hold their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_megatron.params import ParamSpec, spec_registry
 
 
 def trained_version(versions: Mapping[str, Mapping[str, Any]], module: LightningModule) -> str:
-    """Key of the version of a model that is in training: another one if a callback has replaced ``state_dict``."""
+    """Key of the version of a model that is trained: not ``MODEL_STATE`` if a callback replaced ``state_dict``."""
     return next((key for key, version in versions.items() if not is_edited(version, module)), MODEL_STATE)
 
 
@@ -29,7 +29,7 @@ def take_names(
     optimizers: Sequence[ShardedOptimizer],
     state: State,
 ) -> dict[str, list[SavedName]]:
-    """Names of each version of a model. Main values are those of the trained one, whose own leave the state."""
+    """Names of each version of a model; the trained one is saved from main values, and its own are dropped."""
     is_live = not is_edited(versions[trained], module)
     mains = {name: state_key(index, name, MAIN) for index, each in enumerate(optimizers) for name in each.trained_names}
     specs, live = spec_registry(module), module.state_dict(keep_vars=True)
@@ -67,7 +67,7 @@ def refuse_unknown_order(optimizers: Sequence[ShardedOptimizer], mesh: ParallelM
     """
     if mesh.pp.size > 1 and not all(optimizer.is_in_order for optimizer in optimizers):
         raise CheckpointError(
-            "in one file optimizers number the parameters, and this run's groups list them in an order of their own, of"
-            " which a stage knows a part: list them in the order of the module, or leave out"
-            " save_distributed_checkpoint=False"
+            "a single file numbers the optimizers' parameters, and this run's groups list them in another order than"
+            " the module's, of which each pipeline stage knows only a part: list them in the order of the module, or"
+            " leave out save_distributed_checkpoint=False"
         )

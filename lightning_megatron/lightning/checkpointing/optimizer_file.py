@@ -1,4 +1,4 @@
-"""The state of a run's optimizers in one file of no layout, for other programs or to begin another run."""
+"""Optimizer state in one file that does not depend on the layout, for other programs or to start another run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def export_optimizers(
     _refuse_whole(optimizers)
     state, experts = _state(optimizers, through.mesh, sharded)
     for key, value in state.items():
-        if is_groups(key):  # names of stages come in the order of the pipeline
+        if is_groups(key):  # else names would be ordered by pipeline stage
             state[key] = [{**group, "params": sorted(group["params"])} for group in value]
     memory = export_state(path, state, experts, through)
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""The folders that a run saves its checkpoints in: their locks, and the checkpoint to go on from."""
+"""The folders that a run saves its checkpoints in: their locks, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_megatron.lightning.compat._private import checkpoint_folder
 from lightning_megatron.lightning.validation.saving import saves_checkpoints
 
 PATIENCE = DEAD_AFTER + 30.0
-"""Seconds that a run waits which goes on where another may just end; one on a lost machine is dead by then."""
+"""Seconds that a resuming run waits for another to end; by then a run on a lost machine counts as dead."""
 
 
 class RunFolders:
-    """The folders of a Trainer's checkpoint callbacks, while it fits. Rank 0 alone uses it.
+    """The folders of a Trainer's checkpoint callbacks, while it fits. Only rank 0 uses it.
 
     Args:
         trainer: Trainer whose callbacks save.
@@ -40,11 +40,11 @@ class RunFolders:
 
     @property
     def folders(self) -> list[Path]:
-        """Absolute paths, each once."""
+        """Absolute paths of the folders, each once."""
         return list(dict.fromkeys(folder for folder, _ in self._places()))
 
     def hold(self, patience: float = 0.0) -> None:
-        """Keep other runs out until :meth:`release`.
+        """Lock the folders against other runs until :meth:`release`.
 
         Args:
             patience: seconds to wait for another run to end.
@@ -60,7 +60,7 @@ class RunFolders:
                 self._locks[folder] = lock
 
     def are_held(self) -> bool:
-        """True if any run, alive or dead, holds one of them."""
+        """True if any run, alive or dead, holds the lock of a folder."""
         return any(FolderLock(folder).is_taken() for folder in self.folders)
 
     def release(self) -> None:
@@ -70,20 +70,20 @@ class RunFolders:
             lock.release()
 
     def lost(self) -> str:
-        """Text about folders that another run has taken because this process was stopped for long; empty for none."""
+        """Error text if another run has taken a folder because this process was stopped for long; empty if not."""
         taken = [str(folder) for folder, lock in self._locks.items() if not lock.is_ours()]
         return f"another run has taken {', '.join(taken)}, since this one gave no sign of life" if taken else ""
 
     def found(self) -> list[checkpoint.Candidate]:
-        """Entries with the name of a checkpoint, the newest first."""
+        """Entries of the folders that are named as checkpoints, the newest first."""
         on_exception = [c.ckpt_path for c in self._trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
         return checkpoint.candidates(self._places(), [Path(os.path.abspath(path)) for path in on_exception])
 
     def last(self) -> Path | None:
-        """The newest checkpoint that a run can go on from; ``None`` where there has never been one.
+        """The newest checkpoint that a run can resume from; ``None`` where no save has ever completed.
 
         Raises:
-            CheckpointError: where there are some, but none that a run can go on from: it lists what is wrong with each.
+            CheckpointError: if there are checkpoints, but a run can resume from none; lists what is wrong with each.
         """
         found = self.found()
         best, _ = checkpoint.newest_good(found)
@@ -92,7 +92,7 @@ class RunFolders:
         if lost := [one for one in found if one.state != "interrupted"]:
             raise CheckpointError(nothing_good(lost))
         for one in found:
-            rank_zero_warn(f"{one.path} is {one.reason}, and no other was complete: this run begins anew")
+            rank_zero_warn(f"{one.path} is {one.reason}, and no other was complete: this run starts from scratch")
             one.path.unlink(missing_ok=True)
         return None
 
@@ -100,7 +100,7 @@ class RunFolders:
         """Progress of the next save.
 
         Args:
-            before: progress of the checkpoint that the run has gone on from; ``None`` for a new run.
+            before: progress of the checkpoint that the run was resumed from; ``None`` for a new run.
             step: number of steps now.
         """
         known = [one.progress for one in self.found() if one.progress is not None]
@@ -110,13 +110,13 @@ class RunFolders:
 
 
 def nothing_good(found: Sequence[checkpoint.Candidate]) -> str:
-    """Error text for folders with checkpoints from which no run can go on."""
+    """Error text for folders with checkpoints from which no run can resume."""
     where = ", ".join(dict.fromkeys(str(one.path.parent) for one in found))
     listed = "".join(f"\n  - {one.path}: {one.reason}" for one in found)
     return (
         f'ckpt_path="last": there are checkpoints in {where}, but no run can go on from any of them:{listed}\n'
-        "This run does not begin anew beside them. Give the path of another checkpoint as ckpt_path; or begin anew "
-        "with ckpt_path=None, best in another folder"
+        "This run does not start from scratch beside them. Give the path of another checkpoint as ckpt_path; or start "
+        "from scratch with ckpt_path=None, best in another folder"
     )
 
 
@@ -125,7 +125,7 @@ def patience(timeout: timedelta, goes_on: bool, variables: Mapping[str, str] = o
 
     Args:
         timeout: timeout of the other ranks, which wait for rank 0.
-        goes_on: True for a run that goes on from the last checkpoint; other runs wait only if they were restarted.
+        goes_on: True for a run that resumes from the last checkpoint; other runs wait only if they were restarted.
         variables: environment of the process.
     """
     starts = (variables.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
@@ -135,6 +135,6 @@ def patience(timeout: timedelta, goes_on: bool, variables: Mapping[str, str] = o
 
 
 def asks_for_last(trainer: Trainer, ckpt_path: object) -> bool:
-    """True if a fit goes on from the last checkpoint, should there be one."""
+    """True if a fit resumes from the last checkpoint, if there is one."""
     on_exception = any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.checkpoint_callbacks)
     return ckpt_path == "last" or (ckpt_path is None and trainer.ckpt_path is None and on_exception)

@@ -122,7 +122,7 @@ def save_trainer_checkpoint(
 def _optimizer_states(
     module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh, sharded: bool
 ) -> tuple[State, set[str]]:
-    """State of all optimizers, and the keys of what only steps and loads write."""
+    """State of all optimizers, and the keys of the part that only optimizer steps and loads write."""
     state: State = {}
     late: set[str] = set()
     for index, optimizer in enumerate(optimizers):
@@ -148,12 +148,12 @@ def _apart(state: State, module: LightningModule) -> set[str]:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint whose weights are in the module; its optimizers are to be filled once they are there.
+    """A checkpoint whose weights are in the module; its optimizer state is loaded once the optimizers exist.
 
     Attributes:
         checkpoint: Lightning's dictionary.
-        opened: the checkpoint; ``None`` where a run begins with its weights.
-        randomness: the random state to continue with; ``None`` where the layout is another one.
+        opened: the checkpoint; ``None`` for a new run that starts with its weights.
+        randomness: the random state to continue with; ``None`` if the checkpoint has another layout.
     """
 
     checkpoint: dict[str, Any]
@@ -174,14 +174,14 @@ def load_model(
     """Fill the model in place from a checkpoint of any layout; all ranks call this.
 
     A single file of Lightning's one-device strategies can be loaded too. Checkpoints of other programs, and those
-    converted from them, hold weights alone: the run begins with these.
+    converted from them, hold weights alone: a new run starts with these.
 
     Args:
         path: the directory, or the file; opened or not.
         module: the user's module.
         mesh: mesh of this rank.
         fits: True for a fit, which needs the state of optimizers, too.
-        weights_only: the argument of ``torch.load``; ``None`` means yes.
+        weights_only: the argument of ``torch.load``; ``None`` means True.
         check: extent of the comparison of files with the manifest.
         finite: True to refuse parameters that are NaN or infinite.
     """
@@ -205,10 +205,10 @@ def load_model(
         state |= version_state(key, version, module, mesh)
     loaded = _fill(opened, state, module, finite=finite)
     if loaded.per_rank is None:
-        rank_zero_info(f"{path} was saved under another layout: random generators start anew from the seed")
+        rank_zero_info(f"{path} was saved under another layout: random generators restart from the seed")
     checkpoint = {key: value for key, value in meta.items() if key != NOTE}
     checkpoint |= {key: with_repeats(version, module) for key, version in versions.items()}
-    # A callback had put other weights in the place of the model's, and takes them back.
+    # A callback that replaced the model's weights when saving swaps them back when loading.
     is_kept = fits and note.get("edited")
     checkpoint["state_dict"] = with_repeats(copies(module), module) if is_kept else module.state_dict()
     return LoadedModel(checkpoint, opened, loaded.per_rank)
@@ -263,7 +263,7 @@ def _fill(
 
 
 def _begin_with_weights(path: PathLike, module: LightningModule, mesh: ParallelMesh) -> LoadedModel:
-    """Load the weights of another program's checkpoint, or of one converted from it; a new run begins with them."""
+    """Load the weights of another program's checkpoint, or of one converted from it, for a new run."""
     loaded = load_weights(module, path, mesh, strict=module.strict_loading, check="sizes")
     meta = fresh_run() | {SETTINGS: read_settings(path)} if loaded is None else loaded.meta
     return LoadedModel({"optimizer_states": [], **meta, "state_dict": module.state_dict()})
@@ -291,7 +291,7 @@ def _groups(optimizer: ShardedOptimizer) -> list[Mapping[str, Any]]:
 
 
 def take_group_settings(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]] | None) -> None:
-    """Load the scalars of groups (the next step's learning rate), on which it depends what state there is."""
+    """Load the settings of groups (such as the next step's learning rate), which decide what state there is."""
     scalars, notes = regrouped(saved or (), optimizer.group_names())
     optimizer.load_group_settings(scalars)
     for note in notes:

@@ -32,7 +32,7 @@ def code_facts(*instances: object) -> Facts:
 
 
 def class_digest(kind: type) -> str:
-    """Hash of a class's source; of one without a file (of a notebook, or made at run time) that it has none."""
+    """Hash of a class's source; ``"no source"`` for a class without a file (of a notebook, or made at run time)."""
     try:
         return digest_of(inspect.getsource(kind))
     except (OSError, TypeError):

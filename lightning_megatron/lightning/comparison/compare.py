@@ -18,7 +18,7 @@ _LONGEST = 60
 
 
 class RankComparison:
-    """Compares the ranks of one start through the store, since groups of ranks that differ could hang.
+    """Compares ranks through the store, since process groups of ranks with other settings could hang.
 
     Args:
         store: store of the rendezvous; ``None`` for a single rank.
@@ -77,7 +77,7 @@ def differences(facts: Mapping[int, Facts]) -> list[Difference]:
 
 
 def is_left_out(name: str, may_differ: Iterable[str]) -> bool:
-    """True for the name of a fact that fits one of the patterns, with ``*`` and ``?`` as wildcards."""
+    """True for the name of a fact that matches one of the patterns, with ``*`` and ``?`` as wildcards."""
     return any(fnmatch(name, pattern) for pattern in may_differ)
 
 
@@ -94,7 +94,7 @@ def _short(value: str) -> str:
 
 
 def _judge(said: Sequence[str]) -> str:
-    """Arguments of a :class:`Problem` for each difference, and of one that names ``may_differ``; nothing if none is."""
+    """Arguments of a :class:`Problem` for each difference, and of one for ``may_differ``, as JSON; empty if equal."""
     ranks = list(map(cache(json.loads), said))  # most ranks say the same
     groups = [rank["groups"] for rank in ranks]
     allowed = {pattern for rank in ranks for pattern in rank["may_differ"]}

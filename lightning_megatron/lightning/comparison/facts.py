@@ -77,7 +77,7 @@ def start_statement(
     module: LightningModule | None,
     objects: Sequence[object] = (),
 ) -> Statement:
-    """Facts of a run that are known before its ranks have talked to each other.
+    """Facts of a run that are known before its ranks communicate.
 
     Args:
         settings: arguments of the strategy.
@@ -110,7 +110,7 @@ def start_statement(
 def optimizer_statement(
     module: nn.Module, optimizers: Iterable[Optimizer], schedulers: Iterable[Any], stage: int
 ) -> Statement:
-    """Facts at the begin of training: global shapes of the model's parameters, optimizers and their settings.
+    """Facts at the start of training: global shapes of the model's parameters, optimizers and their settings.
 
     Args:
         module: user's module with its model.
@@ -174,7 +174,7 @@ def _trainer_facts(trainer: Trainer) -> Facts:
         name = type(callback).__name__
         seen[name] = seen.get(name, -1) + 1
         told = flat(f"trainer.callbacks.{name}" + (f".{seen[name]}" if seen[name] else ""), callback)
-        facts |= {key: value for key, value in told if not _FILES.search(key)}  # rank 0 says where files go
+        facts |= {key: value for key, value in told if not _FILES.search(key)}  # rank 0 decides where files go
     return facts
 
 
@@ -191,7 +191,7 @@ def _module_facts(module: LightningModule) -> Facts:
     facts |= dict(
         flat("module", {"class": type(module), **constructor_values(module), "hparams": dict(module.hparams)})
     )
-    if placement_of(module) is None:  # no Trainer has cut it yet
+    if placement_of(module) is None:  # no Trainer has sharded it yet
         facts |= {f"module.{name}": _shape_of(param) for name, param in module.named_parameters()}
     return facts
 

@@ -1,4 +1,4 @@
-"""Folders of a run, looked at from every machine before the model is built."""
+"""Checks of a run's folders from every machine, before the model is built."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_megatron.files.free_space import readable
 from lightning_megatron.lightning.comparison.compare import is_left_out
 
 SEEN_WITHIN = 3.0
-"""Seconds after which a file that another machine has written must be seen: network file systems remember absence."""
+"""Seconds after which a file of another machine must be visible: network file systems cache that it was missing."""
 
 ANSWERS_WITHIN = 1.5
 """Seconds in which a file system must answer: one that has lost its server never does."""
@@ -49,7 +49,7 @@ class RunFolder:
         path: absolute path on this machine.
         is_shared: True if all machines must see the same folder.
         first_alone: True if rank 0 alone writes there.
-        needed: bytes that a checkpoint takes there at least.
+        needed: minimum size in bytes of a checkpoint there.
     """
 
     name: str
@@ -65,8 +65,8 @@ def places_of(trainer: Trainer | None, objects: Iterable[object] = ()) -> list[R
     Index files of data need not be shared, since each machine builds its own. Logs are rank 0's.
 
     Args:
-        trainer: the Trainer; without one, and in other runs than a fit, there are none.
-        objects: objects that it was handed.
+        trainer: the Trainer; without one, and in runs other than a fit, there are no folders.
+        objects: objects passed to the Trainer.
     """
     if trainer is None or trainer.fast_dev_run or trainer.state.fn != TrainerFn.FITTING:  # type: ignore[attr-defined]
         return []
@@ -86,7 +86,7 @@ def places_of(trainer: Trainer | None, objects: Iterable[object] = ()) -> list[R
 
 
 def check_places(places: Iterable[RunFolder], *, is_first: bool) -> None:
-    """Raise for every folder that this process, the first one or another, cannot write, or that is too small."""
+    """Raise for every folder that this process cannot write, or that has too little free space."""
     tried = [place for place in places if not place.first_alone or (is_first and not place.is_shared)]
     faults = _in_time(
         lambda: [(place.name, place.path, write_fault(place, *nearest_parent(place.path))) for place in tried],
@@ -96,10 +96,10 @@ def check_places(places: Iterable[RunFolder], *, is_first: bool) -> None:
 
 
 class PlaceProbe:
-    """Finds folders that are not the same on all machines, or cannot be written, over the store alone.
+    """Finds folders that differ between machines, or cannot be written; ranks communicate through the store.
 
     Each rank writes a file into each folder, or into its nearest parent that exists, and removes it. Where ranks are on
-    several machines or were given other paths, every rank looks for a file of rank 0's.
+    several machines or have different paths, every rank looks for the file of rank 0.
 
     Args:
         store: store of the rendezvous.
@@ -117,7 +117,7 @@ class PlaceProbe:
         self._host = host or view_of_files()
 
     def compare(self, places: Sequence[RunFolder]) -> None:
-        """Look at the folders. Every rank must call this.
+        """Check the folders. Every rank must call this.
 
         Raises:
             ConfigError: on all ranks, with every folder at fault, its ranks and their machines.
@@ -137,7 +137,7 @@ class PlaceProbe:
             raise_if_any(Problem(name, path, reason) for name, path, reason in found)
 
     def _mark(self, said: Sequence[str], places: Sequence[RunFolder], marks: list[Path]) -> str:
-        """Rank 0's files, by place, with the part of the path that does not exist yet; nothing if there is no need."""
+        """Rank 0's files, by place, with the missing part of the path, as JSON; empty if all ranks are alike."""
         given = [json.loads(text) for text in said]
         if all(each == given[0] for each in given):
             return json.dumps({})
@@ -149,7 +149,7 @@ class PlaceProbe:
             if place.is_shared:
                 parent, rest = nearest_parent(place.path)
                 mark = parent / f"{_MARK}-{uuid.uuid4().hex}"
-                with suppress(OSError):  # that it cannot be written is told below
+                with suppress(OSError):  # a folder that cannot be written is reported below
                     mark.touch()
                     marks.append(mark)
                     found[place.name] = [mark.name, rest, self._host.split(" ")[0]]
@@ -164,7 +164,7 @@ class PlaceProbe:
                 name, missing, host = marks[place.name]
                 parent, rest = _without(place.path, missing)
                 if not comes_true((parent / name).exists, end):
-                    reason = f"is not the folder that rank 0 has on {host}: what that has written is not to be seen"
+                    reason = f"is not the folder that rank 0 has on {host}: what that has written is not visible here"
                     yield place.name, place.path, f"{reason}; it must be on a file system that all machines share"
                     continue
             if self._rank > 0 and place.first_alone:
@@ -213,14 +213,14 @@ def _local(name: str, path: object, **how: Any) -> list[RunFolder]:
 
 
 def _least_bytes(saver: Callback, objects: Iterable[object]) -> int:
-    """Bytes of a checkpoint at least: weights of 16 bits, or 12 bytes a parameter with AdamW's state of our modules."""
+    """Minimum bytes of a checkpoint: 2 a parameter (16-bit weights), or 12 with AdamW's state of our modules."""
     whole = not getattr(saver, "save_weights_only", False)
     modules = ((12 if whole and isinstance(m, HasModelShape) else 2, m) for m in objects if isinstance(m, nn.Module))
     return sum(n * p.numel() for n, m in modules for p in m.parameters() if p.requires_grad and not is_lazy(p))
 
 
 def _without(path: str, rest: str) -> tuple[Path, str]:
-    """A path without the end that does not exist where another rank has looked; the whole one if it ends otherwise."""
+    """Split off the end of a path that is missing on another rank; the whole path if it ends differently."""
     parts, end = Path(path).parts, Path(rest).parts if rest else ()
     if end and parts[-len(end) :] == end:
         return Path(*parts[: -len(end)]), rest
@@ -228,12 +228,12 @@ def _without(path: str, rest: str) -> tuple[Path, str]:
 
 
 def _holds_something(place: RunFolder) -> bool:
-    """True for a cache that was filled before: it is read."""
+    """True for a cache that was filled before, and so is only read."""
     return place.name == "data.cache_dir" and os.path.isdir(place.path) and bool(os.listdir(place.path))
 
 
 def _in_time(work: Callable[[], T], otherwise: Any) -> T:
-    """The result of some work; something else if a file system keeps it from ending in time."""
+    """The result of ``work``; ``otherwise`` if a file system fails or does not answer in time."""
     results: list[T] = []
 
     def run() -> None:
@@ -247,7 +247,7 @@ def _in_time(work: Callable[[], T], otherwise: Any) -> T:
 
 
 def _judge(said: Sequence[str]) -> str:
-    """Arguments of a :class:`Problem` for each fault, with the ranks that have it."""
+    """Arguments of a :class:`Problem` for each fault, with the ranks that have it, as JSON."""
     ranks: dict[tuple[str, str, str], list[str]] = {}
     for rank, host, faults in map(json.loads, said):
         for name, path, reason in faults:

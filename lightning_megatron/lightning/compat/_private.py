@@ -1,7 +1,7 @@
 """The table of every private name of another library that this package touches, and functions that hide most of them.
 
-``tests/trainer/strategy/test_private.py`` reads the table. It fails where a name has vanished from its library, and
-where the package touches a private name that is not here.
+``tests/trainer/strategy/test_private.py`` reads the table. It fails if a name has vanished from its library, or if the
+package touches a private name that the table lacks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CHECKED: Mapping[str, Sequence[str]] = {
     "torch": ("2.13.0",),
     "python": ("3.10", "3.11"),
 }
-"""Versions of each library in which the names below were seen."""
+"""Versions of each library in which the names below were found."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PrivateName:
         name: attribute, function or module.
         owner: dotted path of the class or module that has it, which begins with its library.
         users: modules of this package that touch it, as paths below the package.
-        reason: use that is made of it.
+        reason: purpose of its use.
     """
 
     name: str
@@ -184,7 +184,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("_is_protocol", "typing.Protocol", ("arguments.py",), "annotations that are protocols"),
     PrivateName("_value2member_map_", "enum.Enum", ("recorder/reading.py",), "known numbers of an Enum"),
 )
-"""All of them. Where ``users`` is empty, Lightning calls this package from there, and a test holds it."""
+"""All private names. Where ``users`` is empty, Lightning calls this package from there, and a test covers it."""
 
 
 def trainer_argument(argument: str) -> Any:
@@ -194,7 +194,7 @@ def trainer_argument(argument: str) -> Any:
         argument: name in ``Trainer.__init__``.
     """
     # Read off the stack, since Lightning has no public way: its connector reads a strategy's accelerator, does not tell
-    # it the user's choice, raises if there are both, and forgets if "cpu" was the user's word or found by "auto".
+    # it the user's choice, raises if there are both, and does not record if "cpu" was named by the user or by "auto".
     # The choices of "auto" are fixed in Lightning: AcceleratorRegistry cannot add to them.
     constructor = inspect.unwrap(Trainer.__init__).__code__
     frame = inspect.currentframe()
@@ -239,16 +239,16 @@ def training_data(trainer: Trainer) -> Any:
 
 
 def agree_to_validate(trainer: Trainer, since: float) -> float:
-    """Let rank 0's clock alone decide on a validation, where ``val_check_interval`` is a time; all ranks call this.
+    """Let rank 0's clock alone decide on a validation, if ``val_check_interval`` is a time; all ranks call this.
 
-    Lightning asks the clock of each rank after each batch. It finds infinities there instead: now, or not yet.
+    Lightning subtracts ``_last_val_time`` from each rank's clock after each batch: -inf means now, inf means not yet.
 
     Args:
         trainer: Trainer that is fitting.
-        since: what this has returned before the batch before.
+        since: result of this function for the previous batch.
 
     Returns:
-        Begin of the training, or end of the last validation.
+        Start of the training, or end of the last validation.
     """
     interval = getattr(trainer, "_val_check_time_interval", None)
     if interval is not None:
@@ -260,7 +260,7 @@ def agree_to_validate(trainer: Trainer, since: float) -> float:
 
 
 def asks_for_upload(logger: Any) -> bool:
-    """True if a logger was made with ``log_model=True`` or ``"all"``; several of Lightning's keep it under one name."""
+    """True if a logger was made with ``log_model=True`` or ``"all"``; Lightning's loggers share this attribute."""
     return getattr(logger, "_log_model", False) in (True, "all")
 
 
@@ -275,7 +275,7 @@ def shown_value(metric: Metric) -> Any:
 
 
 def set_shown_value(metric: Metric, value: Tensor | None) -> None:
-    """Let a metric show a value for a step; ``None`` for no value."""
+    """Set the value that Lightning shows for a step of a metric; ``None`` for no value."""
     metric._forward_cache = value  # type: ignore[assignment]  # torchmetrics declares None
 
 
@@ -313,7 +313,7 @@ class Recompilation:
     """A function that ``torch.compile`` has compiled once more.
 
     Attributes:
-        number: number of the compilation in torch's words, such as ``"3/1"``, and the time of its begin.
+        number: torch's id of the compilation, such as ``"3/1"``, and its start time.
         function: name of the function.
         reason: the first check of an earlier graph that did not hold, in torch's words.
     """
@@ -324,7 +324,7 @@ class Recompilation:
 
 
 def recompilations() -> list[Recompilation]:
-    """The newest recompilations of this process; torch keeps its newest 64 compilations, and forgets none of them."""
+    """The newest recompilations of this process; torch keeps its newest 64 compilations, also after this call."""
     found = torch._dynamo.utils.get_compilation_metrics()
     return [
         Recompilation(f"{each.compile_id} {getattr(each, 'start_time', None)}", str(each.co_name), reason)
@@ -350,6 +350,6 @@ def has_hooks(param: Tensor) -> bool:
 
 
 def default_store() -> Store:
-    """The store at which the ranks of the default process group have met."""
+    """Rendezvous store of the default process group."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store

@@ -1,4 +1,4 @@
-"""Gaudi for Lightning, which has no accelerator of that name any more."""
+"""Accelerator for Gaudi, which Lightning itself no longer has."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class HPUAccelerator(Accelerator):
 
     @staticmethod
     def get_parallel_devices(devices: int) -> list[torch.device]:
-        """One device a process, all of them with the index that each process uses."""
+        """One device per process, all with index 0, which every process uses."""
         return [torch.device(NAME, 0)] * devices
 
     @staticmethod
@@ -96,7 +96,7 @@ class HPUAccelerator(Accelerator):
 
 
 def _numbered_cards(cards: list[Any]) -> Problem:
-    """The fault of ``devices=[4, 5]``, with the environment that means it."""
+    """The fault of ``devices=[4, 5]``, with the environment variable that selects these cards."""
     text = ",".join(map(str, cards))
     allowed = devices.allowed_modules(len(cards))
     chosen = (text,) if text in allowed else allowed

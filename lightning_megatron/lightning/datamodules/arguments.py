@@ -18,7 +18,7 @@ ELSEWHERE = {
     "data_cache_path": "cache_dir",
     "data_prefix": "data_path",
 }
-"""Our arguments, or what to do instead, by the names of Megatron and NeMo."""
+"""Arguments of these data modules, or advice, by the names that Megatron and NeMo use."""
 
 COUNTS = ("train_samples", "val_samples", "test_samples")
 """Arguments with numbers of samples, in the order of the splits."""

@@ -41,10 +41,10 @@ class BertDataModule(SentenceDataModule):
         seed: seed of samples and their order.
         num_workers: number of processes that load samples.
         cache_dir: directory of the index files; ``None`` means beside the data.
-        masking_probability: share of the tokens to guess.
+        masking_probability: share of the tokens that the model must predict.
         max_ngram: longest run of words that are masked together.
         whole_words: True to mask all pieces of a word, or none.
-        short_probability: share of the samples that are made shorter than they could be.
+        short_probability: share of the samples that are shorter than ``seq_length`` would allow.
         allow_other_data: let ``fit`` resume a checkpoint that was trained on other data; it skips as many samples as
             were consumed.
         val_data_path: data of validation, read whole.
@@ -114,7 +114,7 @@ class BertDataModule(SentenceDataModule):
         return self.tokenizer
 
     def example_batch(self, rows: int) -> dict[str, Tensor]:
-        """A batch of so many samples with the shapes of real ones, which have no padding."""
+        """A batch of ``rows`` samples with the shapes of real ones, without padding."""
         shape = rows, self.seq_length
         ids = (torch.arange(rows * self.seq_length) % self._word_pieces.vocab_size).view(shape)
         masks = {"token_types": torch.zeros_like(ids), "padding_mask": torch.ones_like(ids)}

@@ -44,7 +44,7 @@ CHAT_NAMES = {
     "val_split": "val_share",
     "valid_files": "val_files",
 }
-"""Our arguments, or what to do instead, by names that others use."""
+"""Arguments of the data module, or advice, by names that other programs use."""
 
 
 def parse_files(files: ChatFiles, argument: str = "files") -> Blend:
@@ -60,7 +60,7 @@ def parse_files(files: ChatFiles, argument: str = "files") -> Blend:
     if any(isinstance(item, (int, float)) and not 0 < item < math.inf for item in flat):
         raise ConfigError([Problem(argument, list(files), "every weight must be a positive number")])
     if not pairs or (len(pairs) == len(files) and all(len(pair) == 2 for pair in pairs)):
-        with suppress(ConfigError):  # told below, in words about pairs
+        with suppress(ConfigError):  # reported below, in terms of pairs
             parsed = parse_data_path(flat, argument)
             if parsed.weights is not None or not pairs:
                 return parsed
@@ -73,23 +73,23 @@ def _files(argument: str) -> Check:
 
 
 class ChatDataModule(MegatronDataModule):
-    """Conversations for fine-tuning, packed into rows, with a loss on what the assistant writes alone.
+    """Conversations for fine-tuning, packed into rows, with a loss on the assistant's tokens only.
 
     Files hold JSON lines of ``{"messages": [{"role": ..., "content": ...}, ...]}`` or ``{"prompt": ..., "completion":
-    ...}``, which is a question and its answer. The chat template makes text of them, with marks of what is the
-    assistant's, as ``apply_chat_template(return_assistant_tokens_mask=True)`` of transformers does. Conversations
-    stand in rows of ``seq_length`` tokens, as full as they can be; ``segment_ids`` of a batch keep them apart.
+    ...}``, which is a question and its answer. The chat template makes text of them and marks the assistant's part, as
+    ``apply_chat_template(return_assistant_tokens_mask=True)`` of transformers does. Conversations are packed into rows
+    of ``seq_length`` tokens, as full as possible; ``segment_ids`` of a batch keep them apart.
 
     Each epoch reads all rows in an order of its own. Rows and orders do not depend on the layout, and a checkpoint in
     mid-epoch resumes at the next row with any number of replicas. Tokens and rows are kept in a cache.
 
     Attributes:
-        loss_reduction: mean that modules take by default: over tokens, since rows have unequally many that are learnt.
+        loss_reduction: kind of mean that modules use by default: over tokens, since rows differ in trained tokens.
 
     Args:
         files: training data: a file, a list of files, or a list of (weight, file). Weights are the shares of the
-            conversations that are drawn from each file: the one with the least for its size is read once an epoch, and
-            conversations of others come several times.
+            conversations that are drawn from each file: the file with the least weight for its size is read once per
+            epoch, and conversations of the others are repeated.
         tokenizer: directory with ``tokenizer.json``, as Hugging Face models have.
         seq_length: tokens of a row.
         batch_size: rows of one batch of one data-parallel replica.
@@ -98,7 +98,7 @@ class ChatDataModule(MegatronDataModule):
             ``{% generation %}`` marks.
         template_variables: further variables of the template, such as ``{"date_string": "26 Jul 2024"}``.
         too_long: treatment of conversations longer than a row: ``"error"``, ``"cut"`` at the end of the row, or
-            ``"drop"``. How many there were is said when training starts.
+            ``"drop"``. Their number is logged when training starts.
         val_files: validation data, as ``files``.
         val_share: share of the conversations of ``files`` that is kept for validation, drawn with ``seed``.
         test_files: test data, as ``files``.
@@ -180,7 +180,7 @@ class ChatDataModule(MegatronDataModule):
         return True
 
     def data_problems(self) -> list[Problem]:
-        """Files that cannot be read, and faults of the first conversation of each; told before processes start."""
+        """Files that cannot be read, and faults of the first conversation of each; found before processes start."""
         found = []
         for argument, blend in self.blends.items():
             for name in dict.fromkeys(blend.prefixes):
@@ -201,13 +201,13 @@ class ChatDataModule(MegatronDataModule):
             raise fault.at(path, chat.line) from None
 
     def setup(self, stage: str) -> None:
-        """Open the rows, and say how full they are and what has been left out."""
+        """Open the rows, and log how full they are and what has been left out."""
         super().setup(stage)
         for name, rows in zip(("training", "validation", "test"), self._datasets, strict=True):
             if isinstance(rows, PackedChats):
                 rank_zero_info(f"{name} data: {rows.report}")
 
-    _samples_wanted = None  # rows are those of the files
+    _samples_wanted = None  # an epoch reads all rows of the files
 
     def _build(self) -> tuple[Any, ...]:
         train = self._encoded("files")
@@ -286,7 +286,7 @@ class ChatDataModule(MegatronDataModule):
         return found
 
     def example_batch(self, rows: int) -> dict[str, Tensor]:
-        """A batch of so many rows with the shapes of real ones, each of one document."""
+        """A batch of ``rows`` rows with the shapes of real ones, each of one document."""
         ids = torch.zeros(rows, self.seq_length, dtype=torch.long)
         ones = torch.ones_like(ids)
         return {"tokens": ids, "labels": ids.clone(), "loss_mask": ones.float(), "segment_ids": ones}

@@ -46,7 +46,7 @@ from lightning_megatron.lightning.streams.sample_plan import SamplePlan
 from lightning_megatron.lightning.validation.samples import count_samples
 
 ONCE: Mapping[str, Any] = {"drop_last": False, "fill": "short"}
-"""Every sample once: the last batches are shorter, and where a rank has no sample left, of no rows."""
+"""Every sample once: the last batches are shorter, or empty on a rank that has no sample left."""
 
 
 class MegatronDataModule(LightningDataModule):
@@ -64,10 +64,10 @@ class MegatronDataModule(LightningDataModule):
         batch_size: samples of one batch of one data-parallel replica.
         split: shares of the documents for training, validation and test, if ``data_path`` is for all three.
         train_samples: samples to draw for training, over as many epochs of the data as needed; ``None`` means
-            ``max_epochs`` epochs of the data, shuffled as one, or as many as ``max_steps`` consumes. Without both
-            training ends after them; epochs that repeat them have orders of their own. Where samples are counted (by
-            either of the last two arguments, or a schedule in samples) it is a length of training, and ``max_steps``
-            beside it an error.
+            ``max_epochs`` epochs of the data, shuffled as one, or as many as ``max_steps`` consumes. With neither of
+            these, training ends after ``train_samples``; epochs that repeat them have orders of their own. In a job
+            that counts samples (by ``global_batch_size``, ``rampup_batch_size``, or a schedule in samples) it is the
+            length of training, and giving ``max_steps`` too is an error.
         val_samples: samples to draw for validation; ``None`` means one epoch of its share, in a weighted blend until
             the first of its members is used up.
         test_samples: samples to draw for test; ``None`` as for ``val_samples``.
@@ -78,7 +78,7 @@ class MegatronDataModule(LightningDataModule):
         tokenizer_model: file or directory of the tokenizer; ``None`` takes the one in the folder of the data, if any:
             ``tokenizer.model``, ``tokenizer.json``, ``vocab.txt``, or ``vocab.json`` with ``merges.txt``.
         eod_mask_loss: leave end-of-document tokens out of the loss; needs the tokenizer.
-        reset_position_ids: let positions begin anew after each document; needs the tokenizer. As in Megatron-LM,
+        reset_position_ids: restart positions after each document; needs the tokenizer. As in Megatron-LM,
             attention still crosses the end of a document, unless ``reset_attention_mask`` is given too.
         allow_other_data: let ``fit`` resume a checkpoint that was trained on other data, with other shares or weights,
             in another order, or with another tokenizer; it skips as many samples as were consumed.
@@ -87,9 +87,9 @@ class MegatronDataModule(LightningDataModule):
         val_data_path: data of validation, read whole.
         test_data_path: data of tests, read whole.
         global_batch_size: samples of one optimizer step, whatever the number of replicas is, instead of ``batch_size``.
-        rampup_batch_size: the global batch grows: samples of the first one, increment, and samples after which it has
-            its full size, by Megatron-LM's rule.
-        reset_attention_mask: keep documents of a sample from seeing each other; needs the tokenizer.
+        rampup_batch_size: ramp of the global batch by Megatron-LM's rule: its first size, its increment, and the number
+            of samples after which it has its full size.
+        reset_attention_mask: keep attention within each document of a sample; needs the tokenizer.
 
     Raises:
         ConfigError: for arguments that cannot work.
@@ -188,7 +188,7 @@ class MegatronDataModule(LightningDataModule):
 
     @property
     def packs_documents(self) -> bool:
-        """True if samples hold several documents, which see nothing of each other."""
+        """True if samples hold several documents, and attention stays within each."""
         return self.reset_attention_mask
 
     @property
@@ -200,20 +200,20 @@ class MegatronDataModule(LightningDataModule):
 
     @property
     def batch_size(self) -> int:
-        """Samples of one batch of one replica, behind a ramp; it may be set, as ``BatchSizeFinder`` does."""
+        """Samples of one batch of one replica, after any ramp; it may be set, as ``BatchSizeFinder`` does."""
         return self.sample_plan.batch_size
 
     @batch_size.setter
-    def batch_size(self, batch_size: int) -> None:
-        raise_if_any(argument_problems({"batch_size": batch_size}, {"batch_size": int}, {"batch_size": at_least(1)}, {}))
-        plan = replace(self.sample_plan, batch_size=batch_size)
+    def batch_size(self, size: int) -> None:
+        raise_if_any(argument_problems({"batch_size": size}, {"batch_size": int}, {"batch_size": at_least(1)}, {}))
+        plan = replace(self.sample_plan, batch_size=size)
         reason = "the number of steps follows from it and train_samples: find it in a run of its own, with max_steps"
-        raise_if_any(plan.own_problems() + [Problem("batch_size", batch_size, reason)] * self._ends_training)
+        raise_if_any(plan.own_problems() + [Problem("batch_size", size, reason)] * self._ends_training)
         self.sample_plan = plan
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one batch of all replicas, behind a ramp."""
+        """Samples of one batch of all replicas, after any ramp."""
         return self.sample_plan.global_batch(self._dp_size)
 
     def prepare_data(self) -> None:
@@ -222,13 +222,13 @@ class MegatronDataModule(LightningDataModule):
         self._build()
 
     def setup(self, stage: str) -> None:
-        """Open the data; let training end after ``train_samples``, if nobody has set another end."""
+        """Open the data; let training end after ``train_samples``, if the Trainer sets no other end."""
         self._note_steps()
         self._datasets = self._build()
         trainer, part = self.trainer, 1 if stage in ("fit", "validate") else 2
         if self._datasets[part] is None and len(self._paths) == 1 and parse_split(self.split)[part] is not None:
             rank_zero_warn(f"split={self.split!r} leaves no tokens of {self.data_path} for {COUNTS[part]}")
-        if stage == "fit":  # a place is that of one run
+        if stage == "fit":  # a position belongs to one run
             self._train_loader = self._saved_place = None
         if stage == "fit" and trainer is not None and self.sample_plan.ends(trainer, self._counts_samples):
             raise_if_any(self.sample_plan.missing(len(self._datasets[0] or ())))
@@ -238,13 +238,13 @@ class MegatronDataModule(LightningDataModule):
             rank_zero_info(f"setting training iterations to {steps}")
 
     def teardown(self, stage: str) -> None:
-        """Give the Trainer its own end of training back."""
+        """Restore the Trainer's own end of training."""
         if self._ends_training and self.trainer is not None:
             self._ends_training = False
             self.trainer.fit_loop.epoch_loop.max_steps = -1
 
     def on_exception(self, exception: BaseException) -> None:
-        """Do what :meth:`teardown` does, which Lightning does not call then, and name a file that killed a worker."""
+        """Call :meth:`teardown`, which Lightning does not do after an error, and name a file that killed a worker."""
         self.teardown("fit")
         name_cut_files(exception, self._datasets)
 
@@ -267,8 +267,7 @@ class MegatronDataModule(LightningDataModule):
         given = self.data_path, self.val_data_path, self.test_data_path
         whole = given[1] is not None or given[2] is not None
         paths = Paths(None, *given, self.split) if whole else Paths(self.data_path, split=self.split)
-        datasets = self._make_datasets(paths, (train, val, test))
-        self._epochs_drawn = 1
+        datasets, self._epochs_drawn = self._make_datasets(paths, (train, val, test)), 1
         if train is None and epochs and epochs > 1 and (once := datasets[0]) is not None and len(once):
             datasets = (self._make_datasets(paths, (epochs * len(once), 0, 0))[0] or once, *datasets[1:])
             self._epochs_drawn = len(datasets[0] or once) // len(once)
@@ -294,7 +293,7 @@ class MegatronDataModule(LightningDataModule):
 
     @property
     def _dp_size(self) -> int:
-        """Number of shares of the data."""
+        """Data-parallel size: number of data shards."""
         strategy = None if self.trainer is None else self.trainer.strategy
         if isinstance(strategy, MegatronStrategy):
             return strategy.data_parallel_size
@@ -302,7 +301,7 @@ class MegatronDataModule(LightningDataModule):
 
     @property
     def _dp_rank(self) -> int:
-        """Number of this rank's share of the data."""
+        """Data-parallel rank: index of the data shard that this rank reads."""
         strategy = None if self.trainer is None else self.trainer.strategy
         if isinstance(strategy, MegatronStrategy):
             return strategy.data_parallel_rank
@@ -331,12 +330,12 @@ class MegatronDataModule(LightningDataModule):
         """Batches of ``{"tokens", "labels", "loss_mask", "position_ids"}``, each ``[batch_size, seq_length]``."""
         if self._datasets[0] is not None and self._samples_drawn != self._samples_wanted:
             self._datasets = self._build()  # batch_size has been set since
-        # A data set may have more samples than were asked for: training that ends after them does not read the rest.
+        # A data set may have more samples than asked for: training that ends after ``train_samples`` skips the rest.
         samples = self.sample_plan.train_samples if self._ends_training else None
         loader = self._loader(self._datasets[0], samples, self.sample_plan.ramp(self._dp_size))
         if isinstance(loader, ResumableDataLoader):
             if self._train_loader is not None and not self._train_loader.position.is_restored:
-                self._saved_place = None  # an epoch has begun there, or another one than that of the place
+                self._saved_place = None  # outdated: an epoch has begun since it was restored
             self._train_loader = loader
             if self._saved_place is not None:
                 loader.load_state_dict(self._saved_place)
@@ -360,7 +359,7 @@ class MegatronDataModule(LightningDataModule):
     def _sample_options(self) -> dict[str, Any]:
         """Arguments that samples depend on beside those of the data, as plain values."""
         options = {"eod_mask_loss": self.eod_mask_loss, "reset_position_ids": self.reset_position_ids}
-        return options | ({"reset_attention_mask": True} if self.reset_attention_mask else {})  # older prints lack it
+        return options | ({"reset_attention_mask": True} if self.reset_attention_mask else {})  # lacking in older ones
 
     def facts(self) -> dict[str, Any]:
         """Everything that samples depend on, which must be equal on all ranks of a job."""
@@ -429,7 +428,7 @@ class MegatronDataModule(LightningDataModule):
 
     def _compare_data(self, saved: Mapping[str, Any]) -> None:
         if found := fingerprint_problems(saved.get("fingerprint", {}), self.fingerprint):
-            reason = "the checkpoint was trained on other data; True goes on with today's, after as many samples"
+            reason = "the checkpoint was trained on other data; True continues with today's, after as many samples"
             raise ConfigError([*found, Problem("allow_other_data", False, reason, (True,))])
         dataset = self._datasets[0]
         if dataset is not None and len(dataset) != saved.get("train_samples", len(dataset)):

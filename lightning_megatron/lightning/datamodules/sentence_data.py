@@ -26,7 +26,7 @@ SENTENCE_NAMES: dict[str, str] = {
     "masked_lm_prob": "masking_probability",
     "short_seq_prob": "short_probability",
 }
-"""Our arguments, or what to do instead, by the names of Megatron and NeMo."""
+"""Arguments of these data modules, or advice, by the names that Megatron and NeMo use."""
 
 SENTENCE_RULES: Rules = {
     "data_path": readable_paths("data_path"),
@@ -60,7 +60,7 @@ class SentenceDataModule(MegatronDataModule):
     _dataset_class: type[BertDataset | T5Dataset]
 
     def _own_arguments(self) -> dict[str, Any]:
-        """Arguments of the data set that not all of these modules have alike."""
+        """Arguments of the data set that differ between these modules."""
         raise NotImplementedError
 
     def _share_problems(self) -> list[Problem]:
@@ -77,7 +77,7 @@ class SentenceDataModule(MegatronDataModule):
         return found
 
     def _is_usable(self, dataset: IndexedDataset, documents: NDArray[np.int64]) -> bool:
-        """True if any of the documents makes a sample."""
+        """True if any of the documents is long enough for a sample."""
         bounds = dataset.document_indices
         return len(usable_documents(dataset.sequence_lengths, bounds, documents, self.fewest_sentences)) > 0
 

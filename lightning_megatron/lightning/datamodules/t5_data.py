@@ -20,7 +20,7 @@ from lightning_megatron.lightning.datamodules.sentence_data import SENTENCE_NAME
 
 
 class T5DataModule(SentenceDataModule):
-    """Texts with gaps for the encoder and what stood in them for the decoder, from files of sentences.
+    """Texts with gaps for the encoder, and the contents of the gaps for the decoder, from files of sentences.
 
     The files, Megatron's ``.bin`` / ``.idx``, are made with ``preprocess --split-sentences``. As with
     :class:`MegatronDataModule`, ranks of one replica read the same samples, in an order that depends on no layout, and
@@ -36,7 +36,7 @@ class T5DataModule(SentenceDataModule):
             ``"GPTSentencePieceTokenizer"``, ``"BertWordPieceLowerCase"`` or ``"BertWordPieceCase"``.
         tokenizer_model: its file or directory.
         vocab_file: BERT's ``vocab.txt``, instead of ``tokenizer_model``.
-        extra_ids: number of sentinels behind a vocabulary that has none.
+        extra_ids: number of sentinels to append to a vocabulary that has none.
         batch_size: samples of one batch of one data-parallel replica.
         split: shares of the documents for training, validation and test, if ``data_path`` is for all three.
         train_samples: samples to draw for training, over as many epochs of the data as needed; ``None`` means as many
@@ -50,7 +50,7 @@ class T5DataModule(SentenceDataModule):
         max_ngram: longest gap, in words.
         geometric: chance of each word to be the last of its gap.
         whole_words: True for gaps that begin and end with whole words.
-        short_probability: share of the samples that are made shorter than they could be.
+        short_probability: share of the samples that are shorter than ``seq_length`` would allow.
         allow_other_data: let ``fit`` resume a checkpoint that was trained on other data; it skips as many samples as
             were consumed.
         val_data_path: data of validation, read whole.
@@ -131,11 +131,11 @@ class T5DataModule(SentenceDataModule):
 
     @property
     def batch_shape(self) -> BatchShape:
-        """Sizes that layouts and models are checked against; the vocabulary is that with sentinels."""
+        """Sizes that layouts and models are checked against; the vocabulary includes the sentinels."""
         return replace(super().batch_shape, vocab_size=len(self._made_vocabulary().continues))
 
     def example_batch(self, rows: int) -> dict[str, Tensor]:
-        """A batch of so many samples with the shapes of real ones, which have no padding."""
+        """A batch of ``rows`` samples with the shapes of real ones, without padding."""
         end = len(self._made_vocabulary().continues)
         read, written = ((rows, length) for length in (self.seq_length, self.decoder_seq_length))
         ids = torch.arange(rows * (self.seq_length + self.decoder_seq_length)) % end

@@ -1,1 +1,1 @@
-"""Cluster environments: ranks that another program has started, and the place where they meet."""
+"""Cluster environments: ranks that another program has started, and their rendezvous address."""

@@ -1,4 +1,4 @@
-"""Checks of the ranks that a launcher has given processes, against the Trainer's devices and nodes."""
+"""Checks that the ranks of a launcher match the Trainer's devices and nodes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def rank_problems(
         fitting = (world // nodes,) if world % nodes == 0 else ()
         return [Problem("devices", devices_per_node, f"{reason}: {rule}", fitting)]
     on_machines = _ranks_on_machines(environment, variables)
-    if on_machines - {devices_per_node}:  # found by all ranks alike: none waits for another
+    if on_machines - {devices_per_node}:  # all ranks find this, so none waits for another
         told = " or ".join(map(str, sorted(on_machines)))
         return [Problem("devices", devices_per_node, f"{name} has started {told} on a machine: {rule}")]
     expected = environment.node_rank() * devices_per_node + environment.local_rank()
     if rank != expected:
         reason = (
-            f"{name} calls number {environment.local_rank()} on machine {environment.node_rank()} so: ranks must be "
+            f"{name} runs it as process {environment.local_rank()} of machine {environment.node_rank()}: ranks must be "
             "numbered machine by machine (mpirun --map-by slot, srun --distribution=block)"
         )
         return [Problem("rank", rank, reason, (expected,))]
@@ -54,7 +54,7 @@ def rank_problems(
 
 
 def _ranks_on_machines(environment: ClusterEnvironment, variables: Mapping[str, str]) -> set[int]:
-    """Numbers of ranks that machines have, as far as the launcher tells."""
+    """All numbers of ranks that a machine has, as far as the launcher tells."""
     if isinstance(environment, MpirunEnvironment):
         return {environment.ranks.local_size}
     if isinstance(environment, TorchElasticEnvironment):

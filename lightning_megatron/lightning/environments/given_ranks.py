@@ -1,4 +1,4 @@
-"""A cluster environment for ranks that nobody has to start or to find."""
+"""A cluster environment for ranks that need neither a launch nor a rendezvous."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 
 class GivenRanks(ClusterEnvironment):
-    """Base of environments whose ranks are known, and have no address at which they meet.
+    """Base of environments whose ranks are known, by default without a rendezvous address.
 
-    Subclasses have ``world_size``, ``global_rank``, ``local_rank`` and ``node_rank``.
+    Subclasses implement ``world_size``, ``global_rank``, ``local_rank`` and ``node_rank``.
     """
 
     @property
@@ -18,12 +18,12 @@ class GivenRanks(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Unused."""
+        """Placeholder, unless a subclass overrides it."""
         return "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        """Unused."""
+        """Placeholder, unless a subclass overrides it."""
         return 0
 
     @staticmethod
@@ -32,7 +32,7 @@ class GivenRanks(ClusterEnvironment):
         return False
 
     def set_world_size(self, size: int) -> None:
-        """Keep the known one."""
+        """Keep the known world size."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Keep the known one."""
+        """Keep the known rank."""

@@ -26,12 +26,12 @@ _FAMILIES = {
     ),
     "MPICH or Intel MPI": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
 }
-"""Variables of each: ranks, this rank, ranks on this machine, this rank among them."""
+"""Variables of each implementation: world size, rank, local size, local rank."""
 
 _HOSTSFILES = ("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile", "HYDRA_HOST_FILE")
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVSNAME", "PMI_JOBID", "SLURM_JOB_ID")
 _FIRST_PORT, _PORTS = 10000, 20000
-"""Ports below those that a kernel gives to connections by itself."""
+"""First port, and number of ports, below those that a kernel gives to connections by itself."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class MPIRanks:
     Attributes:
         family: name of the MPI implementation.
         world_size: ranks of the job.
-        rank: number of this one.
+        rank: global rank of this process.
         local_size: ranks on this machine.
-        local_rank: number of this one among them.
+        local_rank: rank of this process on its machine.
     """
 
     family: str
@@ -54,7 +54,7 @@ class MPIRanks:
 
     @classmethod
     def found(cls, variables: Mapping[str, str]) -> MPIRanks | None:
-        """The numbers of this process; ``None`` if no ``mpirun`` has started it, or it is alone.
+        """The numbers of this process; ``None`` if no ``mpirun`` has started it, or it is the only one.
 
         Args:
             variables: environment variables of the process.
@@ -92,11 +92,11 @@ def _contradictions(ranks: MPIRanks, names: tuple[str, ...]) -> list[Problem]:
 
 
 class MpirunEnvironment(GivenRanks):
-    """Ranks of ``mpirun`` or ``mpiexec``; ``MegatronStrategy`` takes it by itself where they have started a process.
+    """Ranks of ``mpirun`` or ``mpiexec``; ``MegatronStrategy`` selects it by itself in processes that they start.
 
-    Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``, which ``mpirun -x`` hands to all of them. Without these, ranks of
-    one machine meet on its loopback address, others on the first machine of the hostsfile, at a port that follows from
-    the job's name.
+    The rendezvous is at ``MASTER_ADDR`` and ``MASTER_PORT``, which ``mpirun -x`` exports to all ranks. Without these,
+    it is on the loopback address if there is one machine, else on the first machine of the hostsfile, at a port derived
+    from the job's name.
 
     Args:
         ranks: numbers of this process.
@@ -128,7 +128,7 @@ class MpirunEnvironment(GivenRanks):
         """Address of rank 0's machine.
 
         Raises:
-            ConfigError: if nothing tells it.
+            ConfigError: if neither a variable nor a hostsfile has it.
         """
         given = self._variables.get("MASTER_ADDR")
         if given:
@@ -147,7 +147,7 @@ class MpirunEnvironment(GivenRanks):
 
     @property
     def main_port(self) -> int:
-        """Port at which rank 0 listens: equal on all ranks, another one for most other jobs."""
+        """Port on which rank 0 listens: the same on all ranks, and another one for most other jobs."""
         given = self._variables.get("MASTER_PORT")
         job = next((self._variables[name] for name in _JOBS if self._variables.get(name)), "")
         return int(given) if given else _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
@@ -156,10 +156,10 @@ class MpirunEnvironment(GivenRanks):
 def environment_of_ranks(
     environment: ClusterEnvironment | None, variables: Mapping[str, str] = os.environ
 ) -> ClusterEnvironment | None:
-    """The environment that has started this process, where Lightning has missed ``mpirun``.
+    """The environment that has started this process, also if it is ``mpirun`` and Lightning has missed that.
 
-    Without mpi4py Lightning does not see it, and takes each rank for the first process of a job of its own. In a job
-    of Slurm it takes the numbers of the task that ``mpirun`` runs in for those of its ranks.
+    Without mpi4py Lightning does not detect ``mpirun``, and takes each rank for the first process of a separate job. In
+    a Slurm job it gives every rank the numbers of the Slurm task in which ``mpirun`` runs.
 
     Args:
         environment: environment that Lightning has chosen.

@@ -51,7 +51,7 @@ class Children:
             process.send_signal(number)
 
     def let_end(self) -> None:
-        """Let the processes end by themselves, since this one has failed with them: one that fails ends nothing."""
+        """Let the processes end by themselves, since all ranks have failed together: stop watching for failures."""
         self._are_ended.set()
 
     def end(self, grace: float = GRACE) -> list[int]:

@@ -42,7 +42,7 @@ class LaunchCalls:
             if all ranks have failed together.
         begin: called by all ranks of a fit with the Trainer and ``ckpt_path``; its result replaces ``ckpt_path``.
         compare: called by all ranks, once they have started, with the Trainer and everything handed to it.
-        port: port at which the ranks of this machine meet, taken before another process is started.
+        port: rendezvous port of this machine's ranks, bound before another process is started.
     """
 
     check: Callable[..., None]
@@ -85,7 +85,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
         self.children: Children | None = None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Check, spawn, run ``function``."""
+        """Check the configuration, start the other processes, and run ``function``."""
         self._calls.check(*args, *kwargs.values(), trainer=trainer)
         look_at_files([*args, *kwargs.values()], trainer)
         raise_if_any(script_problems(self.num_processes))
@@ -135,7 +135,7 @@ class JoinedLauncher(Launcher):
         calls: calls into the strategy.
         num_processes: processes on this node.
         device: device of this process.
-        derives_address: True if the cluster environment finds out by itself where the ranks meet.
+        derives_address: True if the cluster environment derives the rendezvous address by itself.
     """
 
     is_interactive_compatible = True
@@ -145,7 +145,7 @@ class JoinedLauncher(Launcher):
         self._device, self._derives_address = device, derives_address
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Compare, check, run ``function``."""
+        """Compare the ranks, check the configuration, and run ``function``."""
         if self._derives_address:  # else the launcher's own address may look like the bridge's
             devices.drop_default_address(self._device)
         try:
@@ -162,7 +162,7 @@ class JoinedLauncher(Launcher):
             raise
 
     def kill(self, signum: Any) -> None:
-        """Nothing: it has started no process."""
+        """Do nothing: this launcher has started no process."""
 
 
 def launcher_of(
@@ -175,7 +175,7 @@ def launcher_of(
 
 
 def look_at_files(objects: Sequence[object], trainer: Trainer | None) -> None:
-    """Look for the checkpoint, and try the folders that this process will write, before long work begins."""
+    """Verify that the checkpoint exists and that the run's folders can be written, before long work begins."""
     refuse_missing(objects)
     check_places(places_of(trainer, objects), is_first=trainer is not None and trainer.is_global_zero)
 
@@ -204,7 +204,7 @@ def keep_compiled_recipes(device: torch.device, trainer: Trainer | None) -> None
 def run_begun(
     function: Callable[..., Any], trainer: Trainer | None, calls: LaunchCalls, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a function; the ranks of a fit first agree on a checkpoint."""
+    """Call a function; in a fit, the ranks first agree on the checkpoint to resume from."""
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return function(*args, **kwargs)
     given = with_other_path(function, args, kwargs, partial(calls.begin, trainer))
@@ -212,7 +212,7 @@ def run_begun(
 
 
 def script_problems(processes: int) -> list[Problem]:
-    """The fault of several processes on this node where there is no script that the others could run."""
+    """The fault of launching several processes without a script that the others could run."""
     is_session = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     is_script = sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0])
     if processes == 1 or (is_script and not is_session):
@@ -244,7 +244,7 @@ def launch_problems(environment: ClusterEnvironment | None, variables: Mapping[s
             return [Problem(name, variables[name], reason)]
     if "RANK" in variables and int(variables.get("WORLD_SIZE") or 1) > 1:
         reason = (
-            "somebody (a PyTorchJob?) has given this process a RANK but no LOCAL_RANK, and Lightning takes it for a "
+            "this process has a RANK (of a PyTorchJob?) but no LOCAL_RANK, so Lightning takes it for a "
             f"job of its own: start `{torchrun}` in it, with NODES=$WORLD_SIZE, NODE=$RANK and HOST=$MASTER_ADDR, or, "
             "with one device a process, give the Trainer plugins=[KubeflowEnvironment()] and num_nodes=WORLD_SIZE"
         )

@@ -32,7 +32,7 @@ class AdaptedModule(MegatronModule):
     Attributes:
         lora: adapters by name; empty without any.
         takes_adapters: True if the layers of this model can have adapters.
-        base: the frozen weights' place and hash, once they are loaded from files; checkpoints then hold all but them.
+        base: path and hash of the frozen weights once they are loaded from files; checkpoints then leave them out.
     """
 
     takes_adapters = False
@@ -58,7 +58,7 @@ class AdaptedModule(MegatronModule):
             raise ConfigError([Problem("lora", list(self.lora), reason, (None,))])
         self._trained = next(iter(self.lora))
         self._switch = Switch(self._trained)
-        # What balances experts by their load would change a weight.
+        # Balancing experts by their load would change a frozen weight.
         still = {"moe_expert_bias": self.config.has_expert_bias, "moe_expert_bias_update_rate": 0.0}
         self.config = self.config.replace(**still) if self.config.num_experts else self.config
         for lora in self.lora.values():
@@ -75,7 +75,7 @@ class AdaptedModule(MegatronModule):
         return adapted_layers(family, self.config, lora, weight_shapes(self.config))
 
     def _attach_adapters(self, model: StagedModel, mesh: ParallelMesh) -> None:
-        """Put the adapters beside the layers of a new model, and freeze the rest."""
+        """Attach the adapters to the layers of a new model, and freeze the rest."""
         if not self.lora:
             return
         for name, lora in self.lora.items():
@@ -88,7 +88,7 @@ class AdaptedModule(MegatronModule):
             raise_if_any([Problem("targets", lora.targets, reason, ("all-linear",))])
 
     def begin_adapters(self) -> None:
-        """Take from the frozen weights, which have been loaded, what adapters start from; all ranks call this."""
+        """Initialize DoRA's magnitudes from the frozen weights, which must be loaded; all ranks call this."""
         for part in self.modules():
             if isinstance(part, StagedModel) and self.lora:
                 begin(part)
@@ -99,7 +99,7 @@ class AdaptedModule(MegatronModule):
         return self._switch.active
 
     def use_adapter(self, name: str) -> None:
-        """Use another adapter from now on; of all, it is the one that is trained. Call it between runs of ``fit``.
+        """Use another adapter from now on, and train it alone. Call this between runs of ``fit``.
 
         Raises:
             ConfigError: for a name that no adapter has.

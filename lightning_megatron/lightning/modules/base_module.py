@@ -91,8 +91,8 @@ class MegatronModule(LightningModule):
             hparams_file: file of hyper-parameters that replace those of the checkpoint.
             strict: True if a missing or unexpected name is an error; ``None`` for the module's ``strict_loading``.
             weights_only: Lightning's argument, for checkpoints in an open file.
-            **kwargs: arguments of the class, which override those of the checkpoint; and for one that holds adapters
-                alone ``base``, the path of the weights that they were trained on, if it is another one by now.
+            **kwargs: arguments of the class, which override those of the checkpoint; also ``base``, the path of the
+                weights under the adapters of a checkpoint of adapters alone, if they have moved.
 
         Returns:
             The loaded module.

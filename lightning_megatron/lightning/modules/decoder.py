@@ -50,7 +50,7 @@ class GPTModule(TransformerModule):
 
     @property
     def trained_model(self) -> TrainedModel | None:
-        """The model by which memory is predicted; ``None`` for adapters, and in a subclass that builds its model."""
+        """Model for which memory is predicted; ``None`` with adapters, and in a subclass that builds its own model."""
         own = type(self)
         if own.configure_model is not GPTModule.configure_model or self.lora:
             return None
@@ -95,7 +95,7 @@ class GPTModule(TransformerModule):
         return nan_where_unknown(loss, batch, self.config.vocab_size)
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Any:
-        """Loss of one micro-batch; logs those of modules that predict further tokens as ``mtp_1_loss`` and so on.
+        """Loss of one micro-batch; logs the losses of multi-token prediction as ``mtp_1_loss`` and so on.
 
         With ``loss_reduction="token"`` it is the sum of the losses, with the number of tokens.
         """
@@ -110,14 +110,14 @@ class GPTModule(TransformerModule):
 
     @property
     def loss_reduction(self) -> LossReduction:
-        """Mean that the loss is: as it was asked for, or as the data module of this run names it."""
+        """Kind of mean of the loss: the constructor's argument, else that of the run's data module."""
         if self._loss_reduction is None and self._trainer is not None:
             named: LossReduction = getattr(getattr(self.trainer, "datamodule", None), "loss_reduction", "sample")
             return named
         return super().loss_reduction
 
     def num_tokens(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """Number of tokens that count in the loss of a batch, by their weights; ``None`` for a mean over samples.
+        """Number of tokens that count in the loss of a batch, weighted; ``None`` for a mean over samples.
 
         Raises:
             ConfigError: with another strategy, which would train on the sum.
@@ -134,7 +134,7 @@ class GPTModule(TransformerModule):
         return (kept.float() if mask is None else mask.float() * kept).sum()
 
     def log_mean_over_tokens(self, loss: Tensor) -> None:
-        """Log the mean of a batch over the tokens of all replicas; a step of your own with sums logs its own."""
+        """Log the mean over the tokens of all replicas as ``train_loss``, if this module's loss is such a mean."""
         if self.loss_reduction == "token":
             self.log("train_loss", loss, prog_bar=True)
 
@@ -144,7 +144,7 @@ class GPTModule(TransformerModule):
             super()._log_evaluation_loss(name, batch, dataloader_idx, **options)
             return
         key = f"{name}_{dataloader_idx}"
-        # Before the model runs: the stages of a pipeline that end there log the metric too.
+        # Made before the model runs: pipeline stages whose step ends inside the model log the metric too.
         mean = self._token_mean(key)
         mean.update(self.loss(batch), self._kept_tokens(batch))
         self.log(name, mean, metric_attribute=f"_token_means.{key}", **options)
@@ -195,12 +195,12 @@ class GPTModule(TransformerModule):
     def generate(
         self, tokens: Tensor, max_new_tokens: int, *, segment_ids: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """Prompts ``[B, S]`` with what follows, ``[B, S + n]``, of a model without a pipeline.
+        """Prompts ``[B, S]`` and their continuations, ``[B, S + n]``, of a model without a pipeline.
 
         Args:
             tokens: prompts.
             max_new_tokens: tokens to add at most.
-            segment_ids: documents of the prompts, as in a batch: the last of each goes on, and sees no other.
+            segment_ids: documents of the prompts, as in a batch: each prompt's last one is continued and sees no other.
             **options: further arguments of :func:`~lightning_megatron.models.generate.generate`: ``temperature``,
                 ``top_k``, ``top_p``, ``stop``, ``seed``.
 
@@ -217,7 +217,7 @@ class GPTModule(TransformerModule):
         if strategy is not None:
             return strategy.engine.backward_scale
         if self.training and self.config.num_experts and self._trainer is not None:
-            reason = "the losses that balance experts need to know what it multiplies the loss with: use 'megatron'"
+            reason = "auxiliary losses of experts need the factor that it scales the loss with: use 'megatron'"
             raise ConfigError([Problem("strategy", type(self.trainer.strategy).__name__, reason)])
         return BackwardScale()
 

@@ -1,4 +1,4 @@
-"""Documents in a batch, at the edge: what a user may say of them, its faults, and what the model is told."""
+"""Documents of a batch: checks of the keys that a user gives, and their conversion for the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def says_documents(batch: Any) -> bool:
 
 
 def document_fault(batch: Any) -> str | None:
-    """Describe what is wrong with the documents of a batch; ``None`` if nothing is, and without tokens to compare to.
+    """Describe what is wrong with the documents of a batch; ``None`` if nothing is, or if there are no tokens.
 
     Args:
         batch: any batch. Only what is on the host is read.
@@ -58,7 +58,7 @@ def _segments_fault(ids: Tensor, shape: tuple[int, ...]) -> str | None:
 
 
 def _again(number: int, ids: Tensor) -> str | None:
-    """Fault of a sequence in which a document goes on after another one."""
+    """Fault of a sequence in which the tokens of a document are not contiguous."""
     runs, lengths = ids.unique_consecutive(return_counts=True)
     named = runs[runs != NO_DOCUMENT]
     if len(named) == len(named.unique()):
@@ -93,12 +93,12 @@ def _bounds_fault(bounds: Tensor, shape: tuple[int, ...]) -> str | None:
         if bool((ends.diff() < 0).any()):
             place = int((ends.diff() < 0).nonzero()[0]) + 1
             return (
-                f"{where} falls from {int(ends[place - 1])} to {int(ends[place])}: each document ends behind the last"
+                f"{where} falls from {int(ends[place - 1])} to {int(ends[place])}: ends of documents must not decrease"
             )
         if int(ends[-1]) != length:
             return (
                 f"{where} ends at {int(ends[-1])}, and the sequence has {length} tokens: the last document ends with"
-                f" it, and padding is told by {SEGMENTS!r}"
+                f" it, and padding is marked by {SEGMENTS!r}"
             )
     return None
 
@@ -112,14 +112,14 @@ def with_segments(batch: Any) -> Any:
 
 
 def without_documents(batch: Any) -> Any:
-    """The batch as if it said nothing of documents."""
+    """The batch without its keys for documents."""
     return {key: value for key, value in batch.items() if key not in KEYS}
 
 
 def documents_of(batch: Mapping[str, Any]) -> Documents | None:
-    """Documents of a batch that has no fault on the host; ``None`` if it says nothing of them.
+    """Documents of a batch that has no fault on the host; ``None`` if it has no keys for them.
 
-    On a device the ids are waited for, and faults in them found, here.
+    Ids on a device are copied to the host and checked here.
 
     Raises:
         DataError: for faults of ids on a device.

@@ -52,7 +52,7 @@ def load_module(
         module_class: the module's class; :class:`GPTModule` holds LLaMA too.
         map_location: device for the module; ``None`` for the CPU.
         strict: True if names that only one side has are errors; ``None`` for the module's ``strict_loading``.
-        **arguments: arguments of the class, which win over those of the checkpoint.
+        **arguments: arguments of the class, which override those of the checkpoint.
 
     Returns:
         The module.

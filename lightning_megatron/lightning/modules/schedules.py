@@ -65,7 +65,7 @@ class ModuleSchedules:
         return (self.lengths or {}).get(f"{name}_{self.unit}", 0)
 
     def problems(self) -> list[Problem]:
-        """Everything that is wrong whatever the length of training is, by the module's names of arguments."""
+        """Faults that do not depend on the length of training, under the module's names of arguments."""
         found = []
         if self.counts_samples:
             for name in (f"{length}_steps" for length in _LENGTHS):
@@ -79,7 +79,7 @@ class ModuleSchedules:
         return found + _renamed(_WD_NAMES, self.decay_of_weights, 1)
 
     def learning_rate(self, length: int) -> LRSchedule:
-        """Schedule of the learning rate, whose decay ends after ``length`` unless the module says when."""
+        """Schedule of the learning rate, whose decay ends after ``length`` unless its own length was given."""
         constant = self.style == "constant"
         return LRSchedule(
             self.max_lr,
@@ -107,7 +107,7 @@ class ModuleSchedules:
         return MegatronLR(optimizer, self.learning_rate(length), decay)
 
     def _training_length(self, trainer: Trainer) -> int:
-        """Length of the whole training; 0 if no schedule needs it: to know it may mean to read the data."""
+        """Length of the whole training; 0 if no schedule needs it, since finding it may require reading the data."""
         ends_itself = self.style == "constant" or self._length("decay")
         if ends_itself and self.weight_decay_style == "constant":
             return 0
@@ -139,7 +139,7 @@ def samples_of_steps(trainer: Trainer, steps: int) -> int:
 
 
 def samples_of_last_step(trainer: Trainer) -> int:
-    """Samples of the optimizer step that was just made, over all replicas; 0 if gradients overflowed.
+    """Samples of the last optimizer step, over all replicas; 0 if gradients overflowed.
 
     As in Megatron-LM, a step that is skipped for an overflow does not move a schedule that counts samples.
 

@@ -33,7 +33,7 @@ _ELSEWHERE = {
 
 
 class T5Module(TransformerModule):
-    """T5 with its training: an encoder reads a text, a decoder that looks at it writes another.
+    """T5 with its training: an encoder reads a text, and a decoder that attends to it writes another.
 
     A batch is a dict of ``tokens`` ``[B, S]`` for the encoder, ``decoder_tokens`` and ``labels`` ``[B, T]`` for the
     decoder (``labels[:, i]`` is ``decoder_tokens[:, i + 1]``: nothing is shifted here; -100 has no loss), and, if
@@ -44,7 +44,7 @@ class T5Module(TransformerModule):
 
     default_config = "t5-base"
     config_class = T5Config
-    splits_context = True  # whole sequences are all that it takes, and its configuration says so of cp
+    splits_context = True  # so that its configuration, which gives the reason, is what refuses cp > 1
     config: T5Config
     model: T5Model | None
 
@@ -81,7 +81,7 @@ class T5Module(TransformerModule):
         return nan_where_unknown(loss, batch, self.config.vocab_size, self._more_ids)
 
     def generate(self, tokens: Tensor, max_new_tokens: int, *, start: int = 0, **options: Any) -> Tensor:
-        """Texts ``[B, 1 + n]`` that the decoder writes for those of the encoder, of a model without a pipeline.
+        """Texts ``[B, 1 + n]`` that the decoder writes for the encoder's texts, of a model without a pipeline.
 
         Args:
             tokens: texts for the encoder, ``[B, S]``.

@@ -90,7 +90,7 @@ def key_problems(
 
 
 def _may_describe_tokens(value: Tensor, tokens: Any) -> bool:
-    """True for all but one number a sample."""
+    """True unless the value has exactly one number per sample."""
     return value.ndim > 1 or (value.ndim == 1 and isinstance(tokens, Tensor) and len(value) != len(tokens))
 
 
@@ -125,7 +125,7 @@ def id_fault(
 
 
 def distance_fault(batch: Any) -> str | None:
-    """Describe positions on the host that a model cannot have which knows distances alone; ``None`` if they count up.
+    """Describe positions on the host that do not count up, which a model of distances cannot use; ``None`` if none.
 
     Args:
         batch: any batch; only mappings of tensors on the host are checked.

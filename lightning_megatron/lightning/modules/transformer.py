@@ -44,12 +44,12 @@ TWO_BETAS = Rule("of two, of at least 0 and less than 1", lambda b: len(b) == 2 
 
 
 class TransformerModule(AdaptedModule):
-    """A transformer with its training; a family says what its model is, and what its loss.
+    """A transformer with its training; subclasses define the model and the loss.
 
     Logged: ``train_loss``, ``val_loss``, ``test_loss``, ``grad_norm``, ``lr``.
 
     Attributes:
-        default_config: name of the preset that is taken without ``config``.
+        default_config: name of the preset that is used without ``config``.
         config_class: class of the configuration.
         logged: names logged besides losses; a subclass may leave ``"lr"`` or ``"grad_norm"`` out.
         hf_settings: settings besides the model in the Hugging Face directory of the weights (special tokens,
@@ -75,7 +75,7 @@ class TransformerModule(AdaptedModule):
             samples: a larger batch moves them further, and a step skipped for an overflow does not move them.
         decay_samples: samples after which ``min_lr`` is reached; ``None`` means all that the Trainer reads.
         tail_samples: length of the tail in samples.
-        start_weight_decay: weight decay in the beginning, from which it grows to ``weight_decay`` during the whole
+        start_weight_decay: weight decay at the start, from which it grows to ``weight_decay`` during the whole
             training; ``None`` for ``weight_decay``.
         weight_decay_schedule: shape of that growth.
         loss_reduction: ``"sample"`` for the mean of micro-batches' means, weighted by their samples; ``"token"`` for
@@ -200,7 +200,7 @@ class TransformerModule(AdaptedModule):
 
     @property
     def loss_reduction(self) -> LossReduction:
-        """Mean that the loss is."""
+        """Kind of mean of the loss: over samples or over tokens."""
         return self._loss_reduction or "sample"
 
     @classmethod
@@ -225,7 +225,7 @@ class TransformerModule(AdaptedModule):
         return module
 
     def load_hf(self, path: str | os.PathLike[str]) -> None:
-        """Take the weights of a Hugging Face directory, in any layout.
+        """Load the weights of a Hugging Face directory, in any layout.
 
         If the model is not built yet, the weights are loaded when it is: a call before ``trainer.fit`` loads into the
         layout of the Trainer. The configuration is checked at once. Where there are several ranks and the model is
@@ -248,7 +248,7 @@ class TransformerModule(AdaptedModule):
         return self.config
 
     def configure_model(self) -> None:
-        """Build this rank's part of the model; for another Trainer's layout anew, with its present weights.
+        """Build this rank's part of the model, or rebuild it with its present weights for another Trainer's layout.
 
         The order is build, fp8, adapters, weights, compile; then the strategy's ``setup``: cast, move and buffers.
         """
@@ -291,7 +291,7 @@ class TransformerModule(AdaptedModule):
     def compile_blocks(self, backend: str) -> None:
         """Run each block through ``torch.compile``, on Gaudi also the embedding, and the head with its loss.
 
-        What a subclass adds stays as it is. Names of parameters, checkpoints and hooks do not change.
+        Layers that a subclass adds are not compiled. Names of parameters, checkpoints and hooks do not change.
 
         Args:
             backend: backend of ``torch.compile``.
@@ -326,7 +326,7 @@ class TransformerModule(AdaptedModule):
     def _building(self) -> Iterator[None]:
         outline = self.model if self._has_outline else None
         if outline is not None:
-            self.model = None  # so that a configure_model knows the first time
+            self.model = None  # so that a subclass's configure_model sees that nothing is built yet
         try:
             yield
         finally:
@@ -334,18 +334,18 @@ class TransformerModule(AdaptedModule):
                 self.model = outline
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Apply a function to the built model and all its parts: one that draws weights draws them whole."""
+        """Build the model, then apply a function to it and all its parts."""
         self._built()
         return super().apply(fn)
 
     def unbuilt_copy(self) -> Self:
-        """A copy that takes no memory if this module takes none; both may draw other weights when they are built."""
+        """A copy that takes no memory if this module takes none; each may draw other weights when it is built."""
         copied = type(self).__new__(type(self))
         vars(copied).update(copy.deepcopy(super().__getstate__(), {id(self): copied}))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and files hold the weights, and so a built model."""
+        """Build the model first, since copies and pickles hold its weights."""
         self._built()
         return {**super().__getstate__(), "_outline": None}
 
@@ -412,7 +412,7 @@ class TransformerModule(AdaptedModule):
         return self.schedules.counts_samples
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Move the schedules on, by samples where they count those."""
+        """Advance the schedules, by samples if they count samples."""
         if isinstance(scheduler, MegatronLR) and self.counts_samples:
             scheduler.step(units=samples_of_last_step(self.trainer))
         else:

@@ -1,4 +1,4 @@
-"""Numbers of a rank's first steps, and a line that tells of all ranks."""
+"""Measurements of a rank's first steps, and one line that summarizes all ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from lightning_megatron.device import SoftwareCounters
 
 STEADY = 0.97
-"""Share of the time before below which a step's time is still falling."""
+"""A step time below this fraction of the previous window's is still falling."""
 
 
 @dataclass
 class FirstSteps:
-    """Numbers of one rank.
+    """Measurements of one rank.
 
     Attributes:
         card: number of the card; empty if it is not known.
@@ -25,7 +25,7 @@ class FirstSteps:
         fallbacks: calls of ops that ran on the host, by name.
         last_fallback: last step in which an op ran on the host.
         graphs: graphs of ``torch.compile``.
-        graph_breaks: breaks between them.
+        graph_breaks: graph breaks of ``torch.compile``.
         memory: bytes in use and at the peak, by step.
         first_collectives: seconds of the first collective of each group.
         step_seconds: mean time of a step, window by window.
@@ -95,7 +95,7 @@ def _fallbacks(ranks: Sequence[FirstSteps]) -> str:
 
 
 def _memory(ranks: Sequence[FirstSteps], step: int) -> str:
-    """The fullest rank."""
+    """Memory of the fullest rank after a step."""
     used, peak = (max(rank.memory[step][n] for rank in ranks if step in rank.memory) / 2**30 for n in (0, 1))
     return f"after step {step}: {used:.2f} / {peak:.2f}"
 
@@ -109,13 +109,13 @@ def _groups(ranks: Sequence[FirstSteps]) -> list[str]:
 
 def _times(seconds: Sequence[float], window: int) -> str:
     if len(seconds) < 2:
-        return f"step time not measured twice: it takes {2 * window} steps"
+        return f"no trend of the step time: it takes {2 * window} steps"
     before, last = (1e3 * each for each in seconds[-2:])
     trend = "still falling" if last < STEADY * before else "steady"
     return f"step time {last:.1f} ms, {before:.1f} ms in the {window} steps before: {trend}"
 
 
 def _span(ranks: Iterable[FirstSteps], number: Callable[[FirstSteps], int]) -> str:
-    """One number, or the least and the most of the ranks."""
+    """The number that all ranks share, or the minimum and maximum over ranks."""
     found = [number(rank) for rank in ranks]
     return str(found[0]) if min(found) == max(found) else f"{min(found)} to {max(found)}"

@@ -25,7 +25,7 @@ class HookMarks(Callback):
         self._token: int | None = None
 
     def begin(self, kind: Kind) -> None:
-        """Begin an activity."""
+        """Start an activity; end the previous one."""
         self.end()
         self._action_log.step = self._trainer.global_step
         self._token = self._action_log.begin(kind)
@@ -37,7 +37,7 @@ class HookMarks(Callback):
             self._action_log.end(token)
 
     def _wait_for_data(self, *args: Any, **kwargs: Any) -> None:
-        """Begin to wait, at the begin of a loop or the end of a batch."""
+        """Start to wait for data, at the start of a loop or the end of a batch."""
         self.begin(Kind.DATA)
 
     def _go_on(self, *args: Any, **kwargs: Any) -> None:
@@ -52,5 +52,5 @@ class HookMarks(Callback):
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _go_on
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """Begin the hooks of a save; the writing is a phase of the strategy."""
+        """Start the hooks of a save; writing is a phase that the strategy records."""
         self.begin(Kind.SAVE)

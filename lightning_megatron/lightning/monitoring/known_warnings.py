@@ -1,4 +1,4 @@
-"""Warnings of Lightning that a run causes and its user can do nothing about: left out while the run lasts."""
+"""Filters, active during a run, for warnings of Lightning that its user can do nothing about."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class KnownWarnings:
         self._own: list[Any] = []
 
     def open(self, *, one_replica: bool) -> None:
-        """Leave out the known warnings.
+        """Add the filters of the known warnings.
 
         Args:
             one_replica: True if all ranks read the same samples.
@@ -73,7 +73,7 @@ class KnownWarnings:
             self._own += [entry for entry in warnings.filters if id(entry) not in before]
 
     def close(self) -> None:
-        """Let them be seen again."""
+        """Remove the filters that :meth:`open` added."""
         for own in self._own:
             at = next((place for place, entry in enumerate(warnings.filters) if entry is own), None)
             if at is not None:

@@ -92,7 +92,7 @@ def batch_line(micro_batches: int, final: int, ramp: Sequence[int] | None) -> st
 
     Args:
         micro_batches: micro-batches of a step of one replica.
-        final: global batch behind a ramp.
+        final: global batch after the ramp.
         ramp: first global batch, increment, and samples of the ramp.
     """
     if ramp is None:
@@ -134,7 +134,7 @@ def parameter_line(tp_rank: int, pp_rank: int, count: int) -> str:
 
 
 def target_lines(train: int, validation: int, test: int) -> list[str]:
-    """Lines about the samples that are drawn at least."""
+    """Lines about the least number of samples to draw from each data set."""
     return [
         "> building train, validation, and test datasets ...",
         " > datasets target sizes (minimum size):",

@@ -1,4 +1,4 @@
-"""Predicted memory of a run: told before it, compared with what was measured, and explained where it is not enough."""
+"""Predicted memory of a run: logged first, compared with the measured peak, and added to out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightning_megatron.planning.ways_out import ways_out
 _log = logging.getLogger(__name__)
 
 MEASURED_AFTER = 2
-"""Optimizer steps until the peak is compared: states are made in the first one, and parameters gathered in the next."""
+"""Optimizer steps before the peak is compared: the first one creates states, and the next one gathers parameters."""
 _SHARE = 0.9
-"""Share of what was too much that a way out may take, if the prediction itself would have fitted."""
+"""Largest fraction of the predicted peak that a suggestion may need: the run failed, even if the prediction fits."""
 
 
 class MemoryPrediction:
@@ -30,7 +30,7 @@ class MemoryPrediction:
 
     Attributes:
         job: the job; ``None`` where nothing is predicted.
-        limit: memory there is.
+        limit: memory of the device.
     """
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class MemoryPrediction:
         """Note the job that is about to run.
 
         Args:
-            job: the job; ``None`` if memory depends on what is not known.
-            limit: memory there is.
+            job: the job; ``None`` if its memory cannot be predicted.
+            limit: memory of the device.
         """
         self.job, self.limit, self._has_measured = job, limit, False
 
@@ -55,7 +55,7 @@ class MemoryPrediction:
         return device_called(self.limit.device)
 
     def announce(self, name: str) -> None:
-        """Log the prediction in one line; by cause for the level DEBUG.
+        """Log the prediction in one line, and at level DEBUG its parts by cause.
 
         Args:
             name: name of the strategy.
@@ -68,7 +68,7 @@ class MemoryPrediction:
             _log.debug("predicted memory: %s %s", cause, told_bytes(size))
 
     def measure(self, name: str, step: int, device: torch.device, pipeline_rank: int) -> None:
-        """Log once, on devices that count their memory, the peak of the first steps beside its prediction.
+        """Log once the measured peak of the first steps and its prediction, on devices that count their memory.
 
         Args:
             name: name of the strategy.
@@ -89,7 +89,7 @@ class MemoryPrediction:
         )
 
     def explain(self, error: BaseException) -> None:
-        """Add the prediction and the cheapest ways out to an error for want of memory."""
+        """Add the prediction and the cheapest ways out to an out-of-memory error."""
         plan = self._plan()
         if plan is None or not devices.is_out_of_memory(error):
             return

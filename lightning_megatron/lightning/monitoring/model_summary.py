@@ -20,7 +20,7 @@ from lightning_megatron.params import named_specs
 
 
 def count_parameters(module: nn.Module, mesh: ParallelMesh) -> tuple[int, int, int]:
-    """Elements of a whole model's parameters, of those that are trained, and with padding the most of one rank.
+    """Elements of a whole model's parameters, of its trained ones, and, with padding, of the rank that holds most.
 
     All ranks call this.
     """
@@ -36,7 +36,7 @@ def count_parameters(module: nn.Module, mesh: ParallelMesh) -> tuple[int, int, i
 
 
 def introduce(trainer: Trainer, module: LightningModule, mesh: ParallelMesh) -> None:
-    """Print the size of the whole model, in place of the summary that Lightning makes by default of a rank's part.
+    """Print the size of the whole model, in place of Lightning's default summary, which would show a rank's part.
 
     All ranks call this.
     """

@@ -30,7 +30,7 @@ class StepClock(Protocol):
     """Clock for batches, and, as a :class:`~lightning_megatron.recorder.recorder.WaitClock`, for their waits."""
 
     def begin_wait(self) -> None:
-        """Note the begin of a wait for other ranks."""
+        """Note the start of a wait for other ranks."""
         ...
 
     def end_wait(self) -> None:
@@ -38,7 +38,7 @@ class StepClock(Protocol):
         ...
 
     def begin_batch(self) -> None:
-        """Note the begin of a batch."""
+        """Note the start of a batch."""
         ...
 
     def end_batch(self) -> None:
@@ -51,7 +51,7 @@ class StepClock(Protocol):
 
 
 class HostClock:
-    """Clock of the host, for devices that compute while the host waits: a CPU."""
+    """Clock of the host, for devices without timing events: a CPU."""
 
     def __init__(self) -> None:
         self._waited = self._since = 0.0
@@ -59,7 +59,7 @@ class HostClock:
         self._times: list[BatchTime] = []
 
     def begin_wait(self) -> None:
-        """Note the begin of a wait."""
+        """Note the start of a wait."""
         self._since = perf_counter()
 
     def end_wait(self) -> None:
@@ -67,7 +67,7 @@ class HostClock:
         self._waited += perf_counter() - self._since
 
     def begin_batch(self) -> None:
-        """Note the begin of a batch."""
+        """Note the start of a batch."""
         self._begun, self._waited_before = perf_counter(), self._waited
 
     def end_batch(self) -> None:
@@ -84,7 +84,7 @@ class HostClock:
 class DeviceClock:
     """Clock of a device: events in its stream, which are read after the device has passed them.
 
-    If the host is slow, the device has nothing to do; that counts as computing.
+    Time in which the device idles because the host is slow counts as computing.
 
     Args:
         device: device of this rank.
@@ -105,7 +105,7 @@ class DeviceClock:
         return event
 
     def begin_wait(self) -> None:
-        """Record the begin of a wait in the stream, within a batch."""
+        """Record the start of a wait in the stream, within a batch."""
         if self._begun is not None:
             self._since = self._mark()
 
@@ -116,7 +116,7 @@ class DeviceClock:
             self._waits.append((since, self._mark()))
 
     def begin_batch(self) -> None:
-        """Record the begin of a batch."""
+        """Record the start of a batch."""
         self._waits, self._begun = [], self._mark()
 
     def end_batch(self) -> None:
@@ -155,13 +155,13 @@ class FetchClock(Profiler):
         self._since = self._waited = 0.0
 
     def start(self, action_name: str) -> None:
-        """Note the begin of an action; of fetching a batch, its time."""
+        """Forward the start of an action; if it fetches a batch, note the time."""
         self.inner.start(action_name)
         if action_name == _FETCH:
             self._since = perf_counter()
 
     def stop(self, action_name: str) -> None:
-        """Note the end of an action; of fetching a batch, add up its time."""
+        """Forward the end of an action; if it fetches a batch, add its time to the waits."""
         if action_name == _FETCH:
             self._waited += perf_counter() - self._since
         self.inner.stop(action_name)

@@ -1,4 +1,4 @@
-"""The terminal of a run: log lines above a progress bar, which fits and counts to the true end."""
+"""The terminal of a run: log lines above a progress bar that fits the width and has the right total."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from tqdm import tqdm
 
 NARROW = 100
-"""Columns of a terminal below which rich's bar gives its place to the metrics, so that all of it takes two rows."""
+"""Width in columns below which rich's bar is left out, so that its text and metrics fit in two rows."""
 _LOGGERS = ("", "lightning", "lightning.pytorch", "lightning.fabric", "lightning_megatron")
 
 
@@ -35,11 +35,11 @@ class Terminal:
                 self._streams.callback(handler.setStream, handler.setStream(_AboveBars()))
 
     def close(self) -> None:
-        """Give handlers their streams back."""
+        """Restore the streams of the handlers."""
         self._streams.close()
 
     def count(self, trainer: Trainer, done: int) -> None:
-        """Let the bar count on from ``done`` batches to the end: Lightning's counts to the number of those left."""
+        """Set the bar's total to all batches, the ``done`` ones included: Lightning sets it to the number left."""
         bar, total, size = trainer.progress_bar_callback, trainer.num_training_batches, trainer.accumulate_grad_batches
         if trainer.max_steps > 0:
             total = min(total, done + (trainer.max_steps - trainer.global_step) * size - done % size)

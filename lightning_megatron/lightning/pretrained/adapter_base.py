@@ -1,4 +1,4 @@
-"""The frozen weights that adapters are trained on: left out of checkpoints, which say where they are and their hash."""
+"""The frozen weights that adapters are trained on: checkpoints leave them out, and record their path and hash."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Adapted(Protocol):
     lora: Mapping[str, Any]
 
     def begin_adapters(self) -> None:
-        """Take from the frozen weights what adapters start from."""
+        """Initialize the parts of adapters that start from the frozen weights."""
         ...
 
 
@@ -67,7 +67,7 @@ def base_of(path: PathLike, mesh: ParallelMesh) -> dict[str, str]:
 
 
 def base_is_loaded(module: nn.Module, path: PathLike, mesh: ParallelMesh) -> None:
-    """Note where the frozen weights of a module come from, if it has adapters; all ranks call this."""
+    """Record path and hash of the weights under a module's adapters, and initialize these; all ranks call this."""
     if isinstance(module, Adapted) and module.lora:
         module.base = base_of(path, mesh)
         module.begin_adapters()
@@ -79,10 +79,10 @@ def path_of_base(path: PathLike, meta: Mapping[str, Any], given: PathLike | None
     Args:
         path: the checkpoint.
         meta: its dictionary.
-        given: path that the user gave in place of the one that it says.
+        given: path that replaces the one in the checkpoint; ``None`` to use that one.
 
     Raises:
-        CheckpointError: if there is nothing.
+        CheckpointError: if nothing exists at the path.
     """
     if ADAPTER_OF not in meta:
         return None
@@ -95,7 +95,7 @@ def path_of_base(path: PathLike, meta: Mapping[str, Any], given: PathLike | None
 
 
 def refuse_other_base(path: PathLike, meta: Mapping[str, Any], module: object) -> None:
-    """Refuse an adapter of other weights, and an adapter for a module without its base.
+    """Refuse adapters of other weights, and adapters for a module without their weights.
 
     Raises:
         CheckpointError: with the paths and hashes of both.
@@ -116,7 +116,7 @@ def refuse_other_base(path: PathLike, meta: Mapping[str, Any], module: object) -
         ours, theirs = module.base, said
         raise CheckpointError(
             f"{path} holds adapters of {theirs['path']} (weights {theirs['hash'][:_SHOWN]}), and the module has those"
-            f" of {ours['path']} (weights {ours['hash'][:_SHOWN]}), which are others"
+            f" of {ours['path']} (weights {ours['hash'][:_SHOWN]}), which differ"
         )
 
 

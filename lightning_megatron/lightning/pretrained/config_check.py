@@ -1,4 +1,4 @@
-"""Configurations compared: the one that weights were saved with, and that of the model which is to take them."""
+"""Comparison of the configuration that weights were saved with and that of the model that loads them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def saved_config(meta: Mapping[str, Any]) -> TransformerConfig | None:
 
 
 def differing_fields(model: TransformerConfig, saved: TransformerConfig) -> dict[str, tuple[Any, Any]]:
-    """Fields that decide the logits, each with its value in the model and in what was saved, where they differ."""
+    """Differing fields, of those that decide the logits, with their values in the model and in the saved one."""
     ours, theirs = _deciding_fields(model), _deciding_fields(saved)
     names = dict.fromkeys((*ours, *theirs))
     return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
 
 
 def difference_problems(path: PathLike, model: TransformerConfig, saved: TransformerConfig) -> list[Problem]:
-    """Every difference to what was saved at a path, with the saved value as the one to take."""
+    """A problem for each field that differs from those saved at a path; it suggests the saved value."""
     return [
         Problem(name, ours, f"{path} has {theirs!r}", (theirs,))
         for name, (ours, theirs) in differing_fields(model, saved).items()
@@ -49,7 +49,7 @@ def difference_problems(path: PathLike, model: TransformerConfig, saved: Transfo
 
 
 def checkpoint_problems(opened: OpenCheckpoint, model: TransformerConfig) -> list[Problem]:
-    """Fields for which the weights of a checkpoint do not fit a model, before anything of the size of one is built."""
+    """Differing fields, if the weights of a checkpoint do not fit a model; found without building the model."""
     saved = saved_config(opened.meta)
     return [] if saved is None else _misfits(opened, saved, model)
 
@@ -60,7 +60,7 @@ def check_checkpoint(path: PathLike, meta: Mapping[str, Any], model: object) -> 
     Args:
         path: path of the checkpoint.
         meta: its dictionary.
-        model: the module's ``model_shape``; anything but a ``TransformerConfig`` is passed over.
+        model: the module's ``model_shape``; anything but a ``TransformerConfig`` is not checked.
 
     Raises:
         ConfigError: naming every field that differs, if the weights do not fit.
@@ -91,10 +91,10 @@ def refuse_unfilled_checkpoint(opened: OpenCheckpoint) -> None:
 
 
 def refuse_unfilled(source: str, config: TransformerConfig, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raise where a description asks for far more memory than the tensors beside it; smaller misfits are named later.
+    """Raise if a configuration has far more parameters than the tensors beside it; smaller misfits are named later.
 
     Args:
-        source: the file that describes.
+        source: the file of the configuration.
         config: the model.
         shapes: shapes of the tensors beside it.
 
@@ -110,7 +110,7 @@ def refuse_unfilled(source: str, config: TransformerConfig, shapes: Sequence[tup
 
 
 def _deciding_fields(config: TransformerConfig) -> dict[str, Any]:
-    """Fields that decide the logits, in one spelling."""
+    """Fields that decide the logits, in a form in which equal models have equal fields."""
     found = {
         field.name: getattr(config, field.name) for field in fields(config) if not is_of_training(field.name, config)
     }
@@ -126,6 +126,6 @@ def _deciding_fields(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _misfits(path: PathLike, saved: TransformerConfig, model: TransformerConfig) -> list[Problem]:
-    """Every difference, if the weights do not fit for one of them."""
+    """Every differing field, if the shapes of the weights differ; else none."""
     fits = model.num_layers == saved.num_layers and parameter_shapes(model) == parameter_shapes(saved)
     return [] if fits else difference_problems(path, model, saved)

@@ -151,7 +151,7 @@ def checkpoint_to_hf(
         dtype: dtype of its tensors; ``None`` for that of the checkpoint.
         max_shard_size: bytes of one file at most.
         tokenizer: directory whose tokenizer and chat template are copied; ``None`` for none.
-        allow_other_tokenizer: True to copy one that seems to be another than the model was trained with.
+        allow_other_tokenizer: True to copy one that seems to differ from that which the model was trained with.
 
     Returns:
         The contents of the directory beside the weights.
@@ -182,7 +182,7 @@ def checkpoint_to_hf(
 
 
 def _refuse_other_tokenizer(tokenizer: PathLike, source: OpenCheckpoint) -> None:
-    """Raise if a directory has another tokenizer than a checkpoint; one that is not read here is copied as it is."""
+    """Raise if a directory's tokenizer differs from a checkpoint's; kinds that cannot be read here are not compared."""
     if (spec := directory_spec(tokenizer)) is not None:
         do = "or add --allow-other-tokenizer"
         with suppress(DataError, ModuleNotFoundError):

@@ -104,7 +104,7 @@ def checkpoint_to_peft(
 
 
 def _notes(plan: tuple[AdaptedLayer, ...]) -> tuple[str, ...]:
-    """Adapters that PEFT does not find with version 5 of transformers, where experts are no linear layers."""
+    """Notes on adapters that PEFT does not find with transformers 5, where experts are no linear layers."""
     words = {part.name for layer in plan if layer.is_of_experts for part in layer.parts if part.is_target}
     alike = (layer for layer in plan if not layer.is_of_experts)
     lost = [m for layer in alike for part in layer.parts if part.is_target and part.name in words for m in part.modules]
@@ -150,17 +150,17 @@ def merge_adapter(
     adapter: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Make a checkpoint of a whole model, which computes alone what the weights compute with an adapter.
+    """Merge an adapter into the weights that it was trained on, as a checkpoint of a whole model.
 
     Args:
         source: checkpoint with the adapter.
         target: the checkpoint to make, which begins a run.
-        base: path of the weights, if they have moved; ``None`` for the path that the checkpoint says.
+        base: path of the weights, if they have moved; ``None`` for the path in the checkpoint.
         adapter: name of the adapter; ``None`` for the only one.
         dtype: dtype of its tensors; ``None`` for that of the weights.
 
     Raises:
-        CheckpointError: if the weights are others than the adapter's, if files are damaged, or if ``target`` exists.
+        CheckpointError: if the weights are not the adapter's, if files are damaged, or if ``target`` exists.
         ConfigError: for an adapter of one of two tied matrices.
     """
     _refuse_existing(target)

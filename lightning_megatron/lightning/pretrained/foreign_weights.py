@@ -1,4 +1,4 @@
-"""Weights that another program wrote into a live model of any layout: the start of a run."""
+"""Loading of other programs' weights into a live model of any layout, to start a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_foreign_weights(module: nn.Module, path: PathLike, mesh: ParallelMesh) 
     One tensor is in memory at a time beside the model.
 
     Args:
-        module: the module; it holds one model of ours.
+        module: the module; it must hold exactly one model of this package.
         path: the directory.
         mesh: this rank's mesh.
 
@@ -79,4 +79,4 @@ _FORMATS: tuple[
     (is_hf_directory, _open_hf),
     (is_megatron_directory, _open_megatron),
 )
-"""For each format, a test for it, and a function that gives whole tensors by our names."""
+"""For each format, a test for it, and a function that returns whole tensors by our names."""

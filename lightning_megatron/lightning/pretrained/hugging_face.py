@@ -38,7 +38,7 @@ def hf_config(path: PathLike) -> TransformerConfig:
 
 
 def checked_hf_config(path: PathLike) -> TransformerConfig:
-    """The configuration of a directory whose weights are there and fill most of a model of this size.
+    """The configuration of a directory, which must also have the weights of most of the model that it describes.
 
     Raises:
         CheckpointError: also if the weights are missing, or are a small part of what is described.
@@ -60,11 +60,11 @@ def hf_module_name(path: PathLike) -> str:
 
 
 def hf_module_class(path: PathLike, parent: type[ModuleT]) -> type[ModuleT]:
-    """The class of that name, which must be below another one.
+    """The class named by :func:`hf_module_name`, which must be a subclass of ``parent``.
 
     Raises:
         CheckpointError: if there is no such directory.
-        ConfigError: for a model of an unknown family, or if the class is not below ``parent``.
+        ConfigError: for a model of an unknown family, or if the class is no subclass of ``parent``.
     """
     name = hf_module_name(path)
     chosen: type[ModuleT] = getattr(import_module("lightning_megatron"), name)
@@ -106,7 +106,7 @@ def hf_tensors(
 
 
 def hf_problems(path: PathLike, config: TransformerConfig) -> list[Problem]:
-    """Differences by which a model of this configuration would compute something else than the Hugging Face one."""
+    """Differences that would let a model of this configuration compute something else than the Hugging Face one."""
     return difference_problems(path, config, hf_config(path))
 
 
@@ -122,13 +122,13 @@ def hf_settings(path: PathLike) -> dict[str, dict[str, Any]]:
 
 
 def take_settings(module: object, checkpoint: Mapping[str, Any]) -> None:
-    """Give a module the settings, from its checkpoint, of the Hugging Face directory that its run began with."""
+    """Set ``hf_settings`` of a module from its checkpoint: those of the directory that its run began with."""
     if checkpoint.get(SETTINGS) and hasattr(module, "hf_settings"):
         module.hf_settings = checkpoint[SETTINGS]
 
 
 def kept_settings(module: object) -> dict[str, Any]:
-    """The entry of a checkpoint that a later run takes them from; empty where the module has none."""
+    """The entry of a checkpoint from which :func:`take_settings` reads; empty if the module has no settings."""
     settings = getattr(module, "hf_settings", None)
     return {SETTINGS: settings} if settings else {}
 

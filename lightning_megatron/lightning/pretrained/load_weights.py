@@ -24,7 +24,7 @@ from lightning_megatron.params import named_weights, spec_registry
 
 @dataclass(frozen=True)
 class PendingWeights:
-    """The weights that a module takes when its model is built.
+    """Weights to load into a module when its model is built.
 
     Attributes:
         path: a checkpoint directory, a single file of Lightning's, or another program's directory.

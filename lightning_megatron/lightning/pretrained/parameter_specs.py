@@ -1,7 +1,7 @@
 """Names and specs of a transformer's weights, from its configuration alone.
 
-Conversions of checkpoints and comparisons of configurations ask here. The answer is what the layers declare: a model
-is built on the meta device, where it has shapes and no values.
+Conversions of checkpoints and comparisons of configurations use these. They are read from the layers of a model that is
+built on the meta device, where it has shapes and no values.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def weight_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all that files of weights hold: parameters, and the biases of experts, which no gradient changes."""
+    """Shapes of everything in files of weights: parameters, and the biases of experts, which have no gradients."""
     return {each.name: each.spec.global_shape for each in _declared(config)}
 
 

@@ -46,7 +46,7 @@ _NEEDED: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (None, False),
     "alora_invocation_tokens": (None, []),
 }
-"""Entries with the values that our adapters can be described by."""
+"""Entries of ``adapter_config.json``, and the values that adapters here support."""
 
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -56,14 +56,14 @@ def read_peft_settings(path: str | os.PathLike[str]) -> LoRA:
 
     Raises:
         CheckpointError: if there is none.
-        ConfigError: naming every setting that adapters here do not have.
+        ConfigError: naming every setting that adapters here do not support.
     """
     file = Path(path) / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{os.fspath(path)} is no directory of PEFT's: it has no {CONFIG}")
     given = read_json_object(file)
     found = [
-        Problem(name, given[name], f"{file}: adapters here do not have it", able[:1])
+        Problem(name, given[name], f"{file}: adapters here do not support it", able[:1])
         for name, able in _NEEDED.items()
         if given.get(name, able[0]) not in able
     ]
@@ -180,7 +180,7 @@ def read_adapter(path: str | os.PathLike[str], rules: WeightMap, shapes: _Shapes
     file = Path(path) / WEIGHTS
     if not file.is_file():
         raise CheckpointError(f"{os.fspath(path)} has no {WEIGHTS}")
-    suffix = "_magnitude_vector"  # an older version wrote a word more
+    suffix = "_magnitude_vector"  # older versions of PEFT append a word
     foreign = {name.replace(f"{suffix}.weight", suffix): tensor for name, tensor in read_lazily(file).items()}
     return rules.to_native(foreign, shapes)
 

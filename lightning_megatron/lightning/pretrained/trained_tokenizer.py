@@ -1,4 +1,4 @@
-"""Tokenizers compared: the one that a model was trained with, and the one that is to make its text."""
+"""Comparison of the tokenizer that a model was trained with and one that it is about to be used with."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_megatron.lightning.pretrained.config_check import saved_config
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
 
 _PADDING = 2048
-"""Ids without a token that a model's vocabulary has less than: Megatron-LM rounds up to multiples of 128 x tp."""
+"""A model's vocabulary has fewer padding ids than this: Megatron-LM rounds up to multiples of 128 x tp."""
 
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """The tokenizer that weights were trained with, as far as they say it.
+    """The tokenizer that weights were trained with, as far as their files tell.
 
     Attributes:
         spec: arguments that build it; ``None`` if they are not known, or its files are not here.
@@ -39,7 +39,7 @@ class TrainedTokenizer:
 
     @classmethod
     def of_weights(cls, path: PathLike) -> TrainedTokenizer:
-        """Ask a Hugging Face directory, or a checkpoint: its data module, or else the directory that it began with."""
+        """Read a Hugging Face directory, or a checkpoint: its data module's state, or the directory it started from."""
         if is_hf_directory(path):
             return cls.of_settings(read_settings(path), hf_config(path).vocab_size)
         meta = open_checkpoint(path, check="sizes").meta
@@ -54,14 +54,14 @@ class TrainedTokenizer:
 
     @classmethod
     def of_settings(cls, settings: Mapping[str, Any], vocab_size: int | None = None) -> TrainedTokenizer:
-        """Ask the settings that are kept of a Hugging Face directory; ``hf_settings`` of a module."""
+        """Read the settings of a Hugging Face directory, which a module keeps as ``hf_settings``."""
         return cls(directory_spec(settings["source"]["path"]) if "source" in settings else None, None, vocab_size)
 
     def problems(self, argument: str, spec: TokenizerSpec, do: str) -> list[Problem]:
-        """Reasons to think that the tokenizer of an argument is another one, and words about what to do."""
+        """Evidence that the tokenizer of an argument is another one; ``do`` is advice for the error text."""
         known, now, size = self.fingerprint, tokenizer_fingerprint(spec.build(), spec.file), self.vocab_size
         if known is None and self.spec is not None:
-            with suppress(DataError, ModuleNotFoundError):  # a directory may hold what is not read here
+            with suppress(DataError, ModuleNotFoundError):  # a directory may hold a kind that cannot be read here
                 known = tokenizer_fingerprint(self.spec.build(), self.spec.file)
         if known is None:
             is_other = size is not None and not size - _PADDING < now["vocab_size"] <= size
@@ -75,7 +75,7 @@ class TrainedTokenizer:
 
 
 def directory_spec(path: PathLike) -> TokenizerSpec | None:
-    """The tokenizer of a Hugging Face directory; ``None`` if it has none that is read here."""
+    """The tokenizer of a Hugging Face directory; ``None`` if it has none that can be read here."""
     kinds = {"tokenizer.json": "HuggingFaceTokenizer", "tokenizer.model": "Llama2Tokenizer"}
     files = ((kind, Path(path) / name) for name, kind in kinds.items())
     return next((TokenizerSpec(kind, os.fspath(file)) for kind, file in files if file.is_file()), None)

@@ -1,4 +1,4 @@
-"""The arguments that a checkpoint's module was built with, and a module built with them again."""
+"""Hyper-parameters in a checkpoint, and a module built from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def module_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Arguments that the module of a checkpoint was built with.
 
     Raises:
-        CheckpointError: if there is no such checkpoint, it is damaged, or it does not say.
+        CheckpointError: if the checkpoint is missing or damaged, or holds no hyper-parameters.
     """
     return _arguments(open_checkpoint(path, check="sizes").meta, path)
 
@@ -69,7 +69,7 @@ def build_module(
         meta: content of the checkpoint's ``meta.pt``.
         path: path of the checkpoint, for error texts.
         given: arguments that win over those of the checkpoint.
-        hparams_file: file with arguments in their place, from ``hparams.yaml`` or a ``.csv`` of a logger.
+        hparams_file: file whose arguments replace the checkpoint's: a logger's ``hparams.yaml`` or ``.csv``.
 
     Raises:
         CheckpointError: if the class needs arguments that neither side has.
@@ -123,5 +123,5 @@ def _from_file(path: str | Path) -> dict[str, Any]:
         return dict(readers[suffix](path))
     except OSError:
         raise
-    except Exception as error:  # a tag that names Python's, text that is no YAML: the reader raises what it likes
+    except Exception as error:  # a Python tag, text that is not YAML: readers raise errors of many types
         raise ConfigError([Problem("hparams_file", str(path), f"cannot be read: {error}")]) from None

@@ -1,4 +1,4 @@
-"""The path of a checkpoint that is not there, and ``ckpt_path="last"`` in a folder that cannot hold one yet."""
+"""Missing checkpoints: a path that does not exist, and ``ckpt_path="last"`` in a folder that is new."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_missing(objects: Sequence[object]) -> None:
 
 
 def warn_of_new_folder(trainer: Trainer) -> bool:
-    """True, with a warning, if ``ckpt_path="last"`` looks in a folder that this run makes: each would begin anew.
+    """Warn, and return True, if ``ckpt_path="last"`` looks in a folder that each run creates: none would resume.
 
     Without a ``dirpath``, ``ModelCheckpoint`` saves, and Lightning looks, in the logger's folder, and most loggers make
     a new one for each run.
@@ -44,7 +44,7 @@ def warn_of_new_folder(trainer: Trainer) -> bool:
     found = sorted(runs.glob("*/checkpoints/last*.ckpt"), key=lambda path: path.lstat().st_mtime)
     newest = f" The newest one of earlier runs is {found[-1]}." if found else ""
     rank_zero_warn(
-        f'ckpt_path="last" looks in {runs / version / "checkpoints"}, which is new, so this run begins anew: give '
-        f"ModelCheckpoint a dirpath that stays, and save_last='link'.{newest}"
+        f'ckpt_path="last" looks in {runs / version / "checkpoints"}, which is new, so this run starts from scratch: '
+        f"give ModelCheckpoint a dirpath that stays, and save_last='link'.{newest}"
     )
     return True

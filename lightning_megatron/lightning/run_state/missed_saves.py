@@ -23,6 +23,6 @@ def warn_of_missed_saves(trainer: Trainer) -> None:
         if every and step % every == 0 and callback.monitor not in trainer.callback_metrics:
             rank_zero_warn(
                 f"ModelCheckpoint(monitor={callback.monitor!r}, every_n_train_steps={every}) has saved nothing yet: "
-                f"{callback.monitor!r} was not logged so far, and it waits for it. If validation logs it, set "
+                f"{callback.monitor!r}, which it waits for, was not logged so far. If validation logs it, set "
                 f"Trainer(val_check_interval=...) and leave every_n_train_steps out, or save without monitor."
             )

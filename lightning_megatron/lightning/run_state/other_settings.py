@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint while its code has other settings of optimizers and schedulers."""
+"""Resuming from a checkpoint whose settings of optimizers and schedulers differ from those of the code."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def tell_other_settings(
     schedulers: Sequence[LRSchedulerConfig],
     saved: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Warn of settings that a checkpoint has changed: those of the checkpoint hold, as in PyTorch.
+    """Warn of settings that a checkpoint has changed: the checkpoint's settings win, as in PyTorch.
 
     Args:
         path: path of the checkpoint.
         before: settings of each optimizer's groups before it was loaded.
-        optimizers: the optimizers since.
+        optimizers: the optimizers, with the checkpoint's settings.
         schedulers: schedulers of this run, whose states Lightning loads next.
         saved: states of the checkpoint's schedulers.
 
@@ -39,7 +39,7 @@ def tell_other_settings(
         kinds = ", ".join(type(config.scheduler).__name__ for config in schedulers) or "none"
         raise CheckpointError(
             f"{path}: it has {len(saved)} learning-rate schedulers, and this run {len(schedulers)} ({kinds}), so that"
-            " none can go on. Give those of the checkpoint (lr_schedule), or begin a run with its weights"
+            " none can be restored. Use those of the checkpoint (lr_schedule), or begin a run with its weights"
         )
     found: list[str] = []
     for optimizer, groups in zip(optimizers, before, strict=True):
@@ -52,12 +52,12 @@ def tell_other_settings(
         settings = {name: value for name, value in config.scheduler.state_dict().items() if name in names}
         if (lacking := sorted(settings.keys() - state.keys())) and kind is not MegatronLR:
             raise CheckpointError(
-                f"{path}: its schedulers have no {', '.join(lacking)}, so that no {kind.__name__} can go on"
+                f"{path}: its schedulers have no {', '.join(lacking)}, so that no {kind.__name__} can be restored"
             )
         found += _differences(settings, state)
     if found:
         rank_zero_warn(
-            f"{path}: its settings hold, and not those of this run: {'; '.join(dict.fromkeys(found))}. For your own,"
+            f"{path}: its settings replace those of this run: {'; '.join(dict.fromkeys(found))}. For your own,"
             " begin a run with its weights (load_from_checkpoint, and no ckpt_path)"
         )
 

@@ -6,13 +6,13 @@ from typing import Any
 
 
 def follow_batch_size(checkpoint: dict[str, Any], datamodule: Any) -> None:
-    """Convert Lightning's count of batches to today's size, so that the epoch ends with its samples.
+    """Convert Lightning's count of batches to the present global batch size, so that the epoch ends with its samples.
 
-    With more replicas and less accumulation one batch of all replicas is longer than those that were counted.
+    With more replicas and less accumulation, a batch of all replicas has more samples than those that were counted.
 
     Args:
         checkpoint: Lightning's dictionary, changed in place.
-        datamodule: today's; where it has a ``global_batch_size`` and has kept the one of the checkpoint in its state.
+        datamodule: data module of this run; no action unless it has a ``global_batch_size``, and saved one, too.
     """
     before = checkpoint.get(type(datamodule).__qualname__, {}).get("global_batch_size")
     now = getattr(datamodule, "global_batch_size", None)

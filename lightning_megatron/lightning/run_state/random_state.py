@@ -24,7 +24,7 @@ def random_state(streams: RNGStreams) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], streams: RNGStreams) -> None:
-    """Continue all of them where :func:`random_state` was taken."""
+    """Restore all generators to a state of :func:`random_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

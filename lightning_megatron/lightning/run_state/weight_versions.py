@@ -1,7 +1,7 @@
 """Checkpoints with several versions of the model, such as averaged weights beside those of training.
 
 Weight averaging puts the averages in ``state_dict`` and the current weights under a key of its own. All of them are
-shards, so each version is saved like the model; main values in the optimizer are what training goes on with.
+shards, so each version is saved like the model; training resumes from the main values in the optimizer.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def is_live(value: Any, live: Any) -> bool:
 
 
 def version_state(key: str, tensors: Mapping[str, Any], module: LightningModule, mesh: ParallelMesh) -> State:
-    """One version's part of a checkpoint, ``<key>.<name>``."""
+    """Entries of one version in a checkpoint, named ``<key>.<name>``."""
     state = model_state(without_repeats(tensors, module), spec_registry(module), mesh)
     return {version_key(key, Key.parse(name).name): value for name, value in state.items()}
 
 
 def copies(module: LightningModule) -> dict[str, Any]:
-    """Memory for a version of the model beside it, each tied tensor once."""
+    """Copies of the module's tensors, as memory for another version; each tied tensor once."""
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else value
         for name, value in local_tensors(module).items()

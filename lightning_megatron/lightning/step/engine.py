@@ -1,4 +1,4 @@
-"""A user's step methods through a schedule: micro-batches, stages, logs."""
+"""Execution of a user's step methods over micro-batches and pipeline stages."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lightning_megatron.stage import BackwardScale, StageBoundary
 
 
 class StepEngine:
-    """Runs steps that are more than one forward on one rank.
+    """Runs a user's step methods, over micro-batches and pipeline stages where there are several.
 
     Args:
         mesh: mesh of this rank.
-        boundary: boundary of pipeline stages; ``None`` for a model in one piece.
+        boundary: boundary of pipeline stages; ``None`` without a pipeline.
         schedule: name of the pipeline schedule.
         micro_batch_size: samples of one forward; ``None`` for the whole batch.
         device: device of activations.
@@ -47,7 +47,7 @@ class StepEngine:
     ) -> None:
         self._mesh, self._device, self._schedule, self._size = mesh, device, schedule, micro_batch_size
         self._is_pipeline = boundary is not None
-        self._boundary = boundary or StageBoundary(1)  # a model in one piece reads only its scale
+        self._boundary = boundary or StageBoundary(1)  # without a pipeline, only its loss scale is used
         self._logs = LogSync(mesh.pp, device)
         self._metrics = MetricSync(mesh, device)
         self._runtime = PipelineRuntime(mesh.pp, self._boundary.num_stages, device, dtype, mesh.weight_grads)
@@ -59,11 +59,11 @@ class StepEngine:
         return self._boundary.loss_scale
 
     def plain_step(self, step: Callable[[], Any], scale: float) -> Any:
-        """One forward of a model in one piece; the caller differentiates its loss.
+        """Run one forward of a model without pipeline stages; the caller runs the backward.
 
         Args:
             step: the user's step.
-            scale: factor of the loss before backward.
+            scale: factor of the loss in the backward.
         """
         with self._mesh.pp.during(Kind.FORWARD), self._boundary.at(0, None, scale) as backward_scale:
             output = step()
@@ -71,11 +71,11 @@ class StepEngine:
             return output
 
     def watch(self, module: LightningModule) -> None:
-        """Synchronize the metric objects of a module with the ranks that have seen other samples."""
+        """Synchronize the torchmetrics objects of a module over the ranks that see other samples."""
         self._metrics.install(module)
 
     def split(self, batch: Any) -> MicroBatches | None:
-        """Micro-batches of a batch; ``None`` where one plain call of the step is enough."""
+        """Micro-batches of a batch; ``None`` if one plain call of the step is enough."""
         micro_batches = split_batch(batch, self._size)
         return None if len(micro_batches) == 1 and not self._is_pipeline else micro_batches
 
@@ -93,8 +93,8 @@ class StepEngine:
             module: the user's module.
             micro_batches: micro-batches of one batch.
             rest: arguments that Lightning passes to the step after the batch.
-            scale: factor of a loss before backward, besides the share of its micro-batch.
-            optimizers: optimizers, told when gradients are complete; ``None`` while batches are accumulated.
+            scale: factor of each loss in the backward, on top of its micro-batch's share of the batch.
+            optimizers: optimizers whose gradients this batch completes; ``None`` if more batches are accumulated.
 
         Returns:
             Output of one ``training_step`` on the whole batch, without its graph.
@@ -113,7 +113,7 @@ class StepEngine:
     def evaluate(
         self, module: LightningModule, name: str, micro_batches: MicroBatches, rest: tuple[Any, ...], broadcast: bool
     ) -> Any:
-        """An evaluation step on all micro-batches, its outputs joined.
+        """Run an evaluation step on all micro-batches, and join the outputs.
 
         Args:
             module: the user's module.

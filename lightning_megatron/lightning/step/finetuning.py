@@ -15,9 +15,9 @@ from lightning_megatron.params import named_specs
 
 
 def take_own_groups(opened: OpenCheckpoint, module: LightningModule) -> None:
-    """Give the saved state of ``BaseFinetuning`` the groups of this pipeline stage; all ranks call this.
+    """Limit the saved groups of ``BaseFinetuning`` to parameters of this pipeline stage; all ranks call this.
 
-    The callback saves the names of the first stage, and looks for all of them when a fit begins.
+    The saved state names parameters of the first stage, and the callback looks up every name when a fit begins.
 
     Raises:
         CheckpointError: for a single file, whose groups have no names.
@@ -30,7 +30,7 @@ def take_own_groups(opened: OpenCheckpoint, module: LightningModule) -> None:
         for index in saved:
             if (named := groups[groups_key(index)]) is None:
                 name = type(callback).__name__
-                raise CheckpointError(f"{opened}: {name} goes on in a pipeline from a directory, and not from one file")
+                raise CheckpointError(f"{opened}: {name} resumes in a pipeline from a directory only, not from a file")
             here = ({**group, "params": [name for name in group["params"] if name in own]} for group in named)
             saved[index] = [group for group in here if group["params"]]
 
@@ -44,7 +44,7 @@ def rejoin_groups(
     frozen, so that a resumed run would not train them.
 
     Args:
-        checkpoint: the saved values that are no tensors.
+        checkpoint: non-tensor content of the checkpoint.
         module: the user's module.
         optimizers: the distributed optimizers.
     """
@@ -55,7 +55,7 @@ def rejoin_groups(
 
 
 def rejoin(groups: Sequence[Mapping[str, Any]] | None, module: LightningModule, target: ShardedOptimizer) -> None:
-    """Add parameters of saved groups, of all stages of a pipeline, that no group has; no action without a callback."""
+    """Add this rank's parameters of saved groups that no group holds yet; no action without a callback."""
     present = {name for names in target.group_names() for name in names}
     params = {name: param for name, param, _ in named_specs(module) if name not in present}
     for group in groups or () if _callbacks(module) else ():

@@ -36,7 +36,7 @@ def reduce_dtype(
         data_parallel_size: number of replicas.
 
     Returns:
-        The dtype, ``None`` for the dtype in which gradients are accumulated.
+        The dtype; ``None`` to sum in the dtype in which gradients are accumulated.
     """
     if requested is not None:
         return REDUCE_DTYPES[requested]
@@ -49,12 +49,12 @@ def reduce_dtype(
         summands = micro_batches_per_step * data_parallel_size
         why = f"{micro_batches_per_step} micro-batches x dp {data_parallel_size} = {summands} summands"
     name = next(name for name, dtype in REDUCE_DTYPES.items() if dtype is chosen)
-    rank_zero_info(f"gradients are summed over ranks in {name} ({why}; grad_reduce_dtype chooses otherwise)")
+    rank_zero_info(f"gradients are summed over ranks in {name} ({why}; grad_reduce_dtype overrides this)")
     return chosen
 
 
 def micro_batches_of_step(trainer: Trainer, micro_batch_size: int | None) -> int | None:
-    """Forwards of one optimizer step on one replica, at most in any epoch; ``None`` if the batch size is unknown."""
+    """Most forwards of one optimizer step on one replica in any epoch; ``None`` if the batch size is unknown."""
     accumulated = [trainer.accumulate_grad_batches]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):

@@ -1,4 +1,4 @@
-"""Graphs of ``torch.compile`` in a run: batches that may make new ones, and lines about them in the log."""
+"""Graphs of ``torch.compile`` in a run: the batches that may compile new ones, and log lines about them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _TRAINING = "training"
 
 
 class BlockGraphs:
-    """Graphs of one run.
+    """Limits and reports the graphs that ``torch.compile`` makes in one run.
 
-    Where a graph is made for fixed shapes, and takes minutes, not every batch may cause one: the first batch of
-    training and of each evaluation loader does, and every batch whose shapes have come before. A batch of new shapes,
-    such as the rest of an epoch, runs without a graph, unless one fits.
+    On a device that compiles for fixed shapes, which takes minutes, only these batches may compile: the first one of
+    training and of each evaluation loader, and every batch whose shapes have occurred before. Another batch, such as
+    the shorter last one of an epoch, uses an existing graph if one fits, and else runs eagerly.
 
     Args:
         compiles: True if ``torch.compile`` is used.
@@ -43,15 +43,15 @@ class BlockGraphs:
 
     @contextmanager
     def batch(self, stage: str, batch: Any, *rest: Any) -> Iterator[None]:
-        """Context in which a batch is run.
+        """Context in which a batch runs.
 
-        Before the second batch of training the log gets its line about graphs. What was compiled again is logged after
-        the batch that caused it, each cause once.
+        The graphs are reported before the second batch of training. Each cause of a recompilation is logged once, after
+        the batch that triggered it.
 
         Args:
             stage: ``"training"``, or the name of an evaluation's step.
             batch: batch, on any device.
-            *rest: further arguments of the step; the last is the number of the loader, in an evaluation.
+            *rest: further arguments of the step; in an evaluation the last one is the loader's index.
         """
         if self._seen[_TRAINING] == 1 and stage == _TRAINING:
             self.report()
@@ -85,13 +85,13 @@ class BlockGraphs:
             self._known.add(again.number)
 
     def report(self) -> None:
-        """Log on rank 0 the graphs since the run began, and the reasons for breaks."""
+        """Log on rank 0 the number of graphs since the run began, and the reasons for graph breaks."""
         if self._compiles:
             rank_zero_info(graph_line(compiler_counts().since(self._begin)))
 
 
 def graph_line(found: CompilerCounts) -> str:
-    """One line about graphs; equal blocks share theirs, so that the numbers are those of one block of each kind."""
+    """Log line with the numbers of graphs and breaks; equal blocks share graphs, so each kind of block counts once."""
     breaks = sum(found.breaks.values())
     line = f"torch.compile: {found.graphs} graphs and {breaks} breaks so far; equal blocks share their graphs"
     if not breaks:
@@ -103,8 +103,8 @@ def graph_line(found: CompilerCounts) -> str:
 
 
 def recompilation_line(again: Recompilation) -> str:
-    """One line about a new graph of a function that had one."""
-    reason = again.reason.partition(": ")[2] or again.reason  # behind the number of the graph
+    """Log line about the recompilation of a function."""
+    reason = again.reason.partition(": ")[2] or again.reason  # after the index of the graph
     cause = " ".join(reason.split())[:_LONGEST_CAUSE]
     return f"torch.compile: a new graph of {again.function!r}, since no earlier one fits: {cause}"
 

@@ -1,8 +1,8 @@
-"""Logs of a step that runs once per micro-batch, and to its end on one pipeline stage only.
+"""Logs of a step, which runs once per micro-batch, and to its end on the last pipeline stage only.
 
 Lightning expects one ``self.log`` of a name per batch, on every rank. While micro-batches run, calls are collected;
 afterwards the last stage tells the others what it collected, and each name is logged once, with the value that the
-whole batch would have given. So callbacks and loggers that decide by a metric decide alike on all ranks.
+whole batch would have given. So callbacks and loggers that depend on a metric make the same decision on all ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Entry:
     batch_size: int = 0
 
     def combined(self, device: torch.device) -> Tensor | None:
-        """The value of the whole batch; for a metric object, the value that it shows for this step, or ``None``."""
+        """Value of the whole batch; ``None`` if a torchmetrics object has no value for the step."""
         if any(value is None for value in self.values):
             return None
         values = [v if isinstance(v, Tensor) else torch.tensor(float(v)) for v in self.values]
@@ -58,13 +58,13 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Line:
-    """One name to log, without its value: the same on all ranks of a pipeline from one step to the next.
+    """A name to log, without its value; rarely changes from one step to the next.
 
     Attributes:
         name: name in the log.
         options: keyword arguments of ``log``.
-        metric: path of a torchmetrics object in the module, which is logged in place of the value.
-        has_value: True if there is a value: a metric that was only updated shows none for the step.
+        metric: path in the module of the torchmetrics object to log; ``None`` for a plain value.
+        has_value: False for a metric that was only updated, and so has no value for the step.
     """
 
     name: str
@@ -87,9 +87,9 @@ class LogCapture:
 
     @contextmanager
     def micro_batch(self, weight: float, *, keep: bool = True) -> Iterator[None]:
-        """Collect what is logged inside, for a micro-batch that is ``weight`` of the batch; or drop it.
+        """Collect ``log`` calls inside the context, for a micro-batch that is ``weight`` of the batch; or drop them.
 
-        An attribute of this one object hides the method of its class inside the ``with``; the class is not changed.
+        An instance attribute shadows the method ``log`` inside the ``with``; the class is not changed.
         """
         self._weight = weight
         previous: Callable[..., None] | None = self._module.__dict__.get("log")
@@ -147,12 +147,12 @@ class LogCapture:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """A ``log`` on a stage that is not the last."""
+    """Drop a ``log`` call, on a stage that is not the last."""
 
 
 @dataclass(frozen=True)
 class _Header:
-    """Everything about the logs of a step but its numbers, which is the same from one step to the next.
+    """Names and options that a step logs, without the values; rarely changes from one step to the next.
 
     Attributes:
         lines: names that the step logs.
@@ -169,15 +169,15 @@ class _Header:
 
 
 _UNTOLD = _Header([], 1)
-"""A loss and no logs: what every stage takes for the header until it is told another."""
+"""Header that every stage assumes until it receives another one: a loss, and no logs."""
 
 
 class LogSync:
     """Sends what the last stage collected to the other stages of a pipeline.
 
-    One tensor of fixed length is broadcast: a flag, then the totals and values. The flag is 1 where the header has
-    changed since the last step of this name, or where there are too many numbers: then the header follows as an object,
-    with the numbers that did not fit.
+    One tensor of fixed length is broadcast: a flag, then the totals and values. The flag is 1 if the header has changed
+    since the last step of this name, or if there are too many numbers: then an object follows, with the header and the
+    numbers that did not fit.
 
     Args:
         axis: ranks of the pipeline.

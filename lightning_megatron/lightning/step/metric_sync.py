@@ -1,8 +1,7 @@
-"""torchmetrics objects over ranks that partly see the same samples.
+"""Synchronization of torchmetrics objects, where some ranks see the same samples.
 
-Of the ranks of a job only those on the last pipeline stage run a step to its end, and of these, ranks that differ in tp
-or cp have seen the same samples. So a metric is gathered over the data-parallel ranks of the last stage alone, and the
-stages before it are told.
+Only ranks of the last pipeline stage run a step to its end, and those that differ only in tp or cp see the same
+samples. So a metric is gathered over the data-parallel ranks of the last stage, and then broadcast to the other stages.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lightning_megatron.mesh import ParallelMesh
 
 
 class MetricSync:
-    """Synchronization of metric objects: answers whether there is something to gather, and gathers it.
+    """``distributed_available_fn`` and ``dist_sync_fn`` of torchmetrics objects.
 
     Args:
         mesh: mesh of this rank.
@@ -32,29 +31,29 @@ class MetricSync:
         self._metrics: list[Metric] = []
 
     def install(self, module: nn.Module) -> None:
-        """Let every metric of a module sync here, except those with a process group or gather function of their own."""
+        """Synchronize every metric of a module, except those with a process group or gather function of their own."""
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         for metric in self._metrics:
             if metric.process_group is None and metric.dist_sync_fn is None:
                 metric.dist_sync_fn = self.gather
                 metric.distributed_available_fn = self.is_needed
             if self._pipeline.size > 1:
-                # A metric is updated on the last stage only. With a cache the other stages would answer from it, and
-                # would be missing in the gathering.
+                # A metric is updated on the last stage only. The other stages would return a cached value, and not
+                # join the gathering.
                 metric.compute_with_cache = False
 
     def step_is_over(self) -> None:
-        """Count an update on stages that ran no whole step: metrics warn in ``compute`` if they were never updated."""
+        """Mark metrics as updated on stages before the last, where ``compute`` would warn that they never were."""
         if self._pipeline.rank < self._pipeline.size - 1:
             for metric in self._metrics:
                 mark_updated(metric)
 
     def is_needed(self) -> bool:
-        """True if another rank has seen other samples, or has seen them when this one has not."""
+        """True with several replicas, or with several stages, of which only the last updates metrics."""
         return self._replicas.size > 1 or self._pipeline.size > 1
 
     def gather(self, state: Tensor, group: Any = None) -> list[Tensor]:
-        """One state of a metric, from every replica, as it is on the last stage."""
+        """Gather one state of a metric from the replicas of the last stage."""
         parts = [state] if self._replicas.size == 1 else gather_all_tensors(state, self._replicas.group)
         if self._pipeline.size == 1:
             return parts
@@ -62,7 +61,7 @@ class MetricSync:
 
 
 def last_value(metric: Metric) -> Tensor | None:
-    """The value of a step that Lightning shows for a metric: a scalar that ``metric(...)`` returned, or ``None``."""
+    """The step value that Lightning logs for a metric: the scalar that ``metric(...)`` returned, or ``None``."""
     value = shown_value(metric)
     return value.detach() if isinstance(value, Tensor) and value.numel() == 1 else None
 

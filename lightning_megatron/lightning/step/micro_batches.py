@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches, and putting outputs together again.
+"""Splitting a batch into micro-batches, and joining their outputs.
 
 A DataLoader batch is what one data-parallel replica trains on in one step. The strategy cuts it along the first
 dimension of its tensors. Other objects go to every micro-batch as they are.
@@ -74,7 +74,7 @@ def _rows(batch: Any, start: int, stop: int) -> Any:
 
 
 def join_outputs(outputs: Sequence[Any]) -> Any:
-    """Outputs of micro-batches as the output of the batch: tensors end to end, containers likewise, by their keys."""
+    """Join the outputs of micro-batches: tensors and lists end to end, mappings and tuples item by item."""
     first = outputs[0]
     if len(outputs) == 1:
         return first

@@ -18,10 +18,10 @@ NAME = "op_report.json"
 
 
 def write_op_report(module: LightningModule, ops: Ops, mesh: ParallelMesh) -> None:
-    """Write the choices of a model's modules, and the fallbacks of calls so far; all ranks call this.
+    """Write the implementations that modules have chosen, and fallbacks of calls so far; all ranks call this.
 
-    The file is in the log folder of the first logger that has one (TensorBoard's and CSV's do). There is none for
-    ``fast_dev_run``, and none on remote storage.
+    The file is in the log folder of the first logger that has one (TensorBoard's and CSV's do). No file is written
+    under ``fast_dev_run``, nor to remote storage.
     """
     trainer = module.trainer
     if trainer.fast_dev_run:  # type: ignore[attr-defined]

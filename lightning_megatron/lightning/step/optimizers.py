@@ -1,4 +1,4 @@
-"""The distributed optimizers of a module through the batches of a step."""
+"""The distributed optimizers of a module, and their gradients during the batches of a step."""
 
 from __future__ import annotations
 
@@ -55,23 +55,23 @@ class ForgetStep(Protocol):
 
 @runtime_checkable
 class KeepsWithinStep(Protocol):
-    """A module that keeps values made from parameters between the micro-batches and batches of a step."""
+    """A module that caches values computed from parameters for all forwards of a step."""
 
     def begin_batch(self, first: bool) -> None:
         """Prepare for the forwards of a batch.
 
         Args:
-            first: True if parameters may be others than in the batch before.
+            first: True if parameters may have changed since the batch before.
         """
         ...
 
     def release(self) -> None:
-        """Drop the values."""
+        """Drop the cached values."""
         ...
 
 
 class Holder:
-    """Weak reference of a module to the owner of the optimizers that hold its parameters; copies have none.
+    """A module's weak reference to the owner of its optimizers; a copy refers to no owner.
 
     Args:
         owner: the owner.
@@ -96,7 +96,7 @@ class OptimizerSet:
         module: the module that is trained.
         optimizers: the user's optimizers.
         mesh: this rank's mesh.
-        config: the switches of the distributed optimizer.
+        config: settings of the distributed optimizer.
         check_finite: True to check losses, gradients and parameters for NaN and infinity before each step.
 
     Attributes:
@@ -147,7 +147,7 @@ class OptimizerSet:
         self._probe: _Probe | None = None
 
     def _held_by_several(self, specs: Sequence[tuple[str, nn.Parameter, ParamSpec]]) -> SharedParameters:
-        """Parameters outside the model, which every stage has built."""
+        """Parameters that several stages hold, since every stage has built them outside the model."""
         if self._mesh.pp.size == 1:
             return SharedParameters([], frozenset(), self._mesh.pp)
         trained = {name: tuple(param.shape) for name, param, _ in specs if param.requires_grad}
@@ -156,9 +156,9 @@ class OptimizerSet:
     def begin_batch(self, first: bool, backward_is_ours: bool) -> None:
         """Prepare gradients for the ``training_step`` of a batch.
 
-        Lightning clears gradients between ``training_step`` and ``backward``, at the first of the batches that it
-        accumulates. With one backward, after ``training_step``, this is left to Lightning. If ``training_step`` runs
-        the backwards of all micro-batches, gradients are cleared here, and the new ones are hidden from Lightning.
+        Lightning calls ``zero_grad`` between ``training_step`` and ``backward``, at the first batch of an accumulation.
+        If the backward comes after ``training_step``, that call clears the gradients. If ``training_step`` runs the
+        backwards of all micro-batches, they are cleared here, and the new ones are hidden during Lightning's call.
 
         Args:
             first: True if Lightning will clear gradients.
@@ -167,7 +167,7 @@ class OptimizerSet:
         if not self._is_automatic:
             return
         self._probe = None
-        # Writes through `param.data` leave no trace: where callbacks may have made some, nothing is kept.
+        # Writes through `param.data` cannot be detected: if callbacks may have made some, cached values are dropped.
         may_differ = first or any(sharded.compare_values for sharded in self.sharded)
         for keeper in self._keepers:
             keeper.begin_batch(may_differ)
@@ -187,9 +187,9 @@ class OptimizerSet:
                 sharded.zero_grads()
 
     def _open_places(self) -> None:
-        """Let layers add gradients to the buffers themselves, on a CPU.
+        """On a CPU, let layers add gradients directly to the buffers.
 
-        An accelerator's kernels for embeddings and for products into another dtype are others.
+        An accelerator uses other kernels for embeddings, and for products into another dtype.
         """
         if self._mesh.rng.device.type != devices.CPU.type:
             return
@@ -202,7 +202,7 @@ class OptimizerSet:
         self._mesh.weight_grads.set_places(find)
 
     def end_batch(self, output: Any, batches: int, backward_was_ours: bool) -> Any:
-        """Finish the ``training_step`` of a batch: hide new gradients from Lightning, which now clears old ones.
+        """After ``training_step``: hide the new gradients while Lightning calls ``zero_grad``.
 
         Args:
             output: output of the step, on this replica's whole batch.
@@ -210,7 +210,7 @@ class OptimizerSet:
             backward_was_ours: True if ``training_step`` has run backwards.
 
         Returns:
-            The output; with the mean loss if it has the number of tokens, see :meth:`TokenCounter.normalize`.
+            The output, with the mean loss if it has a number of tokens; see :meth:`TokenCounter.normalize`.
         """
         self._check_loss(output)
         if output is None or not self._is_automatic:
@@ -233,7 +233,7 @@ class OptimizerSet:
                 check.add_loss(loss)
 
     def begin_backward(self) -> None:
-        """Prepare Lightning's own backward of a batch, which adds to gradients that were not cleared."""
+        """Prepare for the backward that Lightning runs, which adds to the gradients of earlier batches."""
         self._check_probe()
         self._continue_accumulation()
 
@@ -251,8 +251,8 @@ class OptimizerSet:
         probe, self._probe = self._probe, None
         if probe is not None and not probe.was_cleared():
             raise MisconfigurationException(
-                "optimizer_zero_grad is overridden and has left the gradients of the batch before, but they are "
-                "cleared before the backwards of micro-batches: leave micro_batch_size out, or accumulate with "
+                "optimizer_zero_grad is overridden and keeps the gradients of the batch before, but with micro-batches "
+                "they are cleared before the backwards: leave micro_batch_size out, or accumulate with "
                 "Trainer(accumulate_grad_batches=...)"
             )
 
@@ -265,8 +265,8 @@ class OptimizerSet:
 
         Args:
             optimizer: the user's optimizer.
-            is_last: True if the epoch is over; its hooks may read parameters.
-            is_refused: True if the step was skipped by the step gate.
+            is_last: True for the last step of an epoch, whose end hooks may read parameters.
+            is_refused: True if the step gate has skipped the step.
         """
         if is_last:
             self.finish_param_gather()
@@ -280,10 +280,10 @@ class OptimizerSet:
 
     @contextmanager
     def last_backward(self, last: bool = True) -> Iterator[None]:
-        """Bracket the backward that is the last of the step for the parameters it reaches.
+        """Context of the last backward of a step, during which complete gradients are sent.
 
         Args:
-            last: False if it is not the last after all.
+            last: False if it is not the last; then nothing is sent.
         """
         with ExitStack() as stack:
             for sharded in self.sharded:
@@ -291,7 +291,7 @@ class OptimizerSet:
             yield
 
     def lightnings_backward(self) -> AbstractContextManager[None]:
-        """Bracket the backward that Lightning runs; an overridden one may call ``torch.autograd.grad``."""
+        """Context of the backward that Lightning runs; an overridden one may call ``torch.autograd.grad``."""
         return self._mesh.weight_grads.accumulating(self._is_automatic and not self._differentiates_itself)
 
     def sum_tied(self) -> None:
@@ -339,7 +339,7 @@ class OptimizerSet:
             check.finish()
 
     def close(self) -> None:
-        """Give parameters storage of their own; optimizer state is dropped."""
+        """Move parameters back to storage of their own, and drop optimizer state."""
         self._mesh.weight_grads.set_places(None)
         for keeper in self._keepers:
             keeper.release()
@@ -348,10 +348,10 @@ class OptimizerSet:
 
 
 def decide_on_rank_0(configs: Iterable[LRSchedulerConfig], broadcast: Callable[[float], float]) -> None:
-    """Let plateau schedulers see the metric of rank 0: without ``sync_dist=True`` each rank may have its own.
+    """Step plateau schedulers by rank 0's metric: without ``sync_dist=True`` each rank may have its own.
 
     Args:
-        configs: Lightning's configurations; in them, others take their place that share the state of the user's.
+        configs: Lightning's configurations; replacements that share the user's schedulers' state are put into them.
         broadcast: function that gives all ranks the value of rank 0.
     """
 

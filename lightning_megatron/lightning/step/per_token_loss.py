@@ -24,7 +24,7 @@ NUM_TOKENS = "num_tokens"
 
 @runtime_checkable
 class CountsTokens(Protocol):
-    """A module that says before its model runs, on every stage of a pipeline, what its losses are sums over."""
+    """A module that can count the tokens of its summed loss before the model runs, on every pipeline stage."""
 
     def num_tokens(self, batch: Any) -> Tensor | None:
         """Number of tokens over which the loss of a batch is a sum; ``None`` for a mean."""
@@ -33,7 +33,7 @@ class CountsTokens(Protocol):
 
 @runtime_checkable
 class LogsTokenMean(Protocol):
-    """A module that logs the mean over tokens itself: its steps see micro-batches of one replica."""
+    """A module with a log function for the mean over tokens: its steps see only micro-batches of one replica."""
 
     def log_mean_over_tokens(self, loss: Tensor) -> None:
         """Log the mean of a batch over the tokens of all replicas."""
@@ -46,14 +46,14 @@ def num_tokens_in(output: Any) -> Any:
 
 
 def check_all_alike(one: Any, other: Any) -> None:
-    """Refuse sums and means among the losses of one optimizer step.
+    """Refuse a mix of sums and means among the losses of one optimizer step.
 
     Args:
         one: number of tokens of a micro-batch or batch, or ``None``.
         other: number of tokens of another one, or ``None``.
 
     Raises:
-        MisconfigurationException: if they are not.
+        MisconfigurationException: if just one of them is ``None``.
     """
     if (one is None) != (other is None):
         raise MisconfigurationException(
@@ -63,7 +63,7 @@ def check_all_alike(one: Any, other: Any) -> None:
 
 
 def check_stages_can_count(module: object, num_stages: int, batch: Any) -> None:
-    """Refuse experts in stages before the last whose losses are weighted before the number of tokens is known.
+    """Refuse experts before the last stage if their auxiliary losses need the number of tokens before it is known.
 
     Args:
         module: module; its ``training_step`` returned a number of tokens.
@@ -83,12 +83,12 @@ def check_stages_can_count(module: object, num_stages: int, batch: Any) -> None:
 
 
 def tokens_before(module: object, batch: Any) -> Tensor | None:
-    """Number of tokens over which the loss of a batch will be a sum, if the module can say it before its model runs."""
+    """Number of tokens that a summed loss will cover; ``None`` for a mean, or if unknown before the model runs."""
     return module.num_tokens(batch) if isinstance(module, CountsTokens) else None
 
 
 def scale_with_tokens(scale: BackwardScale, tokens: Any) -> None:
-    """Weight auxiliary losses beside a sum over tokens as they are weighted beside a mean.
+    """Give auxiliary losses the same weight beside a sum over tokens as beside a mean.
 
     Args:
         scale: scale of the loss, which is multiplied by the number of tokens.
@@ -102,8 +102,8 @@ class TokenCounter:
     """Counter of the tokens of one optimizer step, over all its accumulated batches and replicas.
 
     Args:
-        axis: ranks that read different samples. Ranks of a pipeline, and those that share a sequence, all know the
-            number of tokens of their replica, which counts once.
+        axis: ranks that read different samples. All ranks of one replica (pipeline stages, ranks that share a
+            sequence) know its number of tokens, which counts once.
         log: function that logs the mean of each batch; ``None`` for none.
     """
 
@@ -112,7 +112,7 @@ class TokenCounter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin another optimizer step."""
+        """Reset the count for the next optimizer step."""
         self._is_empty = True
         self._total: Tensor | None = None
 
@@ -145,7 +145,7 @@ class TokenCounter:
         value = loss_sum * _inverse(total)
         if self._log is not None:
             self._log(value)
-        # The value of the mean and the graph of the sum.
+        # The value is the mean, the graph is the sum's.
         return {**output, "loss": value + (loss - loss.detach()), NUM_TOKENS: total}
 
     def gradient_factor(self, batches: int) -> Tensor | None:

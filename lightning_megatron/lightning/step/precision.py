@@ -98,7 +98,7 @@ class MegatronPrecision(Precision):
 
     @classmethod
     def of(cls, plugin: Precision | None) -> MegatronPrecision:
-        """A plugin for a precision plugin of Lightning's; :meth:`adopt` says which are known."""
+        """Convert a precision plugin of Lightning; :meth:`adopt` defines which are supported."""
         return cls() if plugin is None else cls().adopt(plugin)
 
     def _set_precision(self, precision: str, loss_scale: DynamicLossScale | None) -> None:
@@ -167,7 +167,7 @@ class MegatronPrecision(Precision):
 
     @contextmanager
     def params_dtype(self) -> Iterator[None]:
-        """Tensors made without a dtype get the parameters'."""
+        """Make the parameters' dtype the default of new tensors; fp32 keeps the present default."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(before if self.mode.params == torch.float32 else self.mode.params)
         try:
@@ -176,16 +176,16 @@ class MegatronPrecision(Precision):
             torch.set_default_dtype(before)
 
     def tensor_init_context(self) -> AbstractContextManager[None]:
-        """Tensors made without a dtype get the parameters', but not in mixed precision, as in Lightning."""
+        """Context of :meth:`params_dtype`; in mixed precision the default dtype stays, as in Lightning."""
         return self.params_dtype() if self.mode.main is None else nullcontext()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast a module to the parameters' dtype, and have its layers take inputs of any; fp32 leaves it as it is.
+        """Cast a module to the parameters' dtype, and let its layers accept inputs of any dtype; no effect in fp32.
 
-        Layers of torch's and of ours cast what they are called with. Layers of the user's own, which may take targets,
+        Layers of torch and of this package cast their inputs. Layers of the user's own, whose inputs may be targets,
         run under autocast: each operation casts what it must.
-        What counts or sums keeps its dtype: metrics, and buffers outside of layers that have parameters. So do buffers
-        that are weights: the bias of an expert moves by steps that 16 bits would round away.
+        Metrics, and buffers outside of layers that have parameters, keep their dtype, since they count or sum. So do
+        buffers that are weights: 16 bits would round away the small updates of an expert's bias.
         """
         if (dtype := self.mode.params) == torch.float32:
             return module
@@ -204,14 +204,14 @@ class MegatronPrecision(Precision):
         return module
 
     def teardown(self) -> None:
-        """Take back what :meth:`convert_module` has added to layers."""
+        """Remove the hooks that :meth:`convert_module` has registered on layers."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def convert_input(self, data: Any) -> Any:
-        """Widen floating-point inputs to fp64; 16 bits would round masks, counts and targets.
+        """Cast floating-point inputs to fp64 under ``64-true``; otherwise keep their dtype.
 
-        So inputs keep their dtype until a layer takes them (:meth:`convert_module`), as under Lightning's autocast.
+        16 bits would round masks, counts and targets: layers cast inputs (:meth:`convert_module`), as autocast does.
         """
         return _cast(data, torch.float64) if self.mode.params == torch.float64 else data
 
@@ -222,21 +222,21 @@ class MegatronPrecision(Precision):
     # A step
 
     def scale_of_loss(self) -> float:
-        """Factor of a loss before backward."""
+        """Factor of a loss in the backward."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """Fire the hooks, then scale."""
+        """Call the hooks, then scale the loss."""
         tensor = super().pre_backward(tensor, module)
         return tensor if self.loss_scale is None else tensor * self.scale_of_loss()
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, complete the gradients, run hooks and clipping, update, send parameters out.
+        """Run the closure, complete the gradients, run hooks and clipping, update and gather the parameters.
 
-        A step whose gradients overflow (``16-mixed``), or that :attr:`step_gate` refuses, leaves the parameters alone
-        on all ranks together; as in Lightning, learning-rate schedulers move on.
+        A step whose gradients overflow (``16-mixed``), or that :attr:`step_gate` refuses, is skipped on all ranks; as
+        in Lightning, learning-rate schedulers advance nevertheless.
         """
         if optimizer not in self._managed:  # Lightning's stand-in where configure_optimizers returned None
             return super().optimizer_step(optimizer, model, closure, **kwargs)
@@ -258,7 +258,7 @@ class MegatronPrecision(Precision):
         return result if overflow else self._step(sharded, model, result, kwargs)
 
     def _check_finite(self, sharded: ShardedOptimizer, step: int, overflow: bool) -> None:
-        """Stop at NaN or infinity; a gate decides itself, and so does a loss scale above its minimum.
+        """Raise at NaN or infinity, unless a step gate decides, or a loss scale above its minimum handles an overflow.
 
         Raises:
             NonFiniteError: on all ranks.
@@ -273,7 +273,7 @@ class MegatronPrecision(Precision):
             check(step, self.last_grad_norm)
 
     def _step(self, sharded: ShardedOptimizer, model: LightningModule, result: Any, kwargs: dict[str, Any]) -> Any:
-        """Step with a closure that returns the computed result: optimizers may call it, as in Lightning."""
+        """Step with a closure that returns the computed result, which the optimizer calls, as in Lightning."""
         asked = []
 
         def closure() -> Any:
@@ -292,7 +292,7 @@ class MegatronPrecision(Precision):
         return output
 
     def _complete(self, sharded: ShardedOptimizer) -> None:
-        """Make the gradients of the step final, once: under manual optimization clipping comes before the step."""
+        """Reduce and unscale the gradients of a step, only once: manual optimization may clip before the step."""
         if sharded.grads_are_complete:
             return
         self.last_grad_norm = None
@@ -307,14 +307,14 @@ class MegatronPrecision(Precision):
         return self._managed.get(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over the whole model, over all ranks that hold parts of it."""
+        """Clip by the norm over the whole model, including the parts that other ranks hold."""
         if (sharded := self._sharded(optimizer)) is None:
             return
         self._complete(sharded)
         self.last_grad_norm = sharded.clip_by_norm(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clamp every element."""
+        """Clamp every element of the gradients."""
         if (sharded := self._sharded(optimizer)) is None:
             return
         self._complete(sharded)
@@ -330,7 +330,7 @@ class MegatronPrecision(Precision):
         return self.last_grad_norm
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale."""
+        """State of the loss scale; empty without one."""
         return {} if self.loss_scale is None else self.loss_scale.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -340,18 +340,18 @@ class MegatronPrecision(Precision):
 
 
 def _reached(module: nn.Module, *without: type[nn.Module]) -> set[nn.Module]:
-    """A module and its parts, without those of some classes and what only they hold."""
+    """A module and its submodules, without those of some classes and all that only these contain."""
     return {part for _, part in module.named_modules({part for part in module.modules() if isinstance(part, without)})}
 
 
 def _home(layer: nn.Module) -> str:
-    """Package of the code that a layer runs; ours for children of our classes."""
+    """Package that defines a layer's ``forward``; this package for subclasses of its classes."""
     classes = [kind.__module__.partition(".")[0] for kind in type(layer).__mro__]
     return _OURS if _OURS in classes else str(getattr(layer.forward, "__module__", "")).partition(".")[0]
 
 
 class _Autocast:
-    """Hooks that run layers under autocast, one inside of another or not; dynamo can trace them."""
+    """Hooks that run layers, nested ones too, under autocast; dynamo can trace them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._before = dtype, list[tuple[str, torch.dtype, bool]]()

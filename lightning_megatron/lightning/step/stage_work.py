@@ -1,4 +1,4 @@
-"""The work of pipeline stages: a user's own step methods, once per micro-batch and stage."""
+"""Work of the pipeline stages: a user's step methods, run once per micro-batch and stage."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _Work:
     def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
         """The activation for the next stage; on the last one, the result of :meth:`on_last_stage`."""
         batch, weight = self._micro_batches[microbatch]
-        if self._seed is not None:  # stages take their micro-batches in orders of their own
+        if self._seed is not None:  # stages run the micro-batches in different orders
             seed_generators(self._seed + microbatch)
         is_last = stage == self._boundary.num_stages - 1
         scale = self.loss_scale(weight) if is_last else self.early_scale(batch, weight)
@@ -82,7 +82,7 @@ class _Work:
         raise NotImplementedError
 
     def loss_scale(self, weight: float) -> float:
-        """Factor of the loss of a micro-batch before backward."""
+        """Factor of a micro-batch's loss in the backward."""
         return weight
 
     def early_scale(self, batch: Any, weight: float) -> float | Tensor:
@@ -90,7 +90,7 @@ class _Work:
         return self.loss_scale(weight)
 
     def hidden_shape(self, microbatch: int) -> tuple[int, ...]:
-        """Shape of the activation between stages, which the module says for each micro-batch."""
+        """Shape of a micro-batch's activation between stages, from the module's ``hidden_shape``."""
         shape: tuple[int, ...] = self._module.hidden_shape(self._micro_batches[microbatch][0])  # type: ignore[operator]
         return shape
 
@@ -103,7 +103,7 @@ class TrainingWork(_Work):
         micro_batches: pieces of the batch with their weights.
         rest: arguments that Lightning passes after the batch.
         boundary: boundary of pipeline stages.
-        scale: factor of a loss before backward, besides its weight.
+        scale: factor of each loss in the backward, on top of its weight.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class TrainingWork(_Work):
         return scaled
 
     def loss_scale(self, weight: float) -> float:
-        """The share of the micro-batch, times the scale of the batch."""
+        """Weight of the micro-batch, times the scale of the batch."""
         return weight * self._scale
 
     def early_scale(self, batch: Any, weight: float) -> float | Tensor:
-        """As on the last stage, where it follows from the number of tokens if the loss is a sum over them."""
+        """The last stage's factor, which depends on the number of tokens if the loss is a sum over them."""
         tokens = tokens_before(self._module, batch)
         return self.loss_scale(weight) if tokens is None else self.loss_scale(1.0) * tokens
 
@@ -153,7 +153,7 @@ class TrainingWork(_Work):
     def totals(self) -> list[Tensor]:
         """Loss of the batch, without its graph, and its number of tokens if there was one.
 
-        Nothing if there was no loss, or on a stage that is not the last.
+        Empty if there was no loss, or on a stage that is not the last.
         """
         tokens = [count for count in self._tokens if count is not None]
         return [torch.stack(parts).sum() for parts in (self._losses, tokens) if parts]
@@ -177,7 +177,7 @@ class EvaluationWork(_Work):
     """An evaluation step on every micro-batch."""
 
     def on_last_stage(self, output: Any, batch: Any, weight: float, scale: BackwardScale) -> None:
-        """Keep the output."""
+        """Append the output to those to join."""
         self._outputs.append(output)
 
     def output(self) -> Any:

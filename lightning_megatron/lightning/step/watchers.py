@@ -15,8 +15,8 @@ def watches_parameters(trainer: Trainer) -> bool:
     """True if a callback or the module may read or write parameters after a step and before the next forward.
 
     Of Lightning's own callbacks only weight averaging does. Any other callback with such a hook is assumed to, unless
-    its class says ``reads_parameters = False``: a stale parameter is worse than a lost overlap. A class speaks for its
-    own hooks and those of its bases, not for those of a subclass.
+    its class sets ``reads_parameters = False``: a stale parameter is worse than a lost overlap. The attribute covers
+    the hooks of its class and of the bases, not those of a subclass.
     """
     module = trainer.lightning_module
     if not module.automatic_optimization or _may_read(module, LightningModule, _AROUND_STEPS):
@@ -36,7 +36,7 @@ def _hook_may_read(instance: object, hook: str, base: type) -> bool:
         return True
     for kind in type(instance).__mro__:
         if "reads_parameters" in vars(kind):
-            return False  # it would have been true
+            return False  # False here: `_may_read` has returned for True
         if hook in vars(kind):
             return kind is not base and not kind.__module__.startswith("lightning.")
     return False

@@ -9,13 +9,13 @@ from lightning_megatron.mesh import Axis
 
 
 class Agreement:
-    """The maximum of the numbers that all ranks give, known one question later.
+    """Maximum of a number over all ranks, known one call of :meth:`ask` later.
 
-    A question is an all-reduce of one number, which runs during the next step. So all ranks get the same answer in the
-    same step, without waiting for it. All ranks must ask equally often.
+    Each call starts an all-reduce of one number, which runs during the next step. So all ranks get the same answer in
+    the same step, without waiting for it. All ranks must call :meth:`ask` equally often.
 
     Args:
-        axis: the ranks; ``None`` for a rank that is alone.
+        axis: ranks that agree; ``None`` in a job of one process.
         device: device of the group's tensors.
     """
 
@@ -25,10 +25,10 @@ class Agreement:
         self._under_way: Pending | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Agreement:
-        return self  # a question that is under way is a handle
+        return self  # a pending all-reduce is a handle
 
     def ask(self, number: int) -> int:
-        """Give a number, and return the maximum of the last question; unless that is 0, the new number is dropped."""
+        """Submit a number, and return the maximum of the last call; if it is not 0, the new number is dropped."""
         last = self.answer()
         if last == 0:
             self._number.fill_(number)
@@ -37,7 +37,7 @@ class Agreement:
         return last
 
     def answer(self) -> int:
-        """The maximum of the last question, once; 0 if none was asked since."""
+        """Return the maximum of the last :meth:`ask`, only once; 0 if there was none since."""
         if self._under_way is not None:
             self._under_way.wait()
             self._under_way = None
@@ -46,5 +46,5 @@ class Agreement:
         return found
 
     def ask_now(self, number: int) -> int:
-        """Give a number and wait for the maximum, of this and the last question."""
+        """Submit a number and wait for its maximum; that of the last call comes first if it is not 0."""
         return self.ask(number) or self.answer()

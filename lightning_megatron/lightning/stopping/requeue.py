@@ -22,19 +22,19 @@ from lightning_megatron.lightning.environments.mpi import MpirunEnvironment
 _log = logging.getLogger(__name__)
 _BELOW_SLURM = (TorchElasticEnvironment, MpirunEnvironment, MPIEnvironment)
 _INTERACTIVE = ("bash", "interactive")
-"""Names by which Lightning knows a job that somebody sits at."""
+"""Names of jobs that Lightning takes for interactive sessions."""
 
 
 def requeue_signal(trainer: Trainer) -> int | None:
-    """The signal after which the job is to be queued again; ``None`` for none."""
+    """The signal after which the job must be requeued; ``None`` for none."""
     strategy = trainer.strategy
     return requeue_signal_of(strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None)
 
 
 def requeue_signal_of(environment: ClusterEnvironment | None, variables: Mapping[str, str] = os.environ) -> int | None:
-    """The signal after which a job with such an environment is to be queued again; ``None`` for none.
+    """The signal after which a job with such an environment must be requeued; ``None`` for none.
 
-    Lightning requeues only what ``srun`` has started. A job whose tasks are ``torchrun`` or ``mpirun`` is Slurm's, too.
+    Lightning requeues only jobs started by ``srun``; here Slurm jobs that run ``torchrun`` or ``mpirun`` are, too.
 
     Args:
         environment: cluster environment of the Trainer.

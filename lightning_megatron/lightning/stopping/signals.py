@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: noted while there is something to save, obeyed at once before and after that."""
+"""Signals that ask a run to end: noted while there is something to save; before and after, they end it at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LATE = 1.0
 
 
 def signal_problems(names: Sequence[str]) -> list[Problem]:
-    """The faults of names that no system has a signal of."""
+    """The faults of names that are signals on no system."""
     known = {*(number.name for number in signal.Signals), "SIGUSR1", "SIGUSR2", "SIGHUP"}  # not every system has these
     unknown = (name for name in names if name not in known)
     return [Problem("signals", name, "no signal", nearest_names(name, sorted(known))) for name in unknown]
@@ -37,14 +37,14 @@ class StopSignals:
 
     SIGTERM is always handled, and a handler of the user's own runs after this one. Other signals are left alone if they
     have a handler that is neither Python's default nor Lightning's, or were ignored when the process began; those of
-    :meth:`add` are taken in that case, too.
+    :meth:`add` are handled even if they were ignored.
 
     Args:
         names: names of the signals.
 
     Attributes:
-        noted: numbers of the signals that have come.
-        waits: True if a signal is noted; if not, it ends this process, and those that it has launched, at once.
+        noted: numbers of the signals received.
+        waits: True to note a signal; False to let it end this process, and those that it has launched, at once.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class StopSignals:
     def add(self, number: int) -> None:
         """Add a signal, from the next :meth:`listen` on, also if this process was started with it ignored.
 
-        So a script has ``torchrun`` survive the signal for a requeue, and processes inherit that.
+        Scripts ignore the requeue signal so that ``torchrun`` survives it, and its processes inherit that.
         """
         self._added.add(number)
         if number not in self._numbers:
@@ -97,20 +97,20 @@ class StopSignals:
             signal.signal(number, self._note)
 
     def await_own(self, seconds: float = LATE) -> None:
-        """Wait for a signal that other ranks have had: it would kill a process that has given its handlers back."""
+        """Wait for the signal that other ranks have received: it would kill a process without these handlers."""
         end = time.monotonic() + seconds
         while self.are_heard and not self.noted and time.monotonic() < end:
             time.sleep(0.01)
 
     def give_back(self) -> None:
-        """Put back the previous handlers."""
+        """Restore the previous handlers."""
         while self._before:
             number, before = self._before.popitem()
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self.waits = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StopSignals:
-        return self  # handlers are the process's
+        return self  # handlers belong to the process
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -126,7 +126,7 @@ class StopSignals:
 
 
 def end_at_once(number: int) -> None:
-    """Die of a signal, so that the exit status names it; an interactive session is interrupted and goes on."""
+    """Kill this process by a signal, so that its status shows it; SIGINT only interrupts an interactive session."""
     if number == signal.SIGINT and hasattr(sys, "ps1"):
         raise KeyboardInterrupt
     signal.signal(number, signal.SIG_DFL)

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 @dataclass(frozen=True)
 class PatientWorker:
-    """Start of a worker that ends when its rank tells it to: the rank's last steps need its batches.
+    """``worker_init_fn`` of a worker that outlives signals to the job: its rank's last steps need its batches.
 
-    The second of two SIGTERMs counts: a rank that exits sends two. A worker without its rank ends itself, even in the
-    middle of a sample, where torch does not check for the rank.
+    It ends at the second SIGTERM, since a rank that exits sends two. A worker whose rank has died ends itself, even in
+    the middle of a sample, where torch does not check for the rank.
 
     Attributes:
         then: the user's ``worker_init_fn``.

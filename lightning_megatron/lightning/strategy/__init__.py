@@ -1,1 +1,1 @@
-"""The strategy: hooks.py is the story of a run, megatron.py what users give and call, the others hold a state each."""
+"""The strategy: Lightning calls hooks.py, users call megatron.py, the other modules hold a part of the state each."""

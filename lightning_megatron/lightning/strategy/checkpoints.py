@@ -33,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 
 class ResumedRandomness:
-    """Random numbers of a resumed run, which are those of the run without an interruption.
+    """Random numbers of a resumed run, equal to those of an uninterrupted run.
 
-    Generators are set again to a saved state where resuming itself has drawn from them.
+    Where resuming itself draws from the generators, they are reset to a saved state.
 
     Args:
         ranks: this rank and the others.
@@ -47,7 +47,7 @@ class ResumedRandomness:
         self._validation: dict[str, Any] | None = None
 
     def load(self, saved: dict[str, Any] | None) -> None:
-        """Continue with the state of a checkpoint; ``None`` for a checkpoint without one."""
+        """Restore the state in a checkpoint; ``None`` for a checkpoint without one."""
         self._saved = saved
         if saved is not None:
             restore_random_state(saved, self._ranks.mesh.rng)
@@ -55,20 +55,20 @@ class ResumedRandomness:
     def begin_batch(self, batch_idx: int) -> None:
         """Resume in mid-epoch with the random numbers of the uninterrupted run.
 
-        A loader that begins draws a seed from torch's generator, which it would not have done in mid-epoch.
+        A new loader iterator draws a seed from torch's generator, which the uninterrupted run did not do in mid-epoch.
         """
         if self._saved is not None and batch_idx > 0:
             restore_random_state(self._saved, self._ranks.mesh.rng)
         self._saved = None
 
     def begin_validation(self) -> None:
-        """Draw in a validation that starts again the random numbers that it drew before."""
+        """Give a validation that is repeated after resuming the random numbers of its first attempt."""
         if self._saved is not None:
             restore_random_state(self._saved, self._ranks.mesh.rng)
         self._validation = random_state(self._ranks.mesh.rng)
 
     def end_validation(self, *, sanity_checking: bool) -> None:
-        """Let the first batch after a validation that was started again continue from here."""
+        """Let the first training batch after a repeated validation continue from the present state."""
         self._validation = None
         if self._saved is not None and not sanity_checking:
             self._saved = random_state(self._ranks.mesh.rng)
@@ -92,7 +92,7 @@ class RunCheckpoints:
         writer: writer of files.
         randomness: random numbers of a resumed run.
         load_check: extent to which files are compared with the manifest before they are loaded.
-        saved: paths of the checkpoints that this run has written or has gone on from, with their steps.
+        saved: paths of the checkpoints that this run has written or resumed from, with their steps.
     """
 
     def __init__(self, ranks: JobRanks, params: TrainedParameters) -> None:
@@ -114,7 +114,7 @@ class RunCheckpoints:
         return module
 
     def open(self, trainer: Trainer) -> None:
-        """Close the folders of a fit to other runs, and start a writer in the background if asked for.
+        """Lock the folders of a fit against other runs, and start a background writer if asked for.
 
         Raises:
             CheckpointError: if another run saves there.
@@ -130,12 +130,12 @@ class RunCheckpoints:
     # Saving
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, guard: SaveGuard | None) -> None:
-        """Write a checkpoint, or begin to.
+        """Write a checkpoint, or start to write it in the background.
 
         Args:
-            checkpoint: what Lightning has collected.
-            filepath: path of it.
-            guard: check of it before it gets its name; ``None`` for no check.
+            checkpoint: Lightning's dictionary.
+            filepath: path of the checkpoint.
+            guard: check of the checkpoint before it is published; ``None`` for no check.
         """
         raise_if_any(address_problems("filepath", filepath))
         self._params.finish_finite_checks()
@@ -162,7 +162,7 @@ class RunCheckpoints:
         self._note_path(filepath, checkpoint)
 
     def _saving_mesh(self, checkpoint: Mapping[str, Any]) -> ParallelMesh:
-        """The mesh; before a Trainer has run anything, one of one rank if the job has no more."""
+        """The mesh; before the first run of the Trainer, one of a single rank, if the job has only one."""
         if self.ranks.is_connected:
             return self.ranks.mesh
         size = self.ranks.num_local * self.ranks.num_nodes
@@ -182,7 +182,7 @@ class RunCheckpoints:
         """Wait until the checkpoint that is being written in the background, if any, is durable.
 
         Raises:
-            CheckpointError: if it has failed. Where another exception is ending the run, this one is logged instead.
+            CheckpointError: if writing has failed; only logged if another exception is ending the run.
         """
         with self._unless_interrupted():
             self.writer.wait()
@@ -190,12 +190,12 @@ class RunCheckpoints:
     # Loading
 
     def open_once(self, item: Any) -> Any:
-        """The checkpoint at a path, open for all that look at it before it is loaded; any other object as it is."""
+        """Open the checkpoint at a path once for all checks before the load; return any other object as it is."""
         if not isinstance(item, str | os.PathLike) or not os.path.exists(item):
             return item
         before, self._opened = self._opened, None
         given = before if before is not None and before.path == Path(item) else item
-        with suppress(CheckpointError):  # loading says so, or takes an older one in its place
+        with suppress(CheckpointError):  # loading reports it, or takes an older checkpoint
             self._opened = open_checkpoint(given, check="sizes")
         return self._opened or item
 
@@ -215,7 +215,7 @@ class RunCheckpoints:
         pretrained.take_settings(module, checkpoint)
         follow_batch_size(checkpoint, getattr(trainer_of(module), "datamodule", None))
         self._note_path(checkpoint_path, checkpoint)
-        if self._params.sharded:  # in the middle of a run, which a tuner takes back to where it began
+        if self._params.sharded:  # in the middle of a run: a tuner restores the state at its start
             self._fill_optimizers(loaded)
             self.randomness.load(loaded.randomness)
         else:
@@ -240,13 +240,13 @@ class RunCheckpoints:
         return loaded
 
     def forget_shown(self) -> None:
-        """Let go of the weights that hooks were shown, before the model gets its memory for training."""
+        """Release the weights that hooks were shown, before the model gets its memory for training."""
         if self._loaded is not None:
             self._loaded.checkpoint["state_dict"] = self._shown = {}
             self._written = [n for n, stamp in _stamps(self._module).items() if self._stamps.get(n) != stamp]
 
     def load_optimizers(self) -> None:
-        """Load optimizer state, and the parameters from main values but for those that hooks have written since."""
+        """Load optimizer state, and set parameters from main values, except those that hooks have written since."""
         if (loaded := self._loaded) is None:
             return
         named, before = dict(self._module.named_parameters()), self._group_settings()
@@ -264,7 +264,7 @@ class RunCheckpoints:
             checkpointing.load_optimizers(loaded.opened, self._module, self._params.sharded, **how)
 
     def go_on(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on with the settings of groups and the random numbers of the checkpoint, whatever hooks have changed."""
+        """Restore the group settings and random numbers of the checkpoint, whatever hooks have changed since."""
         loaded, schedulers = self._loaded, self.ranks.strategy.lr_scheduler_configs
         if loaded is None or checkpoint is not loaded.checkpoint:
             return
@@ -272,7 +272,7 @@ class RunCheckpoints:
         self._set_groups(restored)
         self.randomness.load(loaded.randomness)
         self._loaded = None
-        if checkpoint.get("global_step") and len(schedulers) == number:  # a callback may bring its own
+        if checkpoint.get("global_step") and len(schedulers) == number:  # a callback may have added its own
             saved = checkpoint.get("lr_schedulers", ())
             checkpointing.tell_other_settings(str(loaded.opened), before, self._params.sharded, schedulers, saved)
 
@@ -292,7 +292,7 @@ class RunCheckpoints:
             self._params.refresh_main()
 
     def rewind(self, path: str) -> None:
-        """Load parameters, buffers and optimizer state between two steps; all else goes on as it is."""
+        """Load parameters, buffers and optimizer state between two steps; keep everything else."""
         module = self._module
         self.finish()
         settings = self._group_settings()
@@ -309,8 +309,8 @@ class RunCheckpoints:
             self.writer.close()
 
     def close(self) -> None:
-        """Leave whole parameters and durable files, and open their folders to other runs."""
-        self._loaded, self.randomness = None, ResumedRandomness(self.ranks)  # what was not used is no other run's
+        """Finish parameter gathers and background writes, and unlock the folders."""
+        self._loaded, self.randomness = None, ResumedRandomness(self.ranks)  # unused state must not reach another run
         self._params.finish_gather()
         try:
             self._close_writer()
@@ -329,5 +329,5 @@ class RunCheckpoints:
 
 
 def _stamps(module: LightningModule) -> dict[str, tuple[int, ...]]:
-    """Facts about each parameter that are others once it is written in place, or gets other memory."""
+    """Values that change when a parameter is written in place or gets other memory, by name."""
     return {name: (id(param), param._version, param.data_ptr()) for name, param in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""The folders of a run: closed to other runs, and searched for the newest good checkpoint."""
+"""The checkpoint folders of a run: locked against other runs, and searched for the newest good checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class SaveFolders:
-    """Folders of checkpoints: rank 0 looks into them, and all ranks do what it finds.
+    """Checkpoint folders: rank 0 inspects them, and all ranks act on the result.
 
     Args:
         ranks: this rank and the others.
@@ -36,7 +36,7 @@ class SaveFolders:
         self.goes_on_from_last = False
 
     def begin_fit(self, trainer: Trainer, ckpt_path: Any) -> bool:
-        """Forget the fit before; True if this one asks for the last checkpoint."""
+        """Reset for a new fit; True if it asks for the last checkpoint."""
         self.release()
         self._went_on_from = self._generation = None
         self._found_none = False
@@ -46,19 +46,19 @@ class SaveFolders:
     def find_last(self, trainer: Trainer, ckpt_path: Any) -> Any:
         """Look for the last checkpoint before Lightning does; called by all ranks.
 
-        Lightning goes by names and times of files, each rank for itself, and begins anew where there is no such file.
+        Lightning chooses by names and times of files, each rank for itself, and starts from scratch if it finds none.
 
         Returns:
-            The path to go on from; what was given if there is none, or ``None`` where this run has warned of that.
+            The path to resume from; ``ckpt_path`` if there is none, or ``None`` if this run has warned about that.
 
         Raises:
-            CheckpointError: where there are checkpoints and none is good, or another run saves there.
+            CheckpointError: if there are checkpoints but none is good, or if another run saves there.
         """
 
         def look() -> str | None:
             self._held = RunFolders(trainer)
             if not self._held.found() and not self._held.are_held():
-                return None  # no folder is made: loggers and callbacks look if it is there
+                return None  # create no folder: loggers and callbacks check if it exists
             self._held.hold(patience(self._ranks.timeout, True))
             found = self._held.last()
             return None if found is None else str(found)
@@ -66,34 +66,34 @@ class SaveFolders:
         found = self._on_rank_0(look)
         self.goes_on_from_last, self._found_none = found is not None, found is None
         if found is None and ckpt_path == "last" and self._on_rank_0(lambda: warn_of_new_folder(trainer)):
-            return None  # Lightning would warn too, and advise what has been done
+            return None  # Lightning would warn, too, and advise what the user has done already
         return ckpt_path if found is None else found
 
     def hold(self, trainer: Trainer) -> None:
-        """Close the folders that this run saves in to other runs, until it ends; called by all ranks.
+        """Lock the folders that this run saves in against other runs, until it ends; called by all ranks.
 
         Raises:
-            CheckpointError: if another one saves there, or has saved there where this one was to go on from the last
-                checkpoint, and found none.
+            CheckpointError: if another run saves there, or has saved there after this one looked for the last
+                checkpoint and found none.
         """
 
         def hold() -> None:
             self._held = self._held or RunFolders(trainer)
             self._held.hold(patience(self._ranks.timeout, False))
             if self._found_none and (found := self._held.last()) is not None:
-                text = "has been saved since this run looked for the last checkpoint, by another one: start it again"
+                text = "has been saved since this run looked for the last checkpoint, by another run: restart this one"
                 raise CheckpointError(f"{found} {text}")
 
         self._on_rank_0(hold)
 
     def release(self) -> None:
-        """Open the folders to other runs."""
+        """Unlock the folders."""
         folders, self._held = self._held, None
         if folders is not None:
             folders.release()
 
     def lost(self) -> str:
-        """Reason why the folders are no longer held, as rank 0 knows it; empty if they are."""
+        """Reason why the folders are no longer locked; empty if they are, and on ranks other than 0."""
         return self._held.lost() if self._held else ""
 
     def newest_good(self, check: checkpoint.Check) -> str:
@@ -127,11 +127,11 @@ class SaveFolders:
         return str(faults[0]) if faults else ""
 
     def went_on(self, progress: checkpoint.Progress) -> None:
-        """Note the progress of the checkpoint that this run goes on from."""
+        """Note the progress of the checkpoint that this run resumes from."""
         self._went_on_from, self._generation = progress, None
 
     def next_progress(self, step: int) -> checkpoint.Progress | None:
-        """Order of a save among those of its folder; on rank 0 alone."""
+        """Generation and step of the next save, which order the checkpoints of a folder; only on rank 0."""
         if self._generation is None and self._held is not None:
             self._generation = self._held.next_progress(self._went_on_from, step).generation
         return None if self._generation is None else checkpoint.Progress(self._generation, step)

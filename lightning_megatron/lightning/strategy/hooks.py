@@ -51,11 +51,11 @@ class StrategyHooks(ParallelStrategy):
 
     Args:
         job: settings of the job.
-        **parts: objects that any strategy of Lightning may be given.
+        **parts: arguments of Lightning's base class.
 
     Attributes:
         checkpoints: checkpoints of the run.
-        save_guard: check of a checkpoint before it gets its name; ``None`` for no check.
+        save_guard: check of a checkpoint before it is published; ``None`` for no check.
     """
 
     _kind_of_ranks: type[JobRanks] = JobRanks
@@ -84,8 +84,8 @@ class StrategyHooks(ParallelStrategy):
 
     @property
     def precision_plugin(self) -> MegatronPrecision:
-        """Always a :class:`MegatronPrecision`, and one object: it takes on the precision that Lightning assigns."""
-        # Lightning's own attribute: its connector reads there a plugin that was given to the strategy.
+        """A :class:`MegatronPrecision`: the user's, or one that adopts the precision that Lightning assigns."""
+        # Lightning's own attribute, from which its connector reads a plugin that was given to the strategy.
         plugin = self._precision_plugin
         return plugin if isinstance(plugin, MegatronPrecision) else self._own_precision
 
@@ -119,7 +119,7 @@ class StrategyHooks(ParallelStrategy):
         self._start.check(self.lightning_module, getattr(trainer, "datamodule", None), trainer=trainer)
         self._start.connect()
         if (before := self._start.before) is not None and before.mesh is self.mesh:
-            self.boundary = before.boundary  # of the model in place
+            self.boundary = before.boundary  # the boundary that the reused model refers to
         self._known_warnings.open(one_replica=self.mesh.layout.data_parallel_size == 1)
         self._batches = watch = BatchWatch(self.mesh)
         self._own_callbacks.add(*self._record.begin(trainer))
@@ -128,7 +128,7 @@ class StrategyHooks(ParallelStrategy):
         self._engine = StepEngine(self.mesh, *how, self.precision_plugin.mode.params)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Compare loaders, give ranks that read the same samples one order of them, and protect workers."""
+        """Compare loaders, give ranks that read the same samples the same order, and shield workers from signals."""
         self._start.compare_loader(dataloader)
         start_workers_safely(dataloader, self.root_device)
         if self._ranks.layout.data_parallel_size == 1 and injects_samplers(self.lightning_module):
@@ -141,7 +141,7 @@ class StrategyHooks(ParallelStrategy):
 
     @recorded(Kind.SETUP)
     def setup(self, trainer: Trainer) -> None:
-        """Place the model, and for training put it and the optimizers on flat buffers; next comes the progress bar."""
+        """Place the model, and for training put it and the optimizers on flat buffers."""
         self._place()
         assert self.lightning_module is not None
         assert self.model is not None
@@ -185,7 +185,7 @@ class StrategyHooks(ParallelStrategy):
     # Barriers and checkpoints
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; one of Lightning's barriers also tells that it has set its signal handlers."""
+        """Wait for all ranks. At the barrier ``"run-stage"`` Lightning has set its signal handlers: replace them."""
         self.checkpoints.writer.at_barrier(is_rank_zero=self.is_global_zero)
         self._ranks.barrier()
         if name == "run-stage":
@@ -197,7 +197,7 @@ class StrategyHooks(ParallelStrategy):
         with self._record.during(Kind.LOAD, str(checkpoint_path)):
             self._start.compare_restoring(True)
             checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
-        self._record.mark(Kind.LOAD)  # hooks that look at it come next
+        self._record.mark(Kind.LOAD)  # hooks that read it come next
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -205,7 +205,7 @@ class StrategyHooks(ParallelStrategy):
         self.checkpoints.load_edits(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on as the checkpoint says: :meth:`setup` has filled the optimizers, and hooks have been called since."""
+        """Restore settings and random numbers that hooks may have changed since :meth:`setup` loaded the optimizers."""
         self.checkpoints.go_on(checkpoint)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class StrategyHooks(ParallelStrategy):
         """Write a sharded checkpoint; called by all ranks.
 
         With ``async_save``, while a fit is running, this returns as soon as the model is copied to the host. Optimizer
-        state is copied behind the next forward and backward: the optimizer's step waits for it.
+        state is copied during the next forward and backward, and the optimizer's step waits for the copy.
 
         Raises:
             CheckpointError: if this save has failed, or the one before, which was written in the background.
@@ -247,7 +247,7 @@ class StrategyHooks(ParallelStrategy):
     # Training
 
     def on_train_start(self) -> None:
-        """Refuse to begin with weights that are NaN or infinite, of whatever origin.
+        """Refuse to train weights that are NaN or infinite, wherever they come from.
 
         Raises:
             NonFiniteError: on all ranks.
@@ -317,7 +317,7 @@ class StrategyHooks(ParallelStrategy):
 
     @recorded(Kind.BACKWARD)
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Differentiate, unless the schedule has done so; hooks run in both cases."""
+        """Run the backward, unless :meth:`training_step` has; the hooks are called in both cases."""
         module, optimizers = self.lightning_module, self._params.optimizers
         assert module is not None
         assert optimizers is not None
@@ -355,7 +355,7 @@ class StrategyHooks(ParallelStrategy):
         return result
 
     def on_train_end(self) -> None:
-        """Leave whole parameters and durable checkpoints behind, and a progress bar that is at its end."""
+        """Wait for checks, parameter gathers and background saves, and complete the progress bar."""
         self._params.finish_finite_checks()
         self._params.finish_gather()
         self.checkpoints.finish()
@@ -366,7 +366,7 @@ class StrategyHooks(ParallelStrategy):
     # Evaluation
 
     def on_validation_start(self) -> None:
-        """Draw in a validation that starts again the random numbers that it drew before."""
+        """Give a validation that is repeated after resuming the random numbers of its first attempt."""
         assert self.lightning_module is not None
         if not self.lightning_module.trainer.sanity_checking:
             self.checkpoints.randomness.begin_validation()
@@ -401,7 +401,7 @@ class StrategyHooks(ParallelStrategy):
             return self.engine.evaluate(module, name, micro_batches, tuple(rest), broadcast)
 
     def on_validation_end(self) -> None:
-        """Raise the faults of batches on all ranks; in the middle of an epoch, training then waits for a batch."""
+        """Raise the faults of batches on all ranks, and record that training waits for its next batch."""
         self.on_test_end()
         assert self.lightning_module is not None
         self.checkpoints.randomness.end_validation(sanity_checking=self.lightning_module.trainer.sanity_checking)
@@ -417,9 +417,9 @@ class StrategyHooks(ParallelStrategy):
     # The end
 
     def note_error(self, error: BaseException) -> bool:
-        """Write down, before any hook, the error that this rank's run ends in; True if all ranks can still save.
+        """Record, before any hook, the error that ends this rank's run; True if all ranks can still save.
 
-        One for want of memory gets the prediction, and the cheapest ways out.
+        An out-of-memory error gets the memory prediction and the cheapest remedies as a note.
         """
         if error is not self._record.error:
             self._memory.explain(error)
@@ -428,7 +428,7 @@ class StrategyHooks(ParallelStrategy):
         return together
 
     def on_exception(self, exception: BaseException) -> None:
-        """Write the error down, if the launcher has not done so."""
+        """Record the error, if the launcher has not done so."""
         self.note_error(exception)
         super().on_exception(exception)
 

@@ -1,4 +1,4 @@
-"""A run that is asked to stop ends a step, saves, and exits; no rank is left waiting for another."""
+"""Orderly stop of a run on request: end a step, save, and exit, with no rank left waiting for another."""
 
 from __future__ import annotations
 
@@ -30,48 +30,48 @@ from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.lightning.validation.saving import saves_checkpoints
 from lightning_megatron.mesh import Axis
 
-# What ranks give each other is a signal's number, and more where that should win over another rank's signal.
+# Ranks exchange a signal number; flag bits above it win the maximum.
 _REQUEUE = 1 << 8
 _FILE = 1 << 9
 
 
 class KillSwitch(Callback):
-    """Ends training in order on SIGTERM, SIGUSR1 or SIGINT (Ctrl-C), or when a file appears.
+    """Stops training cleanly on SIGTERM, SIGUSR1 or SIGINT (Ctrl-C), or when a file appears.
 
-    ``MegatronStrategy`` brings one along, for signals, so that you name it yourself only for the file or other signals.
+    ``MegatronStrategy`` adds one for signals: add your own only for a file, or for other signals.
 
-    Rank 0 alone looks for the file; a signal may reach any rank. Neither does anything at once: at the end of each
-    optimizer step all ranks hand in what they were told, and learn it one step later. Then all save a checkpoint and
-    leave ``fit`` with ``SystemExit``, so that nothing after ``fit`` runs. In validation the same happens between two
-    batches, and a resumed run validates anew; where ranks have different numbers of batches, validation ends first.
+    Only rank 0 looks for the file; a signal may reach any rank. Neither acts at once: at the end of each optimizer step
+    all ranks exchange their requests to stop, and get the result one step later. Then all save a checkpoint and leave
+    ``fit`` with ``SystemExit``, so that nothing after ``fit`` runs. In validation the same happens between two batches,
+    and a resumed run repeats the validation; if ranks have different numbers of batches, validation ends first.
 
-    The process exits with 0 after the file and with 128 + its number after a signal, as a shell says it of a process
-    that died of one (143 for SIGTERM): what was cut short must not look complete to a queue. Where Lightning has
-    launched the other processes of a node, the first one's status counts, and theirs is 0.
+    The exit status is 0 after the file, and 128 + its number after a signal, as a shell reports a process that a signal
+    has killed (143 for SIGTERM), so that a queue does not take an interrupted job for a complete one. Where Lightning
+    has launched the other processes of a node, the first one's status counts, and theirs is 0.
 
     Until the first step has ended there is nothing to save, and a signal ends the process at once; so does a second
-    Ctrl-C, a second or more after the first. If the file is there already when ``fit`` begins, the run ends before the
-    model is built. The file is never removed: a job that is queued again ends at once, too.
+    Ctrl-C, a second or more after the first. If the file exists already when ``fit`` begins, the run ends before the
+    model is built. The file is never removed: a requeued job ends at once, too.
 
     The checkpoint has the name that ``ckpt_path="last"`` looks for, in the directory of the first ``ModelCheckpoint``,
-    or ``checkpoints/`` in the Trainer's ``default_root_dir``. It holds the run in mid-epoch, as it is. On Slurm with
-    requeueing (``SLURMEnvironment(auto_requeue=True)``, Lightning's default) the name under which Lightning resumes a
-    requeued job leads to it too, and after the signal for that (SIGUSR1) the job is requeued.
+    or ``checkpoints/`` in the Trainer's ``default_root_dir``. It holds the state in mid-epoch. On Slurm with requeueing
+    (``SLURMEnvironment(auto_requeue=True)``, Lightning's default), the name from which Lightning resumes a requeued job
+    is linked to it, too, and after the requeue signal (SIGUSR1) the job is requeued.
 
-    Lightning's own signal handlers are set aside while a run lasts: they send, or save, from inside the handler, where
+    Lightning's own signal handlers are replaced during a run: they communicate, or save, inside the handler, while
     other ranks may be in a collective. A handler of yours for SIGUSR1 or SIGINT is left in place; one for SIGTERM runs
     after ours. Callbacks that come after this one have not seen the last batch when the checkpoint is written, so put
     it after those that keep state of their own; Lightning's checkpoint callbacks come last by themselves.
 
     Args:
         path: the file; ``None`` to listen to signals only.
-        check_every: seconds between two looks at the file.
+        check_every: seconds between two checks for the file.
         signals: names of the signals to listen to.
-        exit_code: status to exit with instead.
-        always_save: save also where the Trainer has no checkpoint callback.
+        exit_code: exit status in every case; ``None`` for those described above.
+        always_save: save also if the Trainer has no checkpoint callback.
 
     Attributes:
-        reason: why the run was stopped; ``None`` while it was not.
+        reason: cause of the stop; ``None`` if there was none.
     """
 
     reads_parameters = False
@@ -120,7 +120,7 @@ class KillSwitch(Callback):
         self._signals.listen(getattr(launcher, "kill", None))
 
     def give_back(self) -> None:
-        """Put back the signal handlers that were there before."""
+        """Restore the previous signal handlers."""
         self._signals.give_back()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -170,23 +170,23 @@ class KillSwitch(Callback):
         rank_zero_info(f"{self.reason}: saving step {trainer.global_step} to {checkpoint}, then leaving")
         trainer.save_checkpoint(checkpoint, weights_only=False)  # Lightning's default, which it logs
         if (own := _checkpoints(trainer)) is not None:
-            own.finish()  # its error is not to be lost behind the exit
+            own.finish()  # the exit must not hide its error
         self._saved = checkpoint
 
-    # Lightning logs a step after its last hook. So the run is left at the next hook, whichever of these that is.
+    # Lightning logs a step after its last hook. So the run ends at the next hook, whichever of these that is.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Leave."""
+        """Leave ``fit`` if the ranks have agreed to stop."""
         if self._told:
             self._leave(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave."""
+        """Leave ``fit`` if the ranks have agreed to stop."""
         if self._told:
             self._leave(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave, with a checkpoint that begins with this validation, or see whether ranks can agree during it."""
+        """Leave with a checkpoint that repeats this validation, or find out if ranks can agree during it."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or self._agreement is None:
             return
         if self._told:
@@ -224,7 +224,7 @@ class KillSwitch(Callback):
             self.give_back()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give signals back, where the strategy does not see to that."""
+        """Restore the signal handlers, unless ``MegatronStrategy`` does."""
         if _checkpoints(trainer) is None:
             self.give_back()
 
@@ -261,7 +261,7 @@ def _own_version(path: Path, own: Iterable[str | os.PathLike[str] | None]) -> Pa
 
     Args:
         path: the name.
-        own: what this run has written or resumed from; another run's is not overwritten.
+        own: checkpoints that this run has written or resumed from; those of other runs are not overwritten.
     """
     for known in (Path(other) for other in own if other):
         if known.parent == path.parent and re.fullmatch(rf"{re.escape(path.stem)}(-v\d+)?", known.stem):
@@ -271,9 +271,9 @@ def _own_version(path: Path, own: Iterable[str | os.PathLike[str] | None]) -> Pa
 
 
 def validate_anew(trainer: Trainer) -> None:
-    """Let the progress of the validation under way say that its first batch is the next one: Lightning resumes there.
+    """Reset the progress of the present validation to its first batch, from which Lightning then resumes.
 
-    It would go on with the remaining batches alone, and take their mean for that of all.
+    Otherwise it would resume with the remaining batches, and take their mean for that of all.
     """
     progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
     progress.reset_on_run()

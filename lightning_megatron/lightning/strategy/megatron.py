@@ -1,4 +1,4 @@
-"""The strategy as users meet it: its arguments, what the Trainer assigns, and what may be read and called in a run."""
+"""``MegatronStrategy``: its arguments, what the Trainer assigns, and what user code may read and call in a run."""
 
 from __future__ import annotations
 
@@ -65,50 +65,50 @@ class MegatronStrategy(StrategyHooks):
         cp_comm_type: communication of context-parallel attention: ``"p2p"`` (a ring), ``"all_gather"`` or ``"a2a"``.
         first_stage_layers: layers of the first stage; ``None`` for an even share.
         last_stage_layers: layers of the last stage; ``None`` for an even share.
-        count_embedding: let the embedding take the place of one layer when layers are shared out.
-        count_loss: let the output layer and the loss take the place of one layer.
-        pipeline_layout: every stage spelled out in Megatron's letters, e.g. ``"Et*3|t*4|t*4L"``; or ``"balanced"``:
-            shares even in work, of which the output layer of a large vocabulary has as much as several layers.
+        count_embedding: count the embedding as one layer when layers are divided among stages.
+        count_loss: count the output layer and the loss as one layer.
+        pipeline_layout: all stages in Megatron's notation, e.g. ``"Et*3|t*4|t*4L"``; or ``"balanced"`` for equal work
+            of all stages: the output layer of a large vocabulary takes as much as several layers.
         broadcast_predictions: give ``predict_step``'s output to all pipeline stages, not only to the last.
         distributed_optimizer: shard main parameters and optimizer state over data-parallel ranks (ZeRO stage 1).
-        elementwise_optimizers: optimizers whose update of an element looks at that element alone, beside those that
-            are known: classes, import paths or bare names. Others run where each rank holds whole parameters.
+        elementwise_optimizers: further optimizers whose update of an element depends on that element alone: classes,
+            import paths or bare names. Others run only where each rank holds whole parameters.
         overlap_grad_reduce: send gradients while backward is running.
-        overlap_param_gather: gather parameters while the next forward is running; off by itself where a callback or
-            module looks at parameters between steps.
-        grad_reduce_dtype: ``"fp32"`` or ``"bf16"`` on the wire; ``None`` for fp32; on Gaudi bf16 while
-            a gradient is a sum over at most 256 micro-batches of all replicas (Intel's rule).
+        overlap_param_gather: gather parameters while the next forward is running; switched off if a callback or the
+            module may read parameters between steps.
+        grad_reduce_dtype: dtype in which ranks sum gradients, ``"fp32"`` or ``"bf16"``; ``None`` for fp32, on Gaudi
+            for bf16 if a gradient sums at most 256 micro-batches over all replicas (Intel's rule).
         bucket_size: gradient elements sent at once; ``None`` for Megatron's ``max(40e6, 1e6 x dp)``.
         recompute: activations computed again in backward instead of being kept: ``"selective"`` (core attention),
             ``"full"`` (layers), ``"moe"`` (experts), or some of ``"core_attn"``, ``"attention"``, ``"mlp"``, ``"moe"``.
         recompute_method: method of ``"full"``: ``"uniform"`` (groups of layers) or ``"block"`` (some layers of each
             stage).
         recompute_num_layers: layers of a group, or of each stage, under ``"full"``.
-        recompute_shard_saved: under ``"full"``, tp ranks share what is kept; for runs without sequence parallelism.
+        recompute_shard_saved: under ``"full"``, shard kept activations over tp; for runs without sequence parallelism.
         compile: run every block of layers through ``torch.compile``: ``True`` for the device's own backend, or a name.
-        gpu_migration: on Gaudi, run modules written for NVIDIA's devices as they are, by Intel's toolkit; no effect
-            elsewhere.
+        gpu_migration: on Gaudi, run modules written for CUDA unchanged, through Intel's GPU migration toolkit; no
+            effect elsewhere.
         ops: choice among the implementations of each op, e.g. ``{"attention": "off"}`` or
             ``"attention=off,rms_norm=require"``: ``"auto"`` (the best there is), ``"require"`` (a kernel of the
             device's own, or an error), ``"off"`` (the reference in plain torch), or a variant such as attention's
             ``"fast_softmax"``. ``lightning-megatron ops`` lists them.
-        fp8: linear layers that ``ops={"linear_fp8": ...}`` is about, and their scaling.
+        fp8: linear layers to which ``ops={"linear_fp8": ...}`` applies, and their scaling.
         check_for_nan_in_loss_and_grad: end the run where a loss, gradient or parameter is NaN or infinite, naming it
             and its rank, and neither save nor load such a model. ``SpikeGuard`` skips such steps instead.
-        verify_on_load: compare the content of all files of a checkpoint with its manifest before anything is taken from
-            it; ranks share the reading. ``False`` compares lengths.
+        verify_on_load: compare the content of all files of a checkpoint with its manifest before anything is loaded;
+            each rank reads a part. ``False`` compares only file sizes.
         save_distributed_checkpoint: ``False`` to save one file through rank 0, as Lightning's one-device strategies do.
         async_save: while ``fit`` is running, write checkpoints in the background, from a copy in host memory.
         save_on_signal: end ``fit`` on SIGTERM, SIGUSR1 and Ctrl-C after a step, saved, as ``KillSwitch`` does.
         record_actions: keep each rank's last actions in ``default_root_dir/.actions`` for ``lightning-megatron why``,
             until all ranks end without an error.
         process_group_backend: ``None`` for the device's own: nccl, hccl, gloo.
-        timeout: limit after which a collective that another rank does not join fails; ``None`` for 10 minutes, on
+        timeout: time after which a collective that another rank does not join fails; ``None`` for 10 minutes, on
             Gaudi for 60, since ranks wait there for the one that compiles longest.
-        max_memory: bytes, or text such as ``"80GB"``, that the tensors of a rank may take: a layout of which more is
-            predicted is refused before any process starts, with the nearest that fits. ``None`` for the memory of the
-            device; on a CPU nothing is refused then.
-        may_differ: settings that ranks may be given differently, by their names in errors; ``["*"]`` for anything.
+        max_memory: limit for the tensors of a rank, in bytes or as text such as ``"80GB"``: a layout predicted to need
+            more is refused before any process starts, and the nearest that fits is named. ``None`` for the memory of
+            the device; on a CPU nothing is refused then.
+        may_differ: settings that may differ between ranks, by their names in errors; ``["*"]`` for all.
         accelerator: argument of Lightning's strategies, given by the Trainer.
         parallel_devices: likewise.
         cluster_environment: likewise.
@@ -197,7 +197,7 @@ class MegatronStrategy(StrategyHooks):
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:
-        """Environment of the ranks: ``mpirun``'s, where Lightning has missed it."""
+        """Cluster environment; that of ``mpirun`` where Lightning has not detected it."""
         return self._cluster_environment
 
     @cluster_environment.setter
@@ -253,7 +253,7 @@ class MegatronStrategy(StrategyHooks):
         """Check everything that is known before training against the layout.
 
         Args:
-            *objects: objects handed to the Trainer: module, loaders, data module, path of a checkpoint.
+            *objects: objects passed to the Trainer: module, loaders, data module, path of a checkpoint.
             trainer: the Trainer; its callbacks are checked, too.
 
         Raises:
@@ -268,12 +268,12 @@ class MegatronStrategy(StrategyHooks):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Number of the share of the data that this rank reads."""
+        """Data-parallel rank: index of the data shard that this rank reads."""
         return self._ranks.dp_rank
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of shares of the data."""
+        """Number of data-parallel replicas, which is that of data shards."""
         return self.layout.data_parallel_size
 
     @property
@@ -296,7 +296,7 @@ class MegatronStrategy(StrategyHooks):
 
         Args:
             kind: kind of the phase.
-            detail: subject of it, such as a path.
+            detail: subject of the phase, such as a path.
         """
         with self._record.during(kind, detail):
             yield
@@ -316,8 +316,8 @@ class MegatronStrategy(StrategyHooks):
 
         Args:
             num_layers: layers of the whole model.
-            loss_cost: work of output layer and loss, in layers, for ``pipeline_layout="balanced"``; a module of yours
-                says its own, e.g. ``TransformerConfig.loss_cost``. By default as much as one layer.
+            loss_cost: cost of output layer and loss, in layers, for ``pipeline_layout="balanced"``; a module of yours
+                passes its own, e.g. ``TransformerConfig.loss_cost``. By default as much as one layer.
         """
         if self.boundary is None:
             return None
@@ -333,7 +333,7 @@ class MegatronStrategy(StrategyHooks):
         return self._ranks.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """True if all ranks (or any) say yes; over the whole job, unlike :meth:`reduce`."""
+        """True if ``decision`` is True on all ranks, or, with ``all=False``, on any; over all ranks of the job."""
         return self._ranks.vote(decision, all)
 
     @property
@@ -346,9 +346,9 @@ class MegatronStrategy(StrategyHooks):
         self._params.finish_gather()
 
     def refresh_main_params(self) -> None:
-        """Make all main values those of the parameters, at once.
+        """Copy all parameters to their main values, at once.
 
-        Weights written between steps are noticed without it, at the next step or save.
+        Without this call, weights written between steps are detected at the next step or save.
         """
         self._params.refresh_main()
 
@@ -378,23 +378,23 @@ class MegatronStrategy(StrategyHooks):
     ) -> HostMemory:
         """Write the state of all optimizers to one safetensors file; called by all ranks while ``fit`` runs.
 
-        Tensors have global names and the shapes of whole parameters. Neither layout nor level changes a byte.
+        Tensors have global names and the shapes of whole parameters. The file is the same for any layout and level.
 
         Args:
-            path: the file, on a file system that the nodes share; it has its name when it is complete.
-            memory_level: part of it that is in host memory at once: ``"parallel_node_0"``, ``"parallel_multi_node"``,
+            path: the file, on a file system that the nodes share; published under this name when complete.
+            memory_level: part of the state in host memory at once: ``"parallel_node_0"``, ``"parallel_multi_node"``,
                 ``"serial_per_node"`` or ``"serial_per_dp_groups"``.
             ranks_per_node: processes on a node; ``None`` for the Trainer's number.
 
         Returns:
-            Host memory that it took on this rank.
+            Host memory that the export took on this rank.
         """
         return self._params.export(path, memory_level, ranks_per_node)
 
     def load_optimizer_state(
         self, path: str | Path, memory_level: str = "serial_per_dp_groups", ranks_per_node: int | None = None
     ) -> HostMemory:
-        """Fill the optimizers, and the parameters from their main values, from such a file; arguments as there."""
+        """Load such a file into optimizers and main values, and from these into parameters; the same arguments."""
         return self._params.load(path, memory_level, ranks_per_node)
 
     @property
@@ -404,7 +404,7 @@ class MegatronStrategy(StrategyHooks):
 
     @property
     def saved_in_run(self) -> Mapping[str, int]:
-        """Paths of the checkpoints that this run has written or has gone on from, with their steps."""
+        """Paths of the checkpoints that this run has written or resumed from, with their steps."""
         return self.checkpoints.saved
 
     def finish_save(self) -> None:
@@ -412,17 +412,17 @@ class MegatronStrategy(StrategyHooks):
         self.checkpoints.finish()
 
     def finish_copy(self) -> None:
-        """Wait until no save reads optimizer state any more. Code that writes into it between steps calls this first.
+        """Wait until no background save reads optimizer state. Call this before you change it between steps.
 
-        Steps of optimizers, loads and all else in this package do so themselves.
+        Optimizer steps, loads and all other code in this package wait by themselves.
         """
         self.checkpoints.writer.finish_copy()
 
     def rewind(self, path: str) -> None:
         """Load parameters, buffers and optimizer state from a checkpoint; called by all ranks between two steps.
 
-        Steps, samples, learning rates and their schedules, the loss scale and random numbers go on as they are: the
-        samples since the checkpoint are not read again. Reading them again would lead to the same state again.
+        Steps, samples, learning rates and their schedules, the loss scale and random numbers are kept: the samples
+        since the checkpoint are not read again. Reading them again would lead to the same state again.
 
         Args:
             path: path of a checkpoint with optimizer state.

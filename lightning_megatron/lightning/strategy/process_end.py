@@ -1,7 +1,7 @@
-"""The end of a process on devices whose software then waits for the other ranks.
+"""Exit of a process on devices whose software waits for the other ranks at exit.
 
-Gaudi's bridge destroys the process groups when Python ends. Each group waits on the store, without a limit, until all
-of its members destroy it. Without this module a rank that has failed would wait there for ranks that wait for it in a
+Gaudi's bridge destroys the process groups when Python ends. Each group waits on the store, without a timeout, until
+all of its members destroy it. Without this module a failed rank would wait there for ranks that wait for it in a
 collective: no process would end, and no launcher would see an exit status.
 """
 
@@ -33,8 +33,8 @@ _FAILED, _FINE = "failed", "all ranks are here"
 class ProcessEnd:
     """Ends this process together with the other ranks of its job, or at once if one of them has failed.
 
-    It runs when Python ends, so that everything that a script does about an error has been done. Python runs the hook
-    first that was registered last; :meth:`register` is called when a group exists, and the bridge has its hook by then.
+    It is an ``atexit`` hook, so a script has handled its errors before. Python runs such hooks in reverse order:
+    :meth:`register` is called once a group exists, when the bridge has registered its own hook.
 
     Attributes:
         has_failed: True if the last run of this process has ended in an error.
@@ -47,7 +47,7 @@ class ProcessEnd:
         self._is_registered = False
 
     def register(self) -> None:
-        """Take part in the end of this process; the default process group exists."""
+        """Register the exit hook, once; the default process group must exist."""
         if not self._is_registered:
             self._is_registered = True
             atexit.register(self._end)
@@ -66,7 +66,7 @@ class ProcessEnd:
         """Note that a run has ended in an error.
 
         Args:
-            error: error; ``SystemExit`` is none where all ranks leave the run together that way.
+            error: error; a ``SystemExit`` that all ranks raise together does not count as one.
             together: True if all ranks have raised one.
         """
         self.has_failed = self.has_failed or not (together and isinstance(error, SystemExit))
@@ -74,7 +74,7 @@ class ProcessEnd:
     def _end(self) -> None:
         if not dist.is_initialized():
             return  # destroyed by the script, or by a later strategy of this process
-        # Python sets the second one when it prints an error that nothing has caught: code after `fit` may fail, too.
+        # Python sets `last_type` when it prints an uncaught error: code after `fit` may fail, too.
         failed = self.has_failed or getattr(sys, "last_type", None) is not None
         try:
             rank, ranks, store = dist.get_rank(), dist.get_world_size(), default_store()
@@ -103,10 +103,10 @@ class ProcessEnd:
 
 
 def _all_are_well(store: Store, ranks: int, failed: bool) -> bool:
-    """Wait until all ranks have come to their end; False as soon as one has failed.
+    """Wait until all ranks exit; False as soon as one has failed.
 
     Args:
-        store: store of this meeting.
+        store: store with a prefix for the exit.
         ranks: number of ranks.
         failed: True if this rank has failed.
     """
@@ -138,7 +138,7 @@ def _part(store: Store, rank: int, ranks: int) -> None:
 
 
 def end_now(reason: str) -> None:
-    """End this process with status 1, without what Python and libraries do at the end.
+    """End this process with status 1, without the exit hooks of Python and of libraries.
 
     Args:
         reason: reason, for the log.

@@ -1,4 +1,4 @@
-"""Ranks of a job, as one of them sees them: its device, the way to its process groups, collectives over all ranks."""
+"""This rank and the others of its job: its device, its process groups, and collectives over all ranks."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class JobRanks:
         job: settings of the job.
         num_nodes: number of nodes.
         recorder: record of this rank's actions.
-        port: port at which the ranks of this machine meet.
-        end: end of this process.
+        port: rendezvous port of the ranks of this machine.
+        end: exit hook of this process.
         device_is_taken: True once this process has its device.
     """
 
@@ -84,9 +84,9 @@ class JobRanks:
         return self.job.layout.resolve(self.strategy.world_size) if self._mesh is None else self._mesh.layout
 
     def copied(self, memo: dict[int, Any]) -> Any:
-        """The strategy for a deep copy of what holds it, such as a callback that knows its Trainer.
+        """The strategy in a deep copy of an object that refers to it, such as a callback with its Trainer.
 
-        It is the same one from the start of its processes on: their groups, threads and locks have no copies.
+        It is copied before the mesh exists, and the same object afterwards: groups, threads and locks have no copies.
         """
         strategy = self.strategy
         if self.is_connected:
@@ -97,7 +97,7 @@ class JobRanks:
 
     @property
     def dp_rank(self) -> int:
-        """Number of the share of the data that this rank reads, also before there is a mesh."""
+        """Data-parallel rank: index of the data shard that this rank reads; known also before the mesh exists."""
         rank = self.strategy.global_rank if self._mesh is None else self._mesh.rank
         return coordinate(dense_grid(self.layout), rank)["dp"]
 
@@ -108,7 +108,7 @@ class JobRanks:
 
     @property
     def timeout(self) -> timedelta:
-        """Limit for a collective: the argument ``timeout``, or the default of the device."""
+        """Timeout of a collective: the argument ``timeout``, or the default of the device."""
         return self.job.timeout or devices.collective_traits(self.strategy.root_device).timeout
 
     @property
@@ -148,7 +148,7 @@ class JobRanks:
         rank_zero_only.rank = pl_rank_zero_only.rank = own.global_rank  # type: ignore[attr-defined]
 
     def meet(self) -> Store | None:
-        """The store where all ranks meet; ``None`` for a rank that is alone."""
+        """Rendezvous store; ``None`` in a job of one process."""
         own = self.strategy
         environment, ranks = own.cluster_environment, (own.global_rank, own.world_size)
         assert environment is not None
@@ -167,7 +167,7 @@ class JobRanks:
         return self._store
 
     def create_mesh(self) -> ParallelMesh:
-        """New process groups; all ranks call this."""
+        """Create the process groups; all ranks call this."""
         own = self.strategy
         if own.world_size > 1 and not dist.is_initialized():
             dist.init_process_group(
@@ -183,12 +183,12 @@ class JobRanks:
         return ParallelMesh.create(self.job.layout, own.root_device, self.timeout, self.recorder)
 
     def register_end(self) -> None:
-        """Let this process end with the others, on devices whose software waits for them."""
+        """Register the exit hook of this process, on devices whose software waits for other ranks at exit."""
         if dist.is_initialized() and devices.collective_traits(self.strategy.root_device).exit_waits:
             self.end.register()
 
     def connect_groups(self) -> None:
-        """Let the ranks of each group connect now where a backend leaves it to the first collective."""
+        """Connect the ranks of each group now, if the backend would connect them in the first collective only."""
         mesh = self.mesh
         self.end.own([axis.group for axis in mesh.device_axes if axis.group is not None], mesh.host_group)
         if (
@@ -240,7 +240,7 @@ class JobRanks:
         """Reduce over ``group``, by default over data-parallel ranks.
 
         Context-parallel ranks have seen the same samples: a model gives them all the whole loss and whole logits.
-        A mean is a sum and a division: not every backend has a mean.
+        A mean is computed as a sum and a division, since not every backend has a mean.
         """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
@@ -255,7 +255,7 @@ class JobRanks:
         return out / dist.get_world_size(group) if mean else out
 
     def vote(self, decision: bool, of_all: bool) -> bool:
-        """True if all ranks of the job, or any, say yes."""
+        """True if ``decision`` is True on all ranks of the job, or, without ``of_all``, on any of them."""
         if not dist.is_initialized():
             return decision
         votes = torch.tensor(float(decision), device=self.strategy.root_device)
@@ -275,7 +275,7 @@ class JobRanks:
 
 
 def _operation(reduce_op: dist.ReduceOp | str | None) -> tuple[Any, bool]:
-    """Torch's operation for Lightning's name of it, and True if its result is to be divided by the number of ranks."""
+    """Torch's operation for Lightning's name of it, and True if its result must be divided by the number of ranks."""
     if reduce_op is not None and not isinstance(reduce_op, str):
         return reduce_op, False
     is_mean = reduce_op is None or reduce_op.lower() in ("mean", "avg")

@@ -1,4 +1,4 @@
-"""The record of a rank's actions, and the watch over the others', which names the rank that made a job fail."""
+"""Record of a rank's actions, and a watch over those of other ranks, which names the rank that made a job fail."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ActionRecord:
         ranks: this rank and the others.
 
     Attributes:
-        error: error that the run of this rank ends in.
+        error: error that ends this rank's run; ``None`` if there is none.
     """
 
     def __init__(self, ranks: JobRanks) -> None:
@@ -75,10 +75,10 @@ class ActionRecord:
         self.error: BaseException | None = None
 
     def begin_run(self, store: Store) -> None:
-        """Forget the error of the run before; every rank calls this.
+        """Reset the error of the previous run; every rank calls this.
 
         Args:
-            store: store where all ranks meet.
+            store: rendezvous store.
         """
         self.error = self._have_all_raised = None
         self._failures = Meeting(store, self._strategy.global_rank, self._strategy.world_size, "failures")
@@ -89,11 +89,11 @@ class ActionRecord:
 
     @contextmanager
     def during(self, kind: Kind, detail: str = "") -> Iterator[None]:
-        """Bracket a phase.
+        """Record the context as a phase.
 
         Args:
             kind: kind of the phase.
-            detail: subject of it, such as a path.
+            detail: subject of the phase, such as a path.
         """
         action_log, trainer = self._recorder.main, trainer_of(self._strategy.lightning_module)
         if self._marks is not None:
@@ -111,10 +111,10 @@ class ActionRecord:
     # Starting
 
     def meet(self, meet: Callable[[], Result]) -> Result:
-        """Meet the other ranks at the store; an error names those that do not come.
+        """Run the rendezvous of all ranks; an error names those that do not join.
 
         Args:
-            meet: function that meets them.
+            meet: function that runs the rendezvous.
         """
         strategy = self._strategy
         self._makes_group = strategy.world_size > 1 and not dist.is_initialized()
@@ -125,7 +125,7 @@ class ActionRecord:
         return self.connect(meet)
 
     def connect(self, connect: Callable[[], Result]) -> Result:
-        """Connect to the other ranks; an error names those that do not come.
+        """Connect to the other ranks; an error names those that do not join.
 
         Args:
             connect: function that connects to them.
@@ -133,7 +133,7 @@ class ActionRecord:
         return Call(self._recorder.main, Kind.RENDEZVOUS, "world", 0).run(connect) if self._makes_group else connect()
 
     def begin(self, trainer: Trainer | None) -> list[Callback]:
-        """Write to the folder of rank 0; the process groups exist.
+        """Move the record to the folder of rank 0; the process groups must exist.
 
         Returns:
             The callback, if any, that records what happens between phases.
@@ -204,10 +204,10 @@ class ActionRecord:
     # The end
 
     def note_error(self, error: BaseException) -> bool:
-        """Write down and log that the run of this rank ends in an error, and the rank that caused it.
+        """Record and log the error that ends this rank's run, and the rank that caused it.
 
         Args:
-            error: error; a lost connection that names no rank gets a note that does.
+            error: error; if a connection was lost, a note with the lost rank is added to it.
 
         Returns:
             True if all ranks have raised an error in this step, and so can still save together.
@@ -223,7 +223,7 @@ class ActionRecord:
 
     @property
     def _is_first(self) -> bool:
-        """True if this rank is the first that has raised an error, or else lost a peer; of all at once, rank 0."""
+        """True if this rank raised the first error, or else lost the first peer; rank 0 if all failed at once."""
         failed = [] if self._watch is None else self._watch.views()
         order = [(v.state == State.LOST, v.since, v.rank) for v in failed if v.state in (State.RAISED, State.LOST)]
         own = self._strategy.global_rank
@@ -252,7 +252,7 @@ class ActionRecord:
 
     @property
     def all_have_raised(self) -> bool:
-        """True if all ranks have raised an error in one step; this rank has, and waits a moment for the others."""
+        """True if all ranks have raised an error in the same step; this rank has, and briefly waits for the others."""
         if self._failures is None:
             return True
         if self._have_all_raised is None:
@@ -262,13 +262,13 @@ class ActionRecord:
         return self._have_all_raised
 
     def require_peers(self, path: Any) -> None:
-        """Refuse to save on a rank that fails alone: the others would be waited for, and would not come.
+        """Refuse to save on a rank that fails alone: the save would wait for ranks that do not join it.
 
         Args:
             path: path of the checkpoint.
 
         Raises:
-            BaseException: the error that this rank ends in.
+            BaseException: the error that ends this rank's run.
         """
         if self.error is not None and not self.all_have_raised:
             why = "a save needs all ranks, and not all of them have raised an error in this step"
@@ -277,7 +277,7 @@ class ActionRecord:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Bracket the end of a run, and close the record; a run that all ranks have finished leaves none."""
+        """Record the end of a run, and close the record, which is deleted once all ranks have finished the run."""
         try:
             with self.during(Kind.END):
                 yield

@@ -1,4 +1,4 @@
-"""Start of a run: checks, comparisons, process groups, callbacks of the strategy's own."""
+"""Start of a run: checks, comparisons of ranks, process groups, and the strategy's own callbacks."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ ORDER: tuple[type[Callback], ...] = (TrainingWatch, EvaluationWatch, Callback, K
 
 
 class RankStart:
-    """The steps of a start, each of which all ranks take together.
+    """Steps of starting a run, each of which all ranks take together.
 
-    Ranks that were given different settings, models, data or code are named before the first step: every ``compare``
+    Differences between ranks in settings, models, data or code are found before the first step: every ``compare``
     raises a ``ConfigError`` on all ranks, with every difference.
 
     Args:
@@ -54,10 +54,10 @@ class RankStart:
         record: record of this rank.
         params: parameters and their optimizers.
         checkpoints: checkpoints of the run.
-        memory: prediction of memory, which checks make.
+        memory: prediction of memory, set by :meth:`check`.
 
     Attributes:
-        before: placement of the model by the Trainer before; ``None`` without one.
+        before: placement of the model by an earlier Trainer; ``None`` without one.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RankStart:
     # Checks, before any process is started
 
     def environment_problems(self) -> list[Problem]:
-        """Faults of what the Trainer gives: ranks, devices, plugins."""
+        """Faults of the ranks, devices and plugins that the Trainer has chosen."""
         ranks, own, layout = self._ranks, self._ranks.strategy, self._job.layout
         assert own.parallel_devices is not None
         device = own.parallel_devices[0]
@@ -90,7 +90,7 @@ class RankStart:
         return found + MegatronPrecision.of(own.precision_plugin).problems(devices.kind_of(device), layout)
 
     def check(self, *objects: object, trainer: Trainer | None = None) -> None:
-        """Raise every fault that is known before training, as ``MegatronStrategy.check`` says, and predict memory."""
+        """Raise every fault that is known before training, see ``MegatronStrategy.check``, and predict memory."""
         ranks, own, layout = self._ranks, self._ranks.strategy, self._job.layout
         found = self.environment_problems()
         layout = layout if found else layout.resolve(ranks.num_nodes * ranks.num_local)
@@ -113,7 +113,7 @@ class RankStart:
     # Comparisons
 
     def compare(self, trainer: Trainer | None, *objects: object) -> None:
-        """Compare what is given before ranks talk: the layout, too, and so over the store alone; then the folders."""
+        """Compare settings, then folders, through the store: groups need the layout, which may differ, too."""
         ranks, own = self._ranks, self._ranks.strategy
         if ranks.num_nodes * ranks.num_local == 1:
             return
@@ -130,19 +130,19 @@ class RankStart:
             PlaceProbe(store, *place, may_differ).compare(places_of(trainer, objects))
 
     def compare_once(self) -> None:
-        """Compare, where no launcher has done so."""
+        """Compare settings, unless a launcher has called :meth:`compare`."""
         if self._comparison is None:
             self.compare(None)
 
     def compare_optimizers(self) -> None:
-        """Compare optimizers that the user has configured, and the model, which has been built by now."""
+        """Compare the optimizers that the user has configured, and the model, which is built by now."""
         given = self._ranks.strategy
         if self._comparison is not None and given.lightning_module is not None:
             own = given.lightning_module, given.optimizers, given.lr_scheduler_configs, self._ranks.mesh.pp.rank
             self._compare(optimizer_statement(*own))
 
     def compare_loader(self, dataloader: object) -> None:
-        """Compare what a loader says of itself, before Lightning asks all ranks for its length."""
+        """Compare length, samples and batch size of a loader, before Lightning asks all ranks for its length."""
         module = self._ranks.strategy.lightning_module
         if self._comparison is not None and module is not None:
             mesh = self._ranks.mesh
@@ -152,7 +152,7 @@ class RankStart:
             self._compare(loader_statement(dataloader, given, mesh.dp.rank, may_be_empty=may_be_empty))
 
     def compare_restoring(self, restores: bool) -> None:
-        """Compare once if this rank loads a checkpoint; False when it would have done so before."""
+        """Compare, once a run, if ranks load a checkpoint; called with False after the time for loading."""
         if self._comparison is not None and not self._knows_restoring:
             self._knows_restoring = True
             self._compare(Statement({"trainer.ckpt_path": "a checkpoint" if restores else None}))
@@ -164,7 +164,7 @@ class RankStart:
     # Process groups
 
     def find_last(self, trainer: Trainer, ckpt_path: Any) -> Any:
-        """The path that a fit goes on from, as :meth:`SaveFolders.find_last` says, or what was given."""
+        """The path that a fit resumes from, see :meth:`SaveFolders.find_last`, or ``ckpt_path`` itself."""
         if not self._folders.begin_fit(trainer, ckpt_path):
             return ckpt_path
         module = self._ranks.strategy.lightning_module
@@ -174,7 +174,7 @@ class RankStart:
         return self._folders.find_last(trainer, ckpt_path)
 
     def connect(self) -> None:
-        """Start the process groups, if they are not there; those of the Trainer before are kept if its model fits."""
+        """Create the process groups unless they exist, or reuse an earlier Trainer's with this layout and device."""
         ranks = self._ranks
         if not ranks.is_connected:
             ranks.take_device()
@@ -190,7 +190,7 @@ class RankStart:
         self._is_placed = False
 
     def place(self, boundary: StageBoundary | None) -> bool:
-        """Take the model away from the run before; True for the first call of a run, the only one that does."""
+        """Take over the model from the previous run, in the first call of a run; True for that call."""
         is_first, self._is_placed = not self._is_placed, True
         if is_first:
             own = self._ranks.strategy
@@ -208,10 +208,10 @@ class RankStart:
 
 
 class OwnCallbacks:
-    """Callbacks that the strategy has added to a Trainer's, and the switches that obey signals, those of the user too.
+    """Callbacks that the strategy adds to the Trainer's, and all kill switches, including the user's.
 
     Args:
-        save_on_signal: True if a run whose user has no ``KillSwitch`` gets one.
+        save_on_signal: True to add a ``KillSwitch`` to a run without one.
     """
 
     def __init__(self, save_on_signal: bool) -> None:
@@ -229,13 +229,13 @@ class OwnCallbacks:
         return [callback for callback in self._present if isinstance(callback, KillSwitch)]
 
     def begin(self, trainer: Trainer | None) -> None:
-        """Begin a run, with a switch where there is none."""
+        """Begin a run; with ``save_on_signal``, add a ``KillSwitch`` if there is none."""
         self._trainer = trainer
         if self._save_on_signal and not self._switches:
             self.add(KillSwitch(always_save=False))
 
     def add(self, *callbacks: Callback) -> None:
-        """Put callbacks at their places among those of the Trainer; no action without one."""
+        """Insert callbacks into those of the Trainer, in :data:`ORDER`; no action without a Trainer."""
         if self._trainer is None:
             return
         present = self._present
@@ -246,7 +246,7 @@ class OwnCallbacks:
             present.insert(next(later, len(present)), callback)
 
     def listen(self) -> None:
-        """Set signal handlers, in the place of those that Lightning has just set."""
+        """Replace the signal handlers that Lightning has just set."""
         for switch in self._switches:
             assert self._trainer is not None
             switch.listen(self._trainer)
@@ -257,7 +257,7 @@ class OwnCallbacks:
             let_workers_outlive_signals(dataloader)
 
     def end(self) -> None:
-        """Give signals back to Lightning, which gives them back as well, and take the callbacks out again."""
+        """Restore Lightning's signal handlers, which Lightning itself removes next, and remove the added callbacks."""
         for switch in self._switches:
             switch.give_back()
         self._present[:] = [callback for callback in self._present if callback not in self._added]

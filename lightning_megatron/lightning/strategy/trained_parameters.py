@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TrainedParameters:
-    """Parameters and optimizers of a fit; without a fit there are none, and every wait is over.
+    """Parameters and optimizers of a fit; without a fit there are none, and waits return at once.
 
     Args:
         ranks: this rank and the others.
@@ -45,7 +45,7 @@ class TrainedParameters:
     # Setup and release
 
     def release(self) -> None:
-        """Release flat buffers; before those of a new fit, those of the strategy that has trained the module before."""
+        """Release flat buffers; before a new fit, also those of an earlier strategy that has trained the module."""
         module = self._ranks.strategy.lightning_module
         if module is not None and is_fitting(module):
             earlier = vars(module).get("_megatron_holder")
@@ -88,18 +88,18 @@ class TrainedParameters:
             self.optimizers.finish_param_gather()
 
     def finish_finite_checks(self) -> None:
-        """Raise what the checks of the last steps have found."""
+        """Raise the errors that the checks of the last steps have found."""
         if self.optimizers is not None:
             self.optimizers.finish_finite_checks()
 
     def settle(self) -> None:
-        """Let parameters and main values agree, weights that were written between steps included."""
+        """Make parameters and main values equal, also where weights were written between steps."""
         self.finish_gather()
         for optimizer in self.sharded:
             optimizer.copy_written_values()
 
     def refresh_main(self) -> None:
-        """Make all main values those of the parameters."""
+        """Copy all parameters to their main values."""
         for optimizer in self.sharded:
             optimizer.refresh_main()
 
@@ -121,7 +121,7 @@ class TrainedParameters:
         return checkpointing.export_optimizers(path, self.sharded, through, sharded=self._job.optimizer.shard)
 
     def load(self, path: str | Path, level: str, ranks_per_node: int | None) -> HostMemory:
-        """Fill the optimizers from such a file."""
+        """Load the optimizers from a file of :meth:`export`."""
         through = self._collectors(level, ranks_per_node)
         return checkpointing.import_optimizers(path, self.sharded, through, sharded=self._job.optimizer.shard)
 
@@ -135,7 +135,7 @@ class TrainedParameters:
 
 
 def is_fitting(module: LightningModule) -> bool:
-    """True if steps go on after a save; if not, the caller may copy the files next, or exit."""
+    """True if training continues after a save; if not, the caller may copy the files next, or exit."""
     try:
         state = module.trainer.state
     except RuntimeError:  # a module without a Trainer

@@ -24,11 +24,11 @@ class RunWriter:
     def write(self, pending: checkpoint.PendingSave, mesh: ParallelMesh) -> Callable[[], None]:
         """Write a checkpoint; all ranks of the mesh call this.
 
-        In the background it is copied to host memory first, but for optimizer state that only steps write, which the
-        thread copies.
+        For a write in the background it is first copied to host memory, except optimizer state that only steps change:
+        the thread copies that.
 
         Returns:
-            Function that waits until no memory of the run is read any more; called before the next step writes it.
+            Function that waits until the memory of the run is no longer read; called before the next step changes it.
 
         Raises:
             CheckpointError: on every rank, if it or the one before has failed on any.
@@ -46,7 +46,7 @@ class RunWriter:
             self._removals = checkpoint.remove_unlinked([*self._removals, path.absolute()])
 
     def at_barrier(self, *, is_rank_zero: bool) -> None:
-        """Put back links that lead to a checkpoint which is not there yet, and remove what had to wait.
+        """Restore links that lead to an unfinished checkpoint, and do removals that had to wait.
 
         ``ModelCheckpoint(save_last="link")`` changes its link right before a barrier.
         """
@@ -61,7 +61,7 @@ class RunWriter:
             self._background.catch_up()
 
     def finish_copy(self) -> None:
-        """Wait until no memory of the run is read any more."""
+        """Wait until the memory of the run is no longer read."""
         if self._background is not None:
             self._background.finish_copy()
 

@@ -1,12 +1,12 @@
 """Faults of a batch, found on the host and raised on all ranks.
 
 Ranks of one replica read the same batch and find the same fault. Other replicas do not, and would wait for a rank that
-has raised. So a rank with a bad batch goes on with a repaired one, and a message between hosts, under way during the
-training step (or at the end of an evaluation), ends the run everywhere.
+has raised. So a rank with a bad batch continues with a repaired one, and an all-reduce between hosts, in the background
+of the training step (or at the end of an evaluation), ends the run everywhere.
 
-Ranks of one replica that read different batches train one model on parts of different samples. So hashes of the first
-batches of a run and of an epoch, and of a few later ones, are compared before their step (after it where the step reads
-a ``dataloader_iter``); those of each loader of an evaluation at its end.
+Ranks of one replica that read different batches would train one model on parts of different samples. So hashes of the
+first batches of a run and of an epoch, and of a few later ones, are compared before their step (after it if the step
+reads a ``dataloader_iter``); those of each loader of an evaluation are compared at its end.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lightning_megatron.lightning.compat._private import trainer_of
 from lightning_megatron.mesh import ParallelMesh
 
 FIRST = 3
-"""Batches at the begin of a run, an epoch and an evaluation that are compared."""
+"""Number of batches that are compared at the start of a run, an epoch and an evaluation."""
 EVERY = 100
-"""Distance of the later ones."""
+"""Interval of later comparisons, in batches."""
 
 
 @runtime_checkable
@@ -68,13 +68,13 @@ class BatchWatch:
         self._hashes: dict[str, int] = {}
 
     def begin_batch(self, module: LightningModule) -> None:
-        """Take the batch that was moved last for that of the loop: hooks of a user may move others from here on."""
+        """Hash the batch that was moved last, which is the loop's; from here on a user's hooks may move others."""
         moved, self._moved = self._moved, None
         if moved is not None and self._has_peers and not _reads_iterator(module):
             self._note_hashes(module, *moved)
 
     def end_batch(self, module: LightningModule, batch: Any, loader: int = 0) -> None:
-        """Look at a batch that the step has read itself, or at none, for which Lightning takes no step.
+        """Hash a batch that the step has read itself, or ``None``, for which Lightning runs no training step.
 
         Raises:
             DataError: in training, on all ranks, if ranks of one replica have different batches.
@@ -96,7 +96,7 @@ class BatchWatch:
             self._hashes |= {key: _hash_of(leaf) for key, leaf in _leaves(batch, name)}
 
     def _compare(self) -> None:
-        """Compare within each replica, with one message of all ranks.
+        """Compare the noted hashes within each replica, with one all-reduce over all ranks.
 
         Raises:
             DataError: on all ranks, if ranks of any replica have different hashes.
@@ -122,15 +122,15 @@ class BatchWatch:
                 )
 
     def look(self, module: object, batch: Any, loader: int = 0) -> Any:
-        """Check a batch; returns it, or a repaired one for a step that will not count.
+        """Check a batch; return it, or a repaired one for a step that is discarded.
 
         Args:
             module: user's module.
             batch: batch on the host.
-            loader: number of its loader.
+            loader: index of its loader.
 
         Raises:
-            DataError: for a fault that all ranks have found.
+            DataError: for a fault that all ranks find, since there is one replica.
         """
         self._moved = batch, loader
         if not isinstance(module, ChecksBatches) or (fault := module.batch_fault(batch)) is None:
@@ -142,9 +142,9 @@ class BatchWatch:
 
     @contextmanager
     def step(self, module: object) -> Iterator[None]:
-        """Bracket a training step, or the end of an evaluation; every rank must call this.
+        """Context of a training step, or of the end of an evaluation; every rank must enter it.
 
-        Batches that are due are compared before, and the results of all ranks are under way during the step.
+        Hashes that are due are compared first; whether any rank found a fault is all-reduced during the step.
 
         Raises:
             DataError: on all ranks, if any of them has found a fault, or ranks of one replica have read different
@@ -175,7 +175,7 @@ def _reads_iterator(module: LightningModule) -> bool:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Values in a batch with their places, in all that Lightning moves to a device."""
+    """Names and values of the leaves of a batch, in all containers that Lightning moves to a device."""
     if isinstance(value, Tensor) and value.is_nested:
         value = value.unbind()
     elif is_dataclass(value) and not isinstance(value, type):

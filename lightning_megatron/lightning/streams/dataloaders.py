@@ -24,7 +24,7 @@ def share_randomness(loader: Any, dp_rank: int) -> Any:
 
     Args:
         loader: any loader; only a ``DataLoader`` is changed.
-        dp_rank: number of the share of the data that this rank reads.
+        dp_rank: data-parallel rank, the index of the data shard that this rank reads.
 
     Returns:
         The loader.
@@ -55,7 +55,7 @@ def shuffle_by_epoch(loader: Any) -> None:
 def start_workers_safely(loader: Any, device: torch.device) -> None:
     """Choose a start method for workers that is safe with the device, unless the user has chosen one.
 
-    A small ``/dev/shm``, through which they pass batches, is a warning.
+    Warns of a small ``/dev/shm``, through which workers pass batches.
 
     Args:
         loader: any loader; only a ``DataLoader`` is changed.

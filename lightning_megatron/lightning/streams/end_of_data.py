@@ -26,7 +26,7 @@ Ending = tuple[int, DataState, int]
 
 
 class EndOfDataCheck:
-    """Compares the state of data over ranks, with one message a batch, which travels while ranks compute.
+    """Compares the state of data over ranks, with one all-reduce per batch that overlaps with computing.
 
     Args:
         hosts: axis of the ranks that wait for each other; ``None`` to check nothing.

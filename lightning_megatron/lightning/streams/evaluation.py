@@ -28,14 +28,14 @@ def coupled_ranks(layout: ParallelLayout) -> list[tuple[int, ...]]:
 
 
 class EvaluationWatch(Callback):
-    """Compares numbers of batches before a loop; if data do not know their number, checks each batch.
+    """Compares numbers of batches before a loop; if they are not known in advance, checks at each batch.
 
-    Replicas that share no experts may have different numbers. ``MegatronStrategy`` adds it as the first callback.
+    Replicas that share no experts may have different numbers. ``MegatronStrategy`` adds this as the first callback.
 
     Args:
         mesh: mesh of this rank.
         timeout: timeout of the groups that are created for the checks.
-        batches: watch over the batches, which is told of the begin and end of each.
+        batches: watch over the batches, notified of the start and end of each.
     """
 
     def __init__(self, mesh: ParallelMesh, timeout: timedelta, batches: BatchWatch) -> None:
@@ -72,7 +72,7 @@ class EvaluationWatch(Callback):
         return self._hosts
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **_: Any) -> None:
-        """Vote."""
+        """Check that the other ranks have a batch too; notify the watch over the batches."""
         self._watch.begin_batch(pl_module)
         self._batches += 1
         self._check.begin(DataState.MORE, self._batches)
@@ -81,14 +81,14 @@ class EvaluationWatch(Callback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **_: Any) -> None:
-        """Tell the watch over the batches."""
+        """Notify the watch over the batches."""
         _, batch, _, *loader = args
         self._watch.end_batch(pl_module, batch, *loader)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Vote for the end."""
+        """Check that the data of the other ranks have ended too."""
         self._check.begin(DataState.ENDED, self._batches)
         self._check.settle()
         self._check = EndOfDataCheck()
@@ -97,7 +97,7 @@ class EvaluationWatch(Callback):
 
 
 def may_stay_away(trainer: Trainer, layout: ParallelLayout) -> bool:
-    """True if a rank without any batch may leave out the evaluation; never where replicas share experts.
+    """True if a rank without any batch may skip the evaluation; never if replicas share experts.
 
     Args:
         trainer: the Trainer.

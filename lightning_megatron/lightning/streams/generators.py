@@ -27,10 +27,10 @@ def generator_hashes() -> dict[str, str]:
 
 
 def seed_generators(seed: int, names: Collection[str] = _NAMES) -> None:
-    """Start generators anew.
+    """Reseed generators.
 
     Args:
-        seed: seed of them all.
+        seed: seed for all of them.
         names: names of the generators.
     """
     if "python" in names:
@@ -43,7 +43,7 @@ def seed_generators(seed: int, names: Collection[str] = _NAMES) -> None:
 
 @contextmanager
 def kept_generators(device: torch.device) -> Generator[None, None, None]:
-    """Leave all generators behind as they were: stages of a pipeline draw different numbers of numbers.
+    """Restore the state of all generators at the end: stages of a pipeline draw different amounts from them.
 
     Args:
         device: device of this rank, whose generator is one of them.

@@ -17,7 +17,7 @@ STREAM = float("inf")
 
 
 def gather_counts(mesh: ParallelMesh, counts: Sequence[float], loaders: Any) -> tuple[list[list[float]], bool]:
-    """Gather the numbers of batches of all ranks, and if all are certain. Every rank must call this.
+    """Gather the numbers of batches of all ranks, and True if all are certain. Every rank must call this.
 
     Args:
         mesh: mesh of this rank.

@@ -13,7 +13,7 @@ from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.errors import Problem, multiples_around, problems_of
 
 ENDLESS = (None, -1, 1000)
-"""Values of ``max_epochs`` that nobody has chosen: 1000 is what Lightning takes without any limit."""
+"""Values of ``max_epochs`` that set no limit: 1000 is Lightning's default if nothing limits training."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SamplePlan:
         return self.rampup is not None or self.global_batch_size is not None
 
     def own_problems(self) -> list[Problem]:
-        """Faults that no layout can mend."""
+        """Faults that exist under every layout."""
         found = []
         if self.global_batch_size is not None and self.batch_size != 1:
             reason = f"with batch_size={self.batch_size}: one follows from the other, so give one of them"
@@ -51,11 +51,11 @@ class SamplePlan:
         return found
 
     def batch_of(self, dp: int) -> int:
-        """Samples of one batch of one replica, behind a ramp."""
+        """Samples of one batch of one replica, after any ramp."""
         return self.batch_size if self.global_batch_size is None else self.global_batch_size // dp
 
     def global_batch(self, dp: int) -> int:
-        """Samples of one batch of all replicas, behind a ramp."""
+        """Samples of one batch of all replicas, after any ramp."""
         return self.batch_of(dp) * dp
 
     def ramp(self, dp: int) -> BatchRamp | None:
@@ -84,7 +84,7 @@ class SamplePlan:
         return self.needed(max_steps * trainer.accumulate_grad_batches, dp)
 
     def layout_problems(self, layout: ParallelLayout, micro_batch_size: int | None, accumulated: int) -> list[Problem]:
-        """Global batches that a layout cannot share.
+        """Global batches that a layout cannot divide evenly.
 
         Args:
             layout: layout for the job's number of ranks.
@@ -107,7 +107,7 @@ class SamplePlan:
         return problems_of(self._ramp_to, final) or self._stage_problems(self._ramp_to(final), unit)
 
     def _stage_problems(self, ramp: BatchRamp, unit: int) -> list[Problem]:
-        """Global batches of a ramp that ranks and micro-batches cannot share."""
+        """Global batches of a ramp that ranks and micro-batches cannot divide evenly."""
         odd = [size for size in ramp.sizes if size % unit]
         if not odd:
             return []
@@ -117,35 +117,35 @@ class SamplePlan:
         return [Problem("rampup_batch_size", (ramp.start, ramp.increment, ramp.samples), reason, (near,) * fits)]
 
     def ends(self, trainer: Trainer, counts_samples: bool) -> bool:
-        """True if the end of training is that of ``train_samples``, since nobody has set another one.
+        """True if training ends after ``train_samples``, since the Trainer sets no other end.
 
         Args:
             trainer: the Trainer.
-            counts_samples: True if samples are what the job counts: then a number of epochs means nothing.
+            counts_samples: True if the job counts samples: then ``max_epochs`` is not an end.
         """
         if self.train_samples is None or trainer.max_steps != -1:
             return False
         return counts_samples or trainer.max_epochs in ENDLESS
 
     def epochs(self, trainer: Trainer | None) -> int | None:
-        """Epochs that a run has been told to end after, each with samples of its own; ``None`` for no such end."""
+        """Number of epochs, each with its own samples, after which a run ends; ``None`` without such a limit."""
         if trainer is None or trainer.max_epochs in ENDLESS:
             return None
         return 1 if trainer.overfit_batches else trainer.max_epochs  # type: ignore[attr-defined]
 
     def order(self, trainer: Trainer | None, **consecutive: Any) -> dict[str, Any]:
-        """Arguments of the sampler: epochs with orders of their own, unless Lightning wants the same batches again."""
+        """Arguments of the sampler: each epoch in its own order, except under ``overfit_batches``."""
         return {} if trainer is not None and trainer.overfit_batches else consecutive  # type: ignore[attr-defined]
 
     def missing(self, samples: int) -> list[Problem]:
-        """The fault of data with fewer samples than training is to end after."""
+        """The fault of data with fewer samples than ``train_samples``."""
         if samples >= (self.train_samples or 0):
             return []
         reason = f"a data_path without weights is read once, and has {samples}: give [weight, prefix, ...]"
         return [Problem("train_samples", self.train_samples, reason, (samples,))]
 
     def saved(self, dp: int, accumulated: int) -> dict[str, Any]:
-        """State of a checkpoint, by which :meth:`resume_problems` compares."""
+        """State of a checkpoint, which :meth:`resume_problems` compares."""
         rampup = None if self.rampup is None else list(self.rampup)
         sizes = {"global_batch_size": self.global_batch(dp), "accumulate_grad_batches": accumulated}
         return {**sizes, "rampup_batch_size": rampup}
@@ -170,7 +170,7 @@ class SamplePlan:
         return found
 
     def shape(self, dp: int | None, **known: Any) -> BatchShape:
-        """Sizes of batches behind a ramp; without a layout, only those that do not depend on it."""
+        """Sizes of batches after any ramp; without a layout, only those that do not depend on it."""
         if self.global_batch_size is None:
             return BatchShape(self.batch_size, **known)
         size = None if dp is None else self.batch_of(dp)
@@ -178,7 +178,7 @@ class SamplePlan:
 
 
 def length_problems(plan: SamplePlan, trainer: Trainer) -> list[Problem]:
-    """The fault that a job which counts samples has two lengths."""
+    """The fault of a job that counts samples and sets both ``train_samples`` and ``max_steps``."""
     if plan.train_samples is None or trainer.max_steps == -1 or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return []
     reason = f"train_samples={plan.train_samples} is a length of training, too: where samples are counted, give one"

@@ -30,7 +30,7 @@ def _batches_left(trainer: Trainer, begun: int) -> float:
 
 
 def _reaches_end(trainer: Trainer, batches: float) -> bool:
-    """True if training will read as many batches, as far as can be known."""
+    """True if training is known to want more than this number of batches."""
     if any(isinstance(callback, Timer) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return False
     knows = trainer.max_steps == -1 or trainer.lightning_module.automatic_optimization
@@ -38,13 +38,13 @@ def _reaches_end(trainer: Trainer, batches: float) -> bool:
 
 
 class TrainingWatch(Callback):
-    """Compares numbers of batches before training; if data do not know their number, checks each batch.
+    """Compares numbers of batches before training; if they are not known in advance, checks at each batch.
 
-    ``MegatronStrategy`` adds it as the first callback. Whatever it finds is a ``DataError`` on all ranks.
+    ``MegatronStrategy`` adds this as the first callback. Any difference is a ``DataError`` on all ranks.
 
     Args:
         mesh: mesh of this rank.
-        batches: watch over the batches, which is told of the begin and end of each.
+        batches: watch over the batches, notified of the start and end of each.
     """
 
     reads_parameters = False
@@ -89,13 +89,13 @@ class TrainingWatch(Callback):
         self._batches.end_batch(pl_module, batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check if other ranks may have another batch, and refuse an epoch without any: there could be endless ones."""
+        """Check that no other rank has another batch; refuse an epoch without batches, which could repeat forever."""
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if self._begun == 0 or not self._foresees:
             self._check.begin(DataState.ENDED, batches)
             self._check.settle()
         if batches == 0 and not trainer.should_stop:
             raise DataError(
-                f"the {_DATA} gave no batch in epoch {trainer.current_epoch}. They must begin anew each time they are"
+                f"the {_DATA} gave no batch in epoch {trainer.current_epoch}. They must start again each time they are"
                 " iterated over: an iterator or a generator that is used up does not; or a filter leaves nothing"
             )

@@ -34,5 +34,5 @@ def _idle_problems(used: torch.device) -> list[Problem]:
     by_name = isinstance(trainer_argument("strategy"), str)
     if not by_name or used.type == NAME or trainer_argument("accelerator") != "auto" or not devices.hpu_available():
         return []
-    reason = f"would take {used.type}, although there is a Gaudi: to a strategy given by its name it must be said"
+    reason = f"picks {used.type} although a Gaudi is present: name it, since a strategy given by name cannot choose it"
     return [Problem("accelerator", "auto", reason, (NAME, used.type))]

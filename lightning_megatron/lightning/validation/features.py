@@ -149,7 +149,7 @@ def module_problems(module: LightningModule, layout: ParallelLayout, trainer: Tr
 
 
 def _context_problems(module: LightningModule, cp: int) -> list[Problem]:
-    """The fault of a module that does not split sequences: attention would take whole ones for shards, silently."""
+    """The fault of a module that does not split sequences: attention would silently take whole ones for shards."""
     if cp == 1 or getattr(module, "splits_context", False):
         return []
     reason = (

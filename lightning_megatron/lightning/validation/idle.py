@@ -29,7 +29,7 @@ def warn_of_idle(module: LightningModule, layout: ParallelLayout, plan: Recomput
         rank_zero_warn(f"ep={layout.ep}: {name} has no experts to share over ranks: use ep=1")
     if plan.granularity is not None and not _holds_a_plan(module):
         rank_zero_warn(
-            f"recompute={plan.granularity!r}: nothing in {name} computes its forward again: hand strategy.recompute to"
+            f"recompute={plan.granularity!r}: nothing in {name} recomputes its forward: pass strategy.recompute to"
             " its layers, as GPTModule does, or use torch.utils.checkpoint in its forward"
         )
 

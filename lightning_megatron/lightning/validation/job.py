@@ -80,7 +80,7 @@ ELSEWHERE = {
     **dict.fromkeys(("cp_communication_type", "context_parallel_comm_type"), "cp_comm_type"),
     **dict.fromkeys(("backend", "distributed_backend"), "process_group_backend"),
 }
-"""Our arguments, or what to do instead, by the names of Megatron, NeMo and DeepSpeed."""
+"""Arguments of the strategy, or advice, by the names that Megatron, NeMo and DeepSpeed use."""
 
 
 @runtime_checkable
@@ -120,7 +120,7 @@ def backend_problems(backend: str | None, device: torch.device) -> list[Problem]
     by_device = dict(part.split(":", 1) for part in (backend or "").split(",") if ":" in part)  # "cpu:a,other:b"
     if backend is None or by_device.get(device.type, backend) in known:
         return []
-    reason = f"no backend that is here for tensors on {device.type}"
+    reason = f"no backend that is available here for tensors on {device.type}"
     return [Problem("process_group_backend", backend, reason, (*known, None))]
 
 
@@ -153,7 +153,7 @@ class Job:
 
     @property
     def model(self) -> ModelShape | None:
-        """Shape of the model, if a module says it."""
+        """Shape of the model, if a module declares it."""
         return next((item.model_shape for item in self.objects if isinstance(item, HasModelShape)), None)
 
     @property
@@ -163,7 +163,7 @@ class Job:
         if batch is None:
             sizes = (getattr(item, "batch_size", None) for item in self.objects)
             batch = BatchShape(next((size for size in sizes if isinstance(size, int)), None))
-        whole, dp = batch.global_batch_size, self.layout.dp  # open where the sizes do not multiply to the world's
+        whole, dp = batch.global_batch_size, self.layout.dp  # None if the sizes do not multiply to the world size
         if batch.batch_size is None and whole is not None and dp is not None and whole % dp == 0:
             batch = replace(batch, batch_size=whole // dp)
         return replace(batch, micro_batch_size=self.settings.micro_batch_size)
@@ -213,7 +213,7 @@ def data_faults(job: Job) -> list[Problem]:
 
 
 def tokenizer_faults(job: Job) -> list[Problem]:
-    """Data of another tokenizer than that of the weights that a run begins with."""
+    """Data made with another tokenizer than the weights that a run starts with."""
     specs = [spec for item in job.objects if (spec := getattr(item, "required_tokenizer", None)) is not None]
     if not specs:
         return []
@@ -222,14 +222,14 @@ def tokenizer_faults(job: Job) -> list[Problem]:
     if "last" in paths and job.trainer is not None:
         paths += _last_checkpoint(job.trainer)
     for path in paths:
-        with suppress(CheckpointError, ConfigError):  # said by what loads it
-            known.append(replace(TrainedTokenizer.of_weights(path), vocab_size=None))  # sizes: layout_faults
+        with suppress(CheckpointError, ConfigError):  # reported when the path is loaded
+            known.append(replace(TrainedTokenizer.of_weights(path), vocab_size=None))  # layout_faults checks sizes
     do = "or give allow_other_data=True"
     return [p for spec in specs for one in known for p in one.problems("tokenizer_model", spec, do)]
 
 
 def _last_checkpoint(trainer: Trainer) -> list[Path]:
-    """The newest checkpoint, if there is one; folders of loggers are known behind the launch alone."""
+    """The newest checkpoint, if there is one; folders that loggers choose are known only after the launch."""
     folders = (getattr(saver, "dirpath", None) for saver in trainer.checkpoint_callbacks)
     entries = (entry for folder in folders if folder is not None for entry in Path(folder).rglob("*.ckpt"))
     newest, _ = newest_good(candidates((), entries))

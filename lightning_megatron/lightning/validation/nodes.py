@@ -17,7 +17,7 @@ _ARGUMENTS = ("tp", "cp", "ep", "etp", "pp")
 
 
 def node_problems(layout: ParallelLayout, nodes: int, devices_per_node: int, device: torch.device) -> list[Problem]:
-    """Groups with unequally many ranks on the nodes that they touch, where the device's collectives refuse them.
+    """Groups with different numbers of ranks on their nodes, if the device's collectives refuse such groups.
 
     Args:
         layout: layout, which must suit the number of ranks.

@@ -1,4 +1,4 @@
-"""Faults of jobs that count samples: global batches that a layout cannot share, and two lengths of training."""
+"""Faults of jobs that count samples: global batches that a layout cannot divide evenly, and two lengths of training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.lightning.streams.sample_plan import SamplePlan, length_
 
 @runtime_checkable
 class PlansSamples(Protocol):
-    """A data module that says its global batches."""
+    """A data module that declares its global batches."""
 
     @property
     def sample_plan(self) -> SamplePlan:
@@ -24,11 +24,11 @@ class PlansSamples(Protocol):
 
 @runtime_checkable
 class CountsSamples(Protocol):
-    """A module that says if its schedules count samples."""
+    """A module that declares if its schedules count samples."""
 
     @property
     def counts_samples(self) -> bool:
-        """True if they do."""
+        """True if the schedules count samples."""
         ...
 
 
@@ -41,7 +41,7 @@ def count_samples(objects: Sequence[object]) -> bool:
 def sample_problems(
     objects: Sequence[object], layout: ParallelLayout, micro_batch_size: int | None, trainer: Trainer | None
 ) -> list[Problem]:
-    """Faults of a job that counts samples; none of another one.
+    """Faults of a job that counts samples; none for other jobs.
 
     Args:
         objects: objects handed to the Trainer.

@@ -1,4 +1,4 @@
-"""Settings of the strategy, built once from its public arguments and handed on as values."""
+"""Settings of the strategy, built once from its public arguments and passed on as values."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ CPCommType = Literal["p2p", "all_gather", "a2a"]
 
 @dataclass(frozen=True)
 class JobSettings:
-    """Settings of a strategy: what :class:`MegatronStrategy` explains under a field's name is the argument as given."""
+    """Settings of a strategy; fields without a text here are arguments of :class:`MegatronStrategy`, as given."""
 
     layout: ParallelLayout
     """Number of ranks of each kind of parallelism; the number of data-parallel ranks is still open."""
 
     split: LayerSplit
-    """Share of each pipeline stage in the layers."""
+    """Layers of each pipeline stage."""
 
     recompute: RecomputePlan
-    """Activations that are computed again."""
+    """Activations that are recomputed."""
 
     optimizer: DistributedOptimizerConfig = field(default_factory=DistributedOptimizerConfig)
     """Switches of the distributed optimizer; dtypes are set when training begins."""

@@ -1,4 +1,4 @@
-"""Settings with which a module gives the right numbers, and slowly, on the devices of the job."""
+"""Warnings of settings with which a module is correct but slow on the devices of the job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.ops.implementation import REFERENCE
 def warn_of_slow(module: nn.Module, kind: DeviceKind, compiles: bool = False) -> None:
     """Warn of graphs that gain nothing, and of experts whose rows change in number on devices that compile each shape.
 
-    Nothing is changed instead: a run must give the same numbers, and the same checkpoints, on every kind of device.
+    Settings are not changed: a run must give the same numbers, and the same checkpoints, on every kind of device.
 
     Args:
         module: module, with its model built.
@@ -30,8 +30,7 @@ def warn_of_slow(module: nn.Module, kind: DeviceKind, compiles: bool = False) ->
     reason = next((reason for reason in reasons if reason is not None), None)
     if reason is not None:
         rank_zero_warn(
-            f"{reason}: every layer waits for the device to know them, and numbers that were not seen before are"
-            f" compiled for on {kind.type}"
+            f"{reason}: every layer waits for the device to know it, and each new number is compiled for on {kind.type}"
         )
 
 
@@ -59,15 +58,15 @@ def _changing_rows(layer: MoELayer, kind: DeviceKind) -> str | None:
         if used.implementation != REFERENCE:
             return None
         return (
-            f"mixture_of_experts: without the operator for {kind.type} ({used.why}) the number of rows of an expert is"
-            " another one in each step; capacity bins (moe_token_dispatcher='alltoall', moe_capacity_bins=10) fix it"
+            f"mixture_of_experts: without the operator for {kind.type} ({used.why}) the number of rows of an expert"
+            " changes with each step; capacity bins (moe_token_dispatcher='alltoall', moe_capacity_bins=10) fix it"
         )
     if layer.bins is not None or config.moe_pad_to_capacity:
         return None
     given = f"moe_capacity_factor={config.moe_capacity_factor} without padding" if config.moe_capacity_factor else ""
     return (
         f"moe_token_dispatcher='alltoall' {given or 'without capacities'}: the number of rows that are sent to an"
-        " expert is another one in each step; moe_capacity_bins=10 pads to one of a few numbers and drops nothing,"
+        " expert changes with each step; moe_capacity_bins=10 pads to one of a few numbers and drops nothing,"
         " moe_capacity_factor with moe_pad_to_capacity=True drops what is beyond, and moe_dynamic=True gathers all"
         " tokens"
     )

@@ -99,7 +99,7 @@ class BertModel(StagedModel):
         """Logits of both heads; on a stage that is not the last, the end of the step.
 
         Args:
-            inputs: tokens and what belongs to them.
+            inputs: tokens, with their types, positions and padding.
 
         Raises:
             ConfigError: for a sequence longer than the learned positions.
@@ -120,7 +120,7 @@ class BertModel(StagedModel):
         """Losses of both heads; on a stage that is not the last, the end of the step.
 
         Args:
-            inputs: tokens and what belongs to them.
+            inputs: tokens, with their types, positions and padding.
             labels: ``[B, S]`` ids of masked tokens; -100 elsewhere.
             loss_mask: ``[B, S]``, weight of each token in the loss; ``None`` for 1.
             next_sentence_labels: ``[B]``, 0 where the second segment follows the first, else 1; -100 is ignored;

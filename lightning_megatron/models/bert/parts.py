@@ -24,7 +24,7 @@ from lightning_megatron.recompute import run_part
 
 
 class BertEmbedding(Embedding):
-    """Sum of the embeddings of tokens, positions and token types, normed where the sums of the blocks are.
+    """Sum of the embeddings of tokens, positions and token types; normed in a model whose norms follow the sums.
 
     Args:
         config: shape of the model.
@@ -140,7 +140,7 @@ class BertHead(Head):
         return out
 
     def follows(self, encoded: Tensor) -> Tensor:
-        """Logits ``[B, 2]`` of whether the second segment follows the first (0) or not (1), equal on all ranks.
+        """Logits ``[B, 2]``: the second segment follows the first (0) or does not (1). Equal on all ranks.
 
         Args:
             encoded: result of :meth:`encoded`.
@@ -150,7 +150,7 @@ class BertHead(Head):
         first = encoded[0]
         if self.sequence_parallel:  # the first rank's shard begins with the first token
             first = reduce_from_region(first * float(self.axis.rank == 0), self.axis)
-        # Context-parallel ranks take the mean of their gradients, and only one of them has a gradient to give.
+        # Gradients are averaged over context-parallel ranks, of which only one has a gradient here.
         first = copy_to_region(first * float(self.context.rank == 0), self.context)
         first = reduce_from_region(first, self.context)
         out: Tensor = self.next_sentence(torch.tanh(self.pooler(first)))

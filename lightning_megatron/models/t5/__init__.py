@@ -1,1 +1,1 @@
-"""T5: an encoder, and a decoder that looks at it."""
+"""T5: an encoder, and a decoder that attends to its output."""

@@ -1,4 +1,4 @@
-"""Text that the decoder of T5 writes for what its encoder reads."""
+"""Generation with T5: the decoder writes an answer to the text that the encoder reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answer(
     stop: int | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """Texts that the decoder writes for those that the encoder reads, which it reads once.
+    """Generate a text for each text of a batch; the encoder runs once.
 
     Args:
         model: model on any mesh without a pipeline.

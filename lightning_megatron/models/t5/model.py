@@ -1,10 +1,10 @@
-"""T5 (https://arxiv.org/abs/1910.10683): an encoder reads a text, a decoder that looks at it writes another.
+"""T5 (https://arxiv.org/abs/1910.10683): an encoder reads a text, a decoder that attends to it writes another.
 
-Residual streams are ``[S, B, H]``; callers see ``[B, S]``. Both streams travel through a whole pipeline, one behind the
-other in one activation ``[S + T, B, H]``: the tokens of both are embedded in the first stage, which alone has the
-embedding. The encoder's stages pass the decoder's tokens on, and the decoder's stages the encoder's output. So a stage
-may hold any consecutive layers, the last ones of the encoder and the first ones of the decoder too, and every schedule
-runs.
+Residual streams are ``[S, B, H]``; callers see ``[B, S]``. Every stage of a pipeline passes on both streams,
+concatenated in one activation ``[S + T, B, H]``: the first stage, which alone has the embedding, embeds the tokens of
+both. The encoder's stages forward the decoder's embedded tokens, and the decoder's stages the encoder's output. So a
+stage may hold any consecutive layers, even the last ones of the encoder with the first ones of the decoder, and every
+schedule works.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class T5Model(StagedModel):
         ops: implementations of the ops.
 
     Attributes:
-        encoder_bias: relative positions of the encoder; ``None`` on a rank without a layer of it. Where several stages
-            have them, their gradients are summed.
+        encoder_bias: relative positions of the encoder; ``None`` on a rank without an encoder layer. If several stages
+            hold them, their gradients are summed.
         decoder_bias: relative positions of the decoder, likewise.
-        encoder_end: norm behind the encoder; ``None`` on a rank without its last layer.
+        encoder_end: norm after the encoder; ``None`` on a rank without its last layer.
 
     Raises:
         ConfigError: if ``recompute`` or the layout does not fit this model, or ``ops`` requires a missing kernel.
@@ -122,15 +122,15 @@ class T5Model(StagedModel):
         return Memory(self._encoded(self.config.stacks["encoder"], self._embedded(tokens), key_mask), key_mask)
 
     def decode(self, tokens: Tensor, memory: Memory, caches: Sequence[DecoderCache]) -> Tensor:
-        """Logits ``[B, 1, V]`` behind the last of the tokens ``[B, T]`` that follow those in the caches.
+        """Append tokens ``[B, T]`` to those in the caches, and return the logits ``[B, 1, V]`` after the last one.
 
         Args:
             tokens: ids for the decoder.
             memory: result of :meth:`encode`.
-            caches: keys and values, one a layer of the decoder; this call appends to them.
+            caches: keys and values, one per layer of the decoder; this call appends to them.
         """
         first, length = caches[0].own.length, tokens.shape[1]
-        # Decoding grows keys and values with every token: each length would be a graph of its own.
+        # Decoding grows keys and values with every token: each length would compile another graph.
         with without_graphs(self.layers.values()):
             embedded = self._embedded(tokens, first)
             decoded = self._run_decoder(self.config.stacks["decoder"], embedded, memory, length, first, caches)
@@ -170,7 +170,7 @@ class T5Model(StagedModel):
         return out
 
     def _encoded(self, layers: Sequence[int], hidden: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The encoder's stream behind some of its layers; behind the last one, its output."""
+        """The encoder's stream after ``layers``; after its last layer, its output."""
         if not layers:
             return hidden
         assert self.encoder_bias is not None
@@ -192,7 +192,7 @@ class T5Model(StagedModel):
         first: int = 0,
         caches: Sequence[DecoderCache] | None = None,
     ) -> Tensor:
-        """The decoder's stream of ``length`` tokens, the first at position ``first``, behind some of its layers."""
+        """The decoder's stream of ``length`` tokens, the first at position ``first``, after ``layers``."""
         if not layers:
             return hidden
         assert self.decoder_bias is not None

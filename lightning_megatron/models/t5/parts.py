@@ -52,10 +52,10 @@ def relative_buckets(distance: Tensor, buckets: int, most: int, *, both_sides: b
     """Classes of distances: one for each small distance, then ranges that grow with it (T5, section 2.1).
 
     Args:
-        distance: position of a key less that of the query.
+        distance: position of the key minus position of the query.
         buckets: number of classes.
-        most: distance from which on all are of one class.
-        both_sides: True for classes of keys on both sides; False if keys behind the query are never seen.
+        most: distance from which on all belong to one class.
+        both_sides: True for separate classes of keys before and after the query; False if later keys are never seen.
     """
     if both_sides:
         buckets //= 2
@@ -69,12 +69,12 @@ def relative_buckets(distance: Tensor, buckets: int, most: int, *, both_sides: b
 
 
 class RelativeBias(nn.Module):
-    """Scores by the distance of query and key, one a head and class of distances; a stack's layers share them.
+    """Score for each head and class of distances between query and key; all layers of a stack share it.
 
     Args:
         config: shape of the model.
         mesh: mesh of the ranks.
-        both_sides: True in the encoder; False in the decoder, where keys behind the query are hidden.
+        both_sides: True in the encoder; False in the decoder, where keys after the query are hidden.
     """
 
     def __init__(self, config: T5Config, mesh: ParallelMesh, *, both_sides: bool) -> None:
@@ -85,7 +85,7 @@ class RelativeBias(nn.Module):
         normal_(self.weight, self.param_specs()["weight"], mesh.shard_ranks, config.init_stds.qkv)
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
-        """A head's scores are where the head is."""
+        """Each rank holds the scores of its heads."""
         return {"weight": ParamSpec(self._shape, tp_dim=0)}
 
     def forward(self, queries: range, keys: int, key_mask: Tensor | None = None) -> Tensor:
@@ -116,7 +116,7 @@ class T5Block(Block):
     Args:
         config: shape of the model.
         mesh: mesh of the ranks.
-        layer: number of the layer, which says its stack.
+        layer: number of the layer, which determines its stack.
         sequence_parallel: True if the residual stream is a sequence shard.
         recompute: plan of activation recomputation.
         ops: implementations of the ops.
@@ -146,7 +146,7 @@ class T5Block(Block):
     @staticmethod
     @torch.no_grad()
     def _shrink_queries(weight: Tensor, parts: int, head_dim: int) -> None:
-        """Scale the initial queries, the first of the parts of each head, in place of their products with keys."""
+        """Scale the initial weights of queries, the first part of each head: T5 does not scale query-key products."""
         weight.unflatten(0, (-1, parts, head_dim))[:, 0].mul_(head_dim**-0.5)
 
     def forward(  # type: ignore[override]  # documents are for decoders alone
@@ -195,7 +195,7 @@ class T5Block(Block):
 
 
 class StackEnd(nn.Module):
-    """Norm and dropout behind the last layer of the encoder.
+    """Norm and dropout after the last layer of the encoder.
 
     Args:
         config: shape of the model.
@@ -216,7 +216,7 @@ class StackEnd(nn.Module):
 
 
 class T5Head(Head):
-    """Final norm, dropout and output layer of the decoder; what enters a tied output layer is divided by ``sqrt(H)``.
+    """Final norm, dropout and output layer of the decoder; the input of a tied output layer is divided by ``sqrt(H)``.
 
     Args:
         config: shape of the model.

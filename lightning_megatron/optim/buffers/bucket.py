@@ -1,4 +1,4 @@
-"""A bucket: the range of a flat buffer that one collective sends."""
+"""Bucket: the range of a flat buffer that one collective communicates."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightning_megatron.optim.buffers.slot import BufferKey, Slot
 class Bucket:
     """Parameters whose gradients are reduced, and whose new values are gathered, in one collective.
 
-    With sharding each rank owns one equal share: it gets the sum of the gradients of that share only, updates it, and
-    the all-gather restores the whole. Without sharding every rank owns all of it. Collectives work in place: a rank's
-    share of the sum replaces its own share of the input, which every backend allows (NCCL's "in-place" rule).
+    With sharding each rank owns one equal share: it receives the summed gradients of that share only, updates it, and
+    an all-gather restores the whole bucket. Without sharding every rank owns all of it. Collectives work in place: a
+    rank's share of the sum replaces its share of the input, which every backend allows (NCCL's "in-place" rule).
 
     Attributes:
         key: the key of the buffer.
@@ -33,8 +33,8 @@ class Bucket:
         own_start: first element in the buffer of the share that this rank owns.
         own_params: ``[n / ranks]`` (``[n]`` unsharded), a view of ``params``.
         own_grads: this rank's view of ``grads``; the mean over the axis once a reduction is finished.
-        reduce_started: True if gradients were sent in this step, so that none may be added any more.
-        is_mean: True if gradients are the result of a reduction; none may be added before :meth:`undo_mean`.
+        reduce_started: True if the reduction has started in this step, so that no gradient may be added.
+        is_mean: True if gradients have been reduced; none may be added before :meth:`undo_mean`.
 
     Args:
         key: the key of the buffer.
@@ -94,7 +94,7 @@ class Bucket:
             self._reducing = start_all_reduce_in_place(sent, self.axis)
 
     def finish_reduce(self) -> None:
-        """Wait for the sum and make it the mean (no AVG on the wire: HCCL has none)."""
+        """Wait for the sum and divide it to get the mean (HCCL has no AVG reduction)."""
         if self._reducing is not None:
             pending, self._reducing = self._reducing, None
             own = pending.wait()
@@ -106,7 +106,7 @@ class Bucket:
         self.reduce_started = False
 
     def undo_mean(self) -> None:
-        """Turn the mean into gradients whose next reduction gives the same mean again, so that more can be added."""
+        """Undo the averaging so that more gradients can be accumulated; reducing again gives the same mean."""
         if self.is_mean:
             self.own_grads.mul_(self._mean_over if self.sharded else self._mean_over / self.axis.size)
             if self.sharded:
@@ -122,7 +122,7 @@ class Bucket:
             self._gathering = start_all_gather_in_place(self.params, self.axis)
 
     def finish_gather(self) -> None:
-        """Wait until ``params`` is complete; free if no gather is running."""
+        """Wait until ``params`` is complete; costs nothing if no gather is running."""
         if self._gathering is not None:
             pending, self._gathering = self._gathering, None
             pending.wait()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
-"""Number of elements to a multiple of which every parameter's start and every rank's share is rounded up.
+"""Every parameter's start and every rank's share is rounded up to a multiple of this number of elements.
 
 Matrix kernels read 16 bytes at a time, and collectives are fastest from 128 bytes on; 64 bf16 elements are 128 bytes.
 """
@@ -35,7 +35,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def default_bucket_size(ranks: int) -> int:
-    """Elements of a bucket by Megatron-LM's rule, which keeps the messages of many ranks long enough."""
+    """Elements per bucket by Megatron-LM's rule, which grows with the ranks to keep messages long enough."""
     return max(40_000_000, 1_000_000 * ranks)
 
 

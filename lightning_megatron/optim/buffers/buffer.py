@@ -1,6 +1,6 @@
-"""Parameters and gradients of one kind, laid out end to end.
+"""Flat buffers for the parameters and gradients of one kind.
 
-Collectives, clipping and optimizers are fast on few long tensors. So all parameters that are treated equally share one
+Collectives, clipping and optimizers are fast on few long tensors. So all parameters that are treated alike share one
 flat tensor, and their gradients another. The layout is that of Megatron-LM's distributed optimizer (ZeRO stage 1,
 https://arxiv.org/abs/1910.02054). Gradients are accumulated in fp32 for every dtype of the parameters.
 """
@@ -75,7 +75,7 @@ class FlatBuffer:
             )  # fmt: skip
 
     def clear_gaps(self) -> None:
-        """Zero the padding between parameters: after scaling by NaN it would stay NaN and spoil every norm."""
+        """Zero the padding between parameters: scaling by NaN would leave NaN there and spoil every later norm."""
         if self._gaps.numel():
             self.grads.index_fill_(0, self._gaps, 0)
 

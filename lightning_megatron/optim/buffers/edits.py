@@ -17,7 +17,7 @@ def copy_edited_grads(main: MainValues, optimizer: Optimizer) -> None:
     """Copy gradients that were assigned or set to ``None`` after the reduction to the main parameters.
 
     Raises:
-        RuntimeError: for a gradient assigned where this rank does not hold the mean of all of it.
+        RuntimeError: for an assigned gradient of which this rank holds only a shard of the mean.
     """
     edited = [slot for slot in main.bucket.slots if slot.is_replaced or slot.is_cleared]
     if not edited:
@@ -38,7 +38,7 @@ def copy_edited_grads(main: MainValues, optimizer: Optimizer) -> None:
 
 
 def raise_replaced_grad(slot: Slot) -> None:
-    """Raise an error for a gradient that was assigned where it cannot be."""
+    """Raise an error for a gradient that was replaced although other data-parallel ranks share its mean."""
     raise RuntimeError(
         f"the gradient of {slot.owned.name!r} was replaced (param.grad = ...), but with several data-parallel ranks it "
         "is this rank's part of the mean: edit it in place, element by element (param.grad.mul_(...)), or in a hook "
@@ -51,9 +51,9 @@ def raise_replaced_grad(slot: Slot) -> None:
 def copy_written_values(main: MainValues, everywhere: bool) -> None:
     """Copy values that the user has written into parameters to their main values.
 
-    A write in place shows in the parameter's version, new storage (``param.data = x``) in its address. A write through
-    ``param.data`` in place leaves no trace: to find those, values are compared. Elements that were not changed
-    keep their main values to the last bit.
+    An in-place write changes the parameter's version counter, new storage (``param.data = x``) its address. An in-place
+    write through ``param.data`` changes neither: only a comparison of values finds it. Unchanged elements keep their
+    main values bit for bit.
 
     Args:
         main: main values of a bucket.

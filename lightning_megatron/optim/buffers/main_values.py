@@ -28,8 +28,8 @@ class MainParam:
     Attributes:
         param: the tensor in the optimizer's group during a step, to which the optimizer's state belongs.
         start: first element in this rank's share of the bucket.
-        slots: the parameters of the range, whole or in part; they have always had gradients in the same steps.
-        owned: the one parameter whose shape it has; ``None`` for a flat range.
+        slots: the parameters of the range, whole or in part; so far all had gradients in the same steps.
+        owned: the parameter whose shape ``param`` has; ``None`` for a flat range.
     """
 
     param: nn.Parameter
@@ -157,7 +157,7 @@ class MainValues:
         self._split(optimizer, id)
 
     def undo_split_all(self, optimizer: Optimizer) -> None:
-        """Undo :meth:`split_all` where the state that elements share (the step count) turned out equal."""
+        """Undo :meth:`split_all` where all pieces have the same shared state (the step count)."""
         whole, self._before_split = self._before_split, []
         if not whole:
             return

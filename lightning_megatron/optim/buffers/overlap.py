@@ -25,12 +25,12 @@ from lightning_megatron.weight_grad_store import GradPlace
 class GradReducer:
     """Reduces buckets over data-parallel ranks while backward is still running.
 
-    A hook on every parameter notes that its gradient of this step is complete. Buckets start strictly in the order
-    given, which is the same on all ranks, although ranks may finish gradients in different orders.
+    A hook on every parameter notes that its gradient of this step is complete. The reductions of buckets start strictly
+    in the order given, which is the same on all ranks, although ranks may finish gradients in different orders.
 
     Attributes:
         complete: True if :meth:`finish` has run since gradients were last cleared or added to.
-        inspect: function called with each bucket once its gradients are complete and still this rank's own.
+        inspect: function called with each bucket when its local gradients are complete, before they are reduced.
 
     Args:
         tp: the ranks over which gradients of ``grad_sum_over_tp`` buckets are summed.
@@ -46,7 +46,7 @@ class GradReducer:
         self._dtype = dtype
         self._overlap = overlap
         self._buckets: list[Bucket] = []
-        # Gradients that change after backward (sums over tp or over tied copies) can only be sent after that.
+        # Buckets whose gradients change after backward (sums over tp or tied copies), and so are reduced after that.
         self._late: list[Bucket] = []
         self._queue: list[Bucket] = []
         self._next = 0
@@ -66,7 +66,7 @@ class GradReducer:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without the hooks, which belong to this process; a copy is for inspection only."""
+        """State for ``copy`` and ``pickle``, without the hooks of this process; a copy is for inspection only."""
         return {**self.__dict__, "_handles": []}
 
     def _all_missing(self) -> dict[int, set[str]]:
@@ -77,10 +77,10 @@ class GradReducer:
 
     @contextmanager
     def last_backward(self, last: bool = True) -> Iterator[None]:
-        """Bracket the backward that is the last of the step for the parameters it reaches.
+        """Context manager around a backward: the last of the step for the parameters that it reaches.
 
         Args:
-            last: False if it is not the last after all; then no bucket is sent during it.
+            last: False if it is not the last; then no bucket is sent during it.
         """
         self._in_last_backward = last
         try:
@@ -112,7 +112,7 @@ class GradReducer:
             self._start_ready(self._missing)
 
     def place(self, bucket: Bucket, slot: Slot) -> GradPlace | None:
-        """The place of a gradient that a backward may add itself, without the hook that would note its arrival.
+        """Place to which a layer's backward adds a gradient itself; ``None`` if the gradient must pass the hook.
 
         Args:
             bucket: bucket of the parameter.
@@ -137,7 +137,7 @@ class GradReducer:
         bucket.start_reduce(self._dtype or bucket.grads.dtype)
 
     def finish(self) -> None:
-        """Send the remaining buckets and wait for all; gradients of own shares are means afterwards."""
+        """Reduce the remaining buckets and wait for all; afterwards ``own_grads`` of each bucket are means."""
         for bucket in self._queue[self._next :]:
             self._start(bucket)
         self.inspect_late()
@@ -150,7 +150,7 @@ class GradReducer:
         self._end()
 
     def inspect_late(self) -> None:
-        """Inspect the buckets whose gradients still change after backward."""
+        """Call ``inspect`` with the buckets whose gradients still change after backward."""
         if self.inspect is not None:
             for bucket in self._late:
                 self.inspect(bucket)
@@ -171,7 +171,7 @@ class GradReducer:
         self._missing = None
 
     def reset(self) -> None:
-        """Drop the state of a step that was interrupted; waits for reductions that are running."""
+        """Discard the state of an interrupted step, after waiting for running reductions."""
         self._end()
         self.complete = False
         for bucket in self._buckets:
@@ -181,7 +181,7 @@ class GradReducer:
         """Allow more gradients to be added to those of an earlier backward that were not cleared.
 
         In plain torch a gradient outlives the step. Here it has been averaged, and other ranks' shares are stale. So
-        the rest is scaled such that the next reduction counts it once.
+        the averaging is undone such that the next reduction counts the earlier gradients once.
         """
         over = self.complete or self._next > 0
         if over:
@@ -208,11 +208,11 @@ class GradReducer:
 class ParamGather:
     """Gathers the shares of all ranks after an optimizer step.
 
-    With overlap the collectives run on while the next forward begins, and a hook in front of each module waits for the
-    parameters that its forward reads: its own, and those of children that are not called. Parents read the latter
-    directly (``F.linear(x, self.child.weight)``, or a method of the child other than its forward). Which modules are
-    called is seen in the first training step, when nothing has been gathered yet. What no called module reads is waited
-    for at once: parameters of the root module, whose ``training_step`` reads them at any time, and copies of tied ones.
+    With overlap the next forward begins while the collectives still run. A forward pre-hook of each module waits for
+    the parameters that its forward reads: its own, and those of children that are not called. Parents read these
+    directly (``F.linear(x, self.child.weight)``, or a method of the child other than its forward). The first training
+    step, before any gather, shows which modules are called. :meth:`start` itself waits for all other parameters: those
+    of the root module, whose ``training_step`` reads them at any time, and copies of tied ones.
 
     Args:
         overlap: True to return before the gathers have finished.
@@ -226,7 +226,7 @@ class ParamGather:
         self._at_once: list[Bucket] | None = None  # not known before the first training step
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without the hooks, which belong to this process; a copy is for inspection only."""
+        """State for ``copy`` and ``pickle``, without the hooks of this process; a copy is for inspection only."""
         return {**self.__dict__, "_gates": {}}
 
     def add(self, buckets: Sequence[Bucket]) -> None:
@@ -234,7 +234,7 @@ class ParamGather:
         self._buckets += buckets
 
     def start(self) -> None:
-        """Begin all gathers; they have finished on return unless overlap is on and a training step was seen."""
+        """Start all gathers; waits for them unless overlap is on and a training step has run."""
         for bucket in self._buckets:
             bucket.start_gather()
         if self._at_once is None and any(gate.called for gate in self._gates.values()):
@@ -257,17 +257,17 @@ class ParamGather:
         self.close()
         self._model, self._at_once = model, None
         if self._overlap and any(bucket.sharded for bucket in self._buckets):
-            # The root is not asked: what reads its parameters is its training_step.
+            # No gate for the root: its training_step reads its parameters, not its forward.
             self._gates = {module: _Gate(module) for module in model.modules() if module is not model}
 
     def _assign(self) -> list[Bucket]:
-        """Tell each gate what to wait for, and return the buckets that none waits for."""
+        """Assign buckets to the gates, and return the buckets to wait for at once."""
         assert self._model is not None
         bucket_of = {id(s.owned.param): bucket for bucket in self._buckets if bucket.sharded for s in bucket.slots}
         found: dict[nn.Module, set[Bucket]] = {}
 
         def walk(module: nn.Module, reader: nn.Module) -> None:
-            """Give the module's parameters to itself if it is called by itself, else to the module that reads them."""
+            """Assign a module's parameters to its own gate if it is called, else to the module that reads them."""
             gate, above = self._gates.get(module), self._gates.get(reader)
             in_one_graph = gate is not None and gate.traced and above is not None and above.traced
             reader = module if gate is not None and gate.called and not in_one_graph else reader
@@ -296,23 +296,23 @@ class ParamGather:
 class _Gate:
     """Forward pre-hook of a module that waits for gathered parameters.
 
-    Compiled code asks for one truth value of it, and leaves the wait out of its graph. So that waits do not cut graphs
-    into pieces, the outermost module of a compiled part waits for all of its parameters.
+    Compiled code reads only ``waits``, and the wait itself stays outside of the graph. To avoid a graph break at every
+    module, the outermost module of a compiled part waits for all parameters of the part.
 
     Args:
         module: the module.
 
     Attributes:
         called: True if the module was called with gradients.
-        traced: True if it was called in code that ``torch.compile`` makes.
+        traced: True if it was called while ``torch.compile`` traced it.
         buckets: buckets to wait for.
-        waits: True if some of them may not be complete.
+        waits: True if some of them may still be gathering.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.called = self.traced = self.waits = False
         self.buckets: list[Bucket] = []
-        # In front of hooks that make parameters of parameters, as weight normalization does.
+        # Before hooks that compute weights from other parameters, as weight normalization does.
         self._handle = module.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
@@ -330,7 +330,7 @@ class _Gate:
             bucket.finish_gather()
 
     def remove(self) -> None:
-        """Take the hook from the module."""
+        """Remove the hook."""
         self._handle.remove()
 
 

@@ -22,7 +22,7 @@ class BufferKey(NamedTuple):
         replicated_over_tp: True if every tp rank holds the same elements; they count once in a norm.
         grad_sum_over_tp: True if gradients are summed over tp before they are reduced over data-parallel ranks.
         tied_copy: True if the elements repeat a parameter of another pipeline stage; they do not count in a norm.
-        expert: True for experts whose replicas are other ranks than those of dense layers (the expert-data axis).
+        expert: True for experts if their replicas (the expert-data axis) are not the replicas of dense layers.
         reduce_late: True if gradients still change after backward (tied embeddings); they are reduced at the end of
             the step.
     """
@@ -62,9 +62,9 @@ class Slot:
         keeps_param_grad: True if gradients stay in ``param.grad`` until the step (never if ``aliased``). They add up in
             the parameter's dtype, and the user can clear and replace them (manual optimization).
         has_grad: True if the parameter has a gradient in this step.
-        grad_is_remote: True if it has one only because other data-parallel ranks do.
+        grad_is_remote: True if only other data-parallel ranks have computed that gradient.
         arrived: True if a backward has reached the parameter since its gradient was last sent or cleared.
-        version: version counter of the parameter when its values were last known to be the optimizer's.
+        version: version counter of the parameter when its values last agreed with the optimizer's main values.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class Slot:
                     param.grad = None
 
     def place(self) -> GradPlace | None:
-        """The buffer, for a backward that adds to it itself; ``None`` where ``param.grad`` is or may be another tensor.
+        """Buffer to which a layer's backward adds itself; ``None`` where ``param.grad`` is or may be another tensor.
 
-        As after :meth:`collect`, ``param.grad`` is the buffer.
+        Like :meth:`collect`, it leaves the buffer in ``param.grad``.
         """
         grad = self.owned.param.grad
         if not self.aliased or (grad is not None and grad is not self.grad):
@@ -188,7 +188,7 @@ class Slot:
         self.arrived = True
 
     def attach(self) -> None:
-        """Ensure that there is a gradient (zero if there was none), for a caller that adds to it in the buffer."""
+        """Ensure that there is a gradient (zero if there was none), for a caller that accesses it in the buffer."""
         self.write_to_buffer()
         self.has_grad = True
         if self.aliased:
@@ -211,11 +211,11 @@ class Slot:
 
     @property
     def has_new_storage(self) -> bool:
-        """True if the user has given the parameter other storage (``param.data = x``)."""
+        """True if the user has assigned new storage to the parameter (``param.data = x``)."""
         return self.owned.param.data_ptr() != self._address
 
     def release(self) -> None:
-        """Give the parameter storage of its own and no gradient."""
+        """Detach the parameter from the buffers: copy its values into its own storage, and clear its gradient."""
         param = self.owned.param
         param.grad = None
         if self.aliased and self.grad.dtype != param.dtype:
@@ -246,13 +246,13 @@ def set_grad(param: nn.Parameter, grad: Tensor) -> None:
 
 
 def supports_grad_dtype(param_dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> bool:
-    """True if autograd here accumulates into a gradient of another dtype than its parameter's.
+    """True if autograd accumulates into a gradient of another dtype than its parameter's.
 
-    torch itself is asked, on that device, because builds for accelerators differ in what they back-port.
+    A backward on that device tests it, because builds of torch for accelerators differ in what they back-port.
     """
     probe = nn.Parameter(torch.ones(1, dtype=param_dtype, device=device))
     if is_lazy(device) and not hasattr(probe, "grad_dtype"):
-        return False  # what is written through an alias of `param.data` may not be what the next forward reads
+        return False  # the next forward may not read values that were written through an alias of `param.data`
     total = torch.ones(1, dtype=grad_dtype, device=device)
     try:
         set_grad_dtype(probe, grad_dtype)

@@ -15,11 +15,11 @@ from lightning_megatron.optim.buffers.slot import Slot
 class UnusedParams:
     """Detects, after the reduction, parameters without a gradient here that have one on another rank.
 
-    With a sharded update the owner of a parameter sees it in the sum, which is not zero. Where each rank updates all
-    parameters, ranks must agree: at the first step they exchange which parameters are unused on every rank, and later
-    check the sums of these alone. The other parameters always have a gradient, zero or not.
+    With a sharded update, the owner of a parameter checks whether the sum of its gradients is zero. Where each rank
+    updates all parameters, ranks must agree: at the first step they exchange which parameters are unused on every rank,
+    and later check only the sums of these. The other parameters count as having a gradient, even a zero one.
 
-    Ranks wait for their device here only in steps with an unused parameter.
+    This synchronizes with the device only in steps with an unused parameter.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class UnusedParams:
                 self._unused_everywhere.get(main.bucket, set()).discard(slot)
 
     def _doubtful(self, main: MainValues) -> list[Slot]:
-        """Parameters that have a gradient if its sum is not zero; where one is sure, ``has_grad`` is set here."""
+        """Parameters whose summed gradient must be checked for zero; sets ``has_grad`` of those known to have one."""
         bucket = main.bucket
         missing = [s for s in bucket.slots if s.owned.param.requires_grad and not (s.has_grad or s.arrived)]
         if bucket.sharded:

@@ -19,13 +19,13 @@ class DistributedOptimizerConfig:
     """True if each data-parallel rank updates one share of the parameters, False if each updates all."""
 
     main_dtype: torch.dtype | None = torch.float32
-    """Dtype of main parameters: fp32 for mixed precision, ``None`` for the parameters' own.
+    """Dtype of main parameters: fp32 for mixed precision, ``None`` for the dtype of the parameters.
 
     Where it equals the dtype of the parameters, main parameters are views of them and take no memory.
     """
 
     grad_dtype: torch.dtype = torch.float32
-    """Dtype in which gradients are accumulated; the parameters' own where that is wider."""
+    """Dtype in which gradients are accumulated; the dtype of the parameters if that is wider."""
 
     reduce_dtype: torch.dtype | None = None
     """Dtype in which gradients are summed over ranks; ``None`` for ``grad_dtype``."""
@@ -43,7 +43,7 @@ class DistributedOptimizerConfig:
     """Optimizers, besides the known ones, whose update of an element depends on that element alone."""
 
     alias_grads: bool | None = None
-    """True if ``param.grad`` is a view of the flat gradient; ``None`` to find out if torch supports it."""
+    """True if ``param.grad`` is a view of the flat gradient; ``None`` for a view where torch supports it."""
 
     keep_param_grads: bool = False
     """Leave gradients that are no views in ``param.grad`` until the step, so that the user can clear and replace them.
@@ -55,8 +55,8 @@ class DistributedOptimizerConfig:
 def grad_reduce_dtype_rule(micro_batches_per_step: int, data_parallel_size: int) -> torch.dtype:
     """Dtype in which bf16 training may sum gradients over micro-batches and ranks on Gaudi.
 
-    Gaudi's Megatron-LM fork (release 1.20) allows bf16 while a gradient is a sum over at most 256 micro-batches; beyond
-    that the sum is so much larger than a summand that bf16's 8 bits lose it. Only Gaudi profits from bf16 here.
+    Gaudi's Megatron-LM fork (release 1.20) allows bf16 for a gradient that is a sum over at most 256 micro-batches;
+    beyond that a summand is so small beside the sum that bf16's 8 bits lose it. Only Gaudi profits from bf16 here.
 
     Args:
         micro_batches_per_step: forwards of one optimizer step on one replica (micro-batches of all accumulated

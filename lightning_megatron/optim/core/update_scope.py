@@ -91,7 +91,7 @@ def update_scope(optimizer: Optimizer, elementwise: Sequence[OptimizerRef] = ())
 
 
 def has_train_eval_modes(optimizer: Optimizer) -> bool:
-    """True if an optimizer exchanges the parameters' values between training and evaluation (ScheduleFree)."""
+    """True if an optimizer swaps the parameters' values between training and evaluation (ScheduleFree)."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
@@ -127,7 +127,7 @@ def _path(kind: type) -> str:
 
 
 def _computes_like(kind: type[Optimizer], bases: Sequence[type[Optimizer]]) -> bool:
-    """True if a class is one of ``bases``, or a subclass that leaves ``step`` alone (LARS is a subclass of SGD)."""
+    """True for one of ``bases``, or a subclass that does not override ``step`` (LARS, a subclass of SGD, does)."""
     return any(issubclass(kind, base) and _step(kind) is _step(base) for base in bases)
 
 

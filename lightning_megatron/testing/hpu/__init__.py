@@ -21,7 +21,7 @@ PROFILE = "LIGHTNING_MEGATRON_HPU_SIM"
 DEVICES = "LIGHTNING_MEGATRON_HPU_SIM_DEVICES"
 DEVICE_NAME = "LIGHTNING_MEGATRON_HPU_SIM_DEVICE_NAME"
 AS_REAL = "LIGHTNING_MEGATRON_HPU_SIM_AS_REAL"
-"""If it is set, the simulation passes for a real card: for tests of what is meant for real cards."""
+"""If it is set, the simulation counts as a real card: for tests of code for real cards."""
 FAULTS = "LIGHTNING_MEGATRON_HPU_SIM_FAULTS"
 """Faults of the installation, joined by commas, for processes started later; see ``simulated_hpu/settings.py``."""
 PROFILES = ("1.19", "1.21", "1.22", "1.24")
@@ -31,8 +31,8 @@ DEVICE_NAMES = ("GAUDI2", "GAUDI3")
 def enable(profile: str = "1.24", devices: int = 8, device_name: str = "GAUDI2") -> None:
     """Simulate HPUs from now on, in this process and in its children.
 
-    Call it before the first tensor is created: torch decides once if there are HPUs. Children find the simulation as
-    they would find the real software: through an entry point of torch, when they import it.
+    Call it before the first tensor is created: torch decides once if there are HPUs. Child processes load the
+    simulation as they would load the real software: through an entry point, when they import torch.
 
     Args:
         profile: version of the Gaudi software: ``"1.19"`` or ``"1.21"``, lazy unless ``PT_HPU_LAZY_MODE`` is 0;
@@ -51,7 +51,7 @@ def enable(profile: str = "1.24", devices: int = 8, device_name: str = "GAUDI2")
     here = str(SITE)
     if here not in sys.path:
         if importlib.util.find_spec("habana_frameworks") is not None:
-            raise RuntimeError("the real habana_frameworks is installed here; it is not simulated beside itself")
+            raise RuntimeError("the real habana_frameworks is installed here: the simulation cannot replace it")
         sys.path.insert(0, here)
         path = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = here if not path else os.pathsep.join((here, path))
@@ -78,7 +78,7 @@ def reset_calls() -> None:
 
 
 def fall_back(op_name: str) -> None:
-    """Count a fallback to the host, as the software does for an op without a kernel: for tests of code that reads it.
+    """Count a fallback to the host, as the software does for an op without a kernel; for tests of code that reads them.
 
     Args:
         op_name: name such as ``"aten::foo.out"``.

@@ -30,7 +30,7 @@ REAL, REPORT, LIMIT, PART = "--hpu-real", "--hpu-report", "--hpu-limit", "--hpu-
 _CARDS = ("hl-smi", "-Q", "index,module_id,bus_id,name,driver_version,memory.total,memory.used", "-f", "csv,noheader")
 
 _STARTING = 600.0
-"""Seconds that a process has to import everything and to take a card."""
+"""Seconds that a process has to import everything and to acquire a card."""
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -46,10 +46,10 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def supervise(config: pytest.Config) -> int | None:
-    """Try all rules in other processes; ``None`` where this session is an ordinary one, or such a process itself.
+    """Try all rules in other processes; do nothing in an ordinary session, or in one of those processes.
 
     Returns:
-        0 if nothing differs, 1 if something does, or the exit code of a process that could not begin.
+        ``None`` if there was nothing to do; 0 if all rules hold, 1 if some do not, or the exit code of a failed start.
     """
     if not config.getoption(REAL) or config.getoption(PART) is not None:
         return None
@@ -57,7 +57,7 @@ def supervise(config: pytest.Config) -> int | None:
     report.facts = {"begun": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "finished": False, "cards": cards()}
     trial = Trial(report, list(map(str, config.invocation_params.args)), config.getoption(LIMIT))
     code = 0
-    # Processes that are ended leave files behind.
+    # Killed processes leave files behind.
     with TemporaryDirectory(prefix="hpu-rules-", ignore_cleanup_errors=True) as folder:
         for several in (False, True):
             code = code or trial.all_rules(several, folder)
@@ -91,7 +91,7 @@ class Trial:
 
     Args:
         report: the report that their answers go to.
-        arguments: arguments of the session, which are theirs too.
+        arguments: arguments of the session, which are passed to the processes.
         limit: seconds after which a silent process is ended.
     """
 
@@ -121,7 +121,7 @@ class Trial:
                 return code or 1
 
     def _one_process(self, several: bool, folder: str) -> tuple[int, bool]:
-        """Exit code of a process, and True if it said that it had tried all rules."""
+        """Run one process; return its exit code, and True if it reported that it had tried all rules."""
         reading, writing = os.pipe()
         part = json.dumps({"pipe": writing, "several": several, "done": self._report.done})
         stacks = f"faulthandler_timeout={0.9 * self._limit}"  # pytest shows where a rule hangs, before it is ended
@@ -153,7 +153,7 @@ class Trial:
         return process.returncode or 0, complete
 
     def _note(self, said: dict[str, Any]) -> bool:
-        """Take what a process says; True if it has tried all rules."""
+        """Record a message of a process; True if it says that all rules were tried."""
         if "facts" in said:
             self._report.facts |= said["facts"]
         elif "rules" in said:
@@ -167,7 +167,7 @@ class Trial:
 
 
 def _lines(pipe: int, limit: Callable[[], float]) -> Iterator[dict[str, Any] | None]:
-    """Objects from a pipe until it is closed; ``None`` after so many seconds without one."""
+    """Objects from a pipe until it is closed; ``None`` after ``limit()`` seconds without one."""
     rest = b""
     while True:
         if not select.select([pipe], [], [], limit())[0]:
@@ -181,7 +181,7 @@ def _lines(pipe: int, limit: Callable[[], float]) -> Iterator[dict[str, Any] | N
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started; a card is free when its process is gone."""
+    """Kill a process and all its children; a card is released when its process has ended."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # a process that waits in the driver cannot be ended

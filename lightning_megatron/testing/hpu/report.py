@@ -22,7 +22,7 @@ SKIPPED = "skipped"
 NOT_RUN = "not run"
 
 FAULTS = (DIFFERS, FAILED, ENDED, TOO_LONG)
-"""Statuses that make the session fail. A refusal that does not come, or another one, is a fact to report."""
+"""Statuses that make the session fail. A missing or different refusal does not: it is only reported."""
 
 
 @dataclass
@@ -30,11 +30,11 @@ class Rule:
     """A rule and its outcome.
 
     Attributes:
-        expected: the rule in words, or the refusal that must come.
+        expected: the rule in words, or the expected refusal.
         found: the deviation, empty where the rule holds.
         status: one of the words above.
         seconds: time of the rule, its preparation included.
-        measured: numbers that were noted on the way, by name.
+        measured: numbers that the rule recorded, by name.
     """
 
     expected: str
@@ -58,7 +58,7 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """Write the file; a reader finds the old content or the new one, never a part."""
+        """Write the file atomically: a reader sees the old content or the new one."""
         counts = Counter(rule.status for rule in self.rules.values())
         content = {
             "format": FORMAT,

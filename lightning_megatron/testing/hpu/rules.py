@@ -1,4 +1,4 @@
-"""A pytest plugin of the processes that try rules on a real card, and tell :mod:`real_card` each outcome."""
+"""Pytest plugin of the processes that try rules on a real card; it reports each outcome to :mod:`real_card`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONGEST = 4000
 
 
 class Recorder:
-    """The plugin.
+    """Plugin that reports through a pipe.
 
     Args:
         pipe: file descriptor that :mod:`real_card` reads.
@@ -48,12 +48,12 @@ class Recorder:
         self._reports: list[pytest.TestReport] = []
 
     def pytest_sessionstart(self) -> None:
-        """Tell the facts of the machine."""
+        """Report the facts of the machine."""
         self._tell(facts=facts(holds_a_card=not self._several))
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keep the rules of this process that have not been tried, and tell their names."""
+        """Report the rules of this process, and keep those that have not been tried."""
         rules = [item for item in items if is_rule(item) and needs_several(item) == self._several]
         self._tell(rules={item.nodeid: in_words(item) for item in rules})
         chosen = [item for item in rules if item.nodeid not in self._done]
@@ -61,18 +61,18 @@ class Recorder:
         items[:] = chosen
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Tell that a rule begins."""
+        """Report that a rule begins."""
         self._reports = []
         self._tell(begin=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Tell the outcome of a rule after its last phase."""
+        """Report the outcome of a rule after its last phase."""
         self._reports.append(report)
         if report.when == "teardown":
             self._tell(end=report.nodeid, **outcome(self._reports))
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Tell that all rules were tried, failed ones included."""
+        """Report that all rules were tried, failed ones included."""
         done = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
         if exitstatus in done:
             self._tell(complete=True)
@@ -82,7 +82,7 @@ class Recorder:
 
 
 def is_rule(item: pytest.Item) -> bool:
-    """True if a test holds on a real card too."""
+    """True if a test is a rule that must hold on a real card too."""
     return FOLDER in item.path.parts and item.get_closest_marker(SIMULATION) is None
 
 
@@ -98,10 +98,10 @@ def in_words(item: pytest.Item) -> str:
 
 
 def outcome(reports: list[pytest.TestReport]) -> dict[str, Any]:
-    """Fields of a rule's entry.
+    """Fields of a rule's entry in the report.
 
     Args:
-        reports: reports of its phases.
+        reports: pytest's reports of its phases.
     """
     properties = dict(reports[-1].user_properties)
     found: dict[str, Any] = {"status": HOLDS, "seconds": round(sum(report.duration for report in reports), 3)}

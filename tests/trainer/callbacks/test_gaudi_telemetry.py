@@ -90,7 +90,7 @@ def test_the_line_has_the_least_and_the_most_of_all_ranks() -> None:
     one.step_seconds[-1] = 0.0199
     assert summary([one], 10).endswith("step time 19.9 ms, 20.0 ms in the 10 steps before: steady")
     assert summary([FirstSteps(counts=True, steps=4)], 10) == (
-        "steps 1 to 4; no graph compiled; no CPU fallback; step time not measured twice: it takes 20 steps"
+        "steps 1 to 4; no graph compiled; no CPU fallback; no trend of the step time: it takes 20 steps"
     )
 
 

@@ -72,7 +72,7 @@ def test_ways_in_which_experts_cannot_run_are_told_before_any_process_starts():
     assert problems(given, 32, ep=16, etp=1) == ["ep=16: 8 experts do not split over 16 ranks; nearest valid: 8, 4, 2"]
     given["data"]["init_args"]["seq_length"] = 4096
     (bins,) = problems(given, 32)
-    assert bins.startswith("moe_capacity_bins=10: between the 128 rows of an even load and the 512 of a rank's tokens")
+    assert bins.startswith("moe_capacity_bins=10: between the 128 rows of an even load and the 512 tokens of a rank")
     module = MixtralModule("mixtral-tiny", moe_dynamic=True)
     layout = ParallelLayout().resolve(1)
     strategy = MegatronHPUStrategy()

@@ -301,7 +301,7 @@ def test_what_cannot_be_shared_is_refused_before_the_model_is_built(ranks: Ranks
     for found in ranks(2, refused, {"cp": 2}, {"attention_dropout": 0.1}):
         assert len(found) == 1
         assert found[0].startswith(dropout)
-    heads = "cp=2: cp_comm_type='a2a' shares out heads, and 3 a rank (3 over tp=1) do not split; nearest valid: 1, 3"
+    heads = "cp=2: cp_comm_type='a2a' splits heads, and 3 a rank (3 over tp=1) do not divide; nearest valid: 1, 3"
     odd = {"num_attention_heads": 3, "num_query_groups": 3, "head_dim": 4}
     assert ranks(2, refused, {"cp": 2, "cp_comm_type": "a2a"}, odd) == [[heads]] * 2
     with pytest.raises(ConfigError, match="cp_comm_type='ring': unknown; nearest valid: p2p, all_gather, a2a"):

@@ -74,12 +74,12 @@ BROKEN: dict[str, tuple[LightningModule, dict[str, Any], str]] = {
     "two ways to be uneven": (
         gpt(),
         {"pp": 2, "first_stage_layers": 3, "count_loss": True},
-        "count_loss=True: first_stage_layers and last_stage_layers say already",
+        "count_loss=True: first_stage_layers and last_stage_layers already define",
     ),
     "layout and a number": (
         gpt(),
         {"pp": 2, "pipeline_layout": "Et*4|t*4L", "last_stage_layers": 4},
-        "last_stage_layers=4: the layout string says already",
+        "last_stage_layers=4: the layout already defines",
     ),
     "layout with too few layers": (
         gpt(),

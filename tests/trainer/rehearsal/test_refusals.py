@@ -90,7 +90,7 @@ def test_bytes_of_a_cpus_reduce_scatter_are_told_apart() -> None:
 
 
 def test_a_planned_job_in_fp8_is_refused() -> None:
-    with pytest.raises(RehearsalError, match=r"fp8=True: fp8 products are a Gaudi's"):
+    with pytest.raises(RehearsalError, match=r"fp8=True: fp8 products need a Gaudi"):
         rehearse_job(planned(fp8=True))
     with pytest.raises(RehearsalError, match=r"optimizer_states=1: .* AdamW"):
         rehearse_job(planned(optimizer_states=1))

@@ -42,7 +42,7 @@ def used(folder: Path, resumes: bool = False, **settings: Any) -> tuple[list[Any
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer.fit(model, DataLoader(ROWS), ckpt_path=folder / "step=4.ckpt" if resumes else None)  # type: ignore[arg-type]
-    return model.used, [str(one.message) for one in told if "settings hold" in str(one.message)]
+    return model.used, [str(one.message) for one in told if "settings replace" in str(one.message)]
 
 
 COSINE = {"lr": 3e-4, "min_lr": 3e-5, "lr_schedule": "cosine", "decay_steps": 8}
@@ -118,7 +118,7 @@ def test_settings_that_change_the_state_go_on_as_in_stock_lightning_both_ways(tm
         for number, strategy in enumerate(("auto", MegatronStrategy())):
             weights(MADE[old], strategy, tmp_path / f"{number}.ckpt")
         stock = weights(MADE[new], "auto", tmp_path / "end", tmp_path / "0.ckpt")
-        with pytest.warns(UserWarning, match="its settings hold"):
+        with pytest.warns(UserWarning, match="its settings replace"):
             ours = weights(MADE[new], MegatronStrategy(), tmp_path / "end", tmp_path / "1.ckpt")
         torch.testing.assert_close(ours, stock, rtol=1e-6, atol=1e-7)
 

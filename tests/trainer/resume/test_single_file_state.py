@@ -129,7 +129,7 @@ def test_the_files_settings_hold(tmp_path: Path) -> None:
     file = tmp_path / "one.ckpt"
     fit("reversed", "auto", 6)[0].save_checkpoint(file)
     right = fit("reversed", "auto", 9, file)[1]
-    with pytest.warns(UserWarning, match=r"its settings hold.*lr 0\.01 \(this run: 0\.05\)"):
+    with pytest.warns(UserWarning, match=r"its settings replace.*lr 0\.01 \(this run: 0\.05\)"):
         found = fit("reversed", MegatronStrategy(), 9, file, lambda m: AdamW(reverse(m), 0.05))[1]
     torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
 

@@ -39,7 +39,7 @@ def test_what_does_nothing_for_a_module_is_told(ranks: Callable[..., list[Any]])
     first, second = ranks(2, jobs)
     (plain, weight), (own, _), (experts, _) = first
     assert plain[0].startswith("tp=2: no parameter of BoringModel is split over tensor-parallel ranks")
-    assert plain[1].startswith("recompute='full': nothing in BoringModel computes its forward again")
+    assert plain[1].startswith("recompute='full': nothing in BoringModel recomputes its forward")
     assert experts == ["ep=2: BoringModel has no experts to share over ranks: use ep=1"]
     assert own == []
     assert [said for said, _ in second] == [[], [], []]

@@ -177,7 +177,7 @@ def ours_in_one_file(path: Path) -> None:
 
 def test_in_a_pipeline_a_single_file_is_refused(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     """Its groups have numbers, and each stage needs its own names."""
-    with pytest.raises(WorkerError, match="goes on in a pipeline from a directory, and not from one file"):
+    with pytest.raises(WorkerError, match="resumes in a pipeline from a directory only, not from a file"):
         ranks(2, ours_in_one_file, tmp_path / "a.ckpt")
 
 

@@ -36,7 +36,7 @@ def refusal(lora: Any, family: str = "llama") -> str:
         ({"alpha": 0.0}, "alpha=0.0: must be a finite number above 0.0"),
         ({"dropout": 1.0}, "dropout=1.0: must be a finite number of at least 0.0 and less than 1.0"),
         ({"targets": ()}, "targets=(): names no layer to adapt; nearest valid: all-linear"),
-        ({"dora": True, "dropout": 0.1}, "DoRA would need the frozen product once more, of the input with dropout"),
+        ({"dora": True, "dropout": 0.1}, "DoRA with dropout would need a second product with the frozen weight"),
     ],
 )
 def test_settings_out_of_range(fields, text):
@@ -74,8 +74,8 @@ def test_a_target_that_the_family_does_not_have(family, targets, text):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"dora": True}, "dora=True: DoRA is not for experts, in PEFT neither: leave their layers out of targets"),
-        ({"dropout": 0.1}, "dropout=0.1: an adapter of experts has no dropout, in PEFT neither"),
+        ({"dora": True}, "dora=True: experts do not support DoRA, as in PEFT: leave their layers out of targets"),
+        ({"dropout": 0.1}, "dropout=0.1: adapters of experts do not support dropout, as in PEFT"),
     ],
 )
 def test_experts_have_plain_adapters(fields, text):

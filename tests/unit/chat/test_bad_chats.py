@@ -59,7 +59,7 @@ LINES: dict[str, tuple[Any, str]] = {
     ),
     "no answer": (
         of(USER),
-        "ends with role 'user', whose text is not learnt; let the assistant have the last word, or cut",
+        "ends with role 'user', whose text is not learnt; end with a message of the assistant, or cut",
     ),
     "no content": (of({"role": "user"}, ANSWER), "message 1 (user) has no 'content'; give it text"),
     "an empty answer": (
@@ -95,7 +95,7 @@ LINES: dict[str, tuple[Any, str]] = {
     "a mark": (of({**USER, "content": "\ufdd1"}, ANSWER), "holds U+FDD0 or U+FDD1, which are no characters; remove"),
     "too long": (
         chat("Hi", "Ho " * 100),
-        'a conversation of 321 tokens for seq_length=64; raise seq_length, or say too_long="cut" or too_long="drop"',
+        'a conversation of 321 tokens for seq_length=64; raise seq_length, or set too_long="cut" or too_long="drop"',
     ),
 }
 

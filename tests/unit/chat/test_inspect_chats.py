@@ -68,5 +68,5 @@ def test_counts_are_json_and_faults_name_their_options(words: list[str], capsys:
         assert text in capsys.readouterr().err
     assert main(words[:2]) == 2
     told = capsys.readouterr().err
-    assert "--seq-length=None: a row has that many tokens" in told
+    assert "--seq-length=None: is needed" in told
     assert "--tokenizer-model=None: chats need a tokenizer" in told

@@ -140,8 +140,8 @@ def test_a_local_tensor_that_is_no_slice_is_refused_with_both_shapes(local, spec
         ((4, 4), [Box((0, 0), (2, 4))], "8 of 16 elements are written by no rank"),
         ((4, 4), [Box((0, 0), (3, 4)), Box((2, 0), (2, 4))], "two ranks write the same"),
         ((4, 4), [Box((2, 0), (3, 4))], "reaches beyond"),
-        ((2**40, 4), [Box((0,), (16,))], "has not the dimensions"),
-        ((4,), [Box((0,), (4, 1))], "has not the dimensions"),
+        ((2**40, 4), [Box((0,), (16,))], "has other dimensions"),
+        ((4,), [Box((0,), (4, 1))], "has other dimensions"),
         ((), [Box((), ()), Box((), ())], "same scalar"),
         ((), [], "1 of 1"),
         # as many elements as the tensor has, yet a hole and an overlap

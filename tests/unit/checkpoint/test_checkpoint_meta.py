@@ -84,7 +84,7 @@ def test_objects_can_be_allowed_on_both_sides(tmp_path):
 )
 def test_entries_of_other_types_are_named_with_the_file(tmp_path, entry, text):
     write_meta(tmp_path, render_meta(entry, allow_objects=False))
-    with pytest.raises(CheckpointError, match=f"{META}: what it says of the run is damaged: {text}"):
+    with pytest.raises(CheckpointError, match=f"{META}: the Trainer's state in it is damaged: {text}"):
         read_meta(tmp_path, weights_only=True)
 
 

@@ -130,7 +130,7 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "heads left by tp do not split over cp": (
         check(ParallelLayout(tp=4, cp=3, cp_comm_type="a2a"), 12, LLAMA_8B),
-        ["cp=3: cp_comm_type='a2a' shares out heads, and 8 a rank (32 over tp=4) do not split; nearest valid: 2, 4, 1"],
+        ["cp=3: cp_comm_type='a2a' splits heads, and 8 a rank (32 over tp=4) do not divide; nearest valid: 2, 4, 1"],
     ),
     "attention dropout on a ring": (
         check(ParallelLayout(cp=2), 2, LLAMA_8B.replace(attention_dropout=0.1)),
@@ -242,7 +242,7 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "odd head of rotary embedding": (
         tiny(head_dim=15, position_embedding="rope"),
-        ["head_dim=15: rotary embedding turns pairs of features; nearest valid: 14, 16"],
+        ["head_dim=15: rotary embedding rotates pairs of features; nearest valid: 14, 16"],
     ),
     "unknown field of rope scaling": (
         tiny(position_embedding="rope", rope_scaling={"factor": 8.0, "low_freq": 1.0}),
@@ -267,7 +267,7 @@ BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "heads do not split over cp, built by hand": (
         lambda: GPTModel(tiny()(), ParallelMesh(ParallelLayout(cp=3, cp_comm_type="a2a").resolve(3))),
-        ["cp=3: cp_comm_type='a2a' shares out heads, and 4 a rank (4 over tp=1) do not split; nearest valid: 2, 4, 1"],
+        ["cp=3: cp_comm_type='a2a' splits heads, and 4 a rank (4 over tp=1) do not divide; nearest valid: 2, 4, 1"],
     ),
     "decoding with caches over cp": (
         lambda: GPTModel(tiny()(), ParallelMesh(ParallelLayout(cp=2).resolve(2)))(

@@ -83,7 +83,7 @@ def test_the_index_is_compared_too(tmp_path: Path) -> None:
     index = bytearray((tmp_path / "x.idx").read_bytes())
     index[-16:-8] = (1).to_bytes(8, "little")
     (tmp_path / "x.idx").write_bytes(index)
-    with pytest.raises(DataError, match=r"x\.crc: the check sum of .*x\.idx is another"):
+    with pytest.raises(DataError, match=r"x\.crc: the check sum of .*x\.idx differs"):
         IndexedDataset(tmp_path / "x")
 
 
@@ -101,7 +101,7 @@ def test_damaged_check_sums_are_named(tmp_path: Path, content: bytes | None, fau
         flip(tmp_path / "x.crc", 24)
     else:
         (tmp_path / "x.crc").write_bytes(content)
-    with pytest.raises(DataError, match=rf"x\.crc: .*{fault}(.|\n)*remove this one"):
+    with pytest.raises(DataError, match=rf"x\.crc: .*{fault}(.|\n)*remove this file"):
         IndexedDataset(tmp_path / "x")
 
 

@@ -123,7 +123,7 @@ def test_sample_k_is_the_one_that_training_reads(tmp_path: Path, capsys: pytest.
     expected = [*train[7]["tokens"].tolist(), int(train[7]["labels"][-1])]
     assert capsys.readouterr().out.splitlines()[-1] == " ".join(map(str, expected))
     assert inspect_command([prefix, "--sample", "7"]) == 2
-    assert "--seq-length=None: a sample has that many tokens" in capsys.readouterr().err
+    assert "--seq-length=None: is needed for --sample" in capsys.readouterr().err
     assert inspect_command([*line[:2], "9999", *line[3:]]) == 2
     assert "--sample=9999: there are" in capsys.readouterr().err
 

@@ -245,7 +245,7 @@ class Stand(CSVLogger):
 def test_a_logger_that_uploads_files_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Stand\(log_model=...\)=True: it uploads single files.*UploadCheckpoints"):
         fit(BoringModel(), tmp_path, logger=Stand(tmp_path, log_model="all"))
-    with pytest.raises(ConfigError, match="logger='Stand': UploadCheckpoints has nobody to upload to"):
+    with pytest.raises(ConfigError, match="logger='Stand': UploadCheckpoints has no logger to upload to"):
         fit(BoringModel(), tmp_path, UploadCheckpoints(), logger=Stand(tmp_path))
 
 

@@ -78,7 +78,7 @@ def test_learned_positions_need_to_reach_to_the_end_of_a_document_only() -> None
 def test_angles_that_depend_on_the_length_of_a_sequence_are_refused_where_they_would_differ() -> None:
     module = module_of(rope_scaling=DynamicScaling(2.0, 7))
     module.loss(batch_of(segment_ids=SEGMENTS))
-    with pytest.raises(ConfigError, match="longest document=8: dynamic scaling slows the angles"):
+    with pytest.raises(ConfigError, match="longest document=8: dynamic scaling needs slower angles"):
         module.loss(batch_of(segment_ids=torch.tensor([[1] * 8 + [2] * 4] * 2)))
 
 
@@ -105,7 +105,7 @@ def test_segments_stay_on_the_host_and_bounds_become_segments() -> None:
 def test_devices_that_make_a_graph_for_every_shape_are_refused() -> None:
     assert device_problem("segment_ids", torch.device("cpu")) is None
     text = str(ConfigError([p for p in (device_problem("segment_ids", torch.device("hpu")),) if p is not None]))
-    assert "batch['segment_ids']='given': FusedSDPA takes no bounds of documents" in text
+    assert "batch['segment_ids']='given': FusedSDPA takes no document bounds" in text
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "falling bounds": (
         {"cu_seqlens": torch.tensor([[0, 3, 12, 12], [0, 7, 5, 12]])},
-        "batch['cu_seqlens'][1] falls from 7 to 5: each document ends behind the last",
+        "batch['cu_seqlens'][1] falls from 7 to 5: ends of documents must not decrease",
     ),
     "last bound": (
         {"cu_seqlens": torch.tensor([[0, 3, 12], [0, 7, 10]])},

@@ -100,14 +100,14 @@ def test_yarns_factor_is_on_the_scores_and_squared() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"kv_lora_rank": 0}, r"q_lora_rank=20: is about latents, and there are none: give kv_lora_rank"),
-        ({"rope_head_dim": 0}, r"rope_head_dim=0: a part of each query and key is turned, by pairs"),
-        ({"rope_head_dim": 5}, r"rope_head_dim=5: a part of each query and key is turned, by pairs"),
+        ({"kv_lora_rank": 0}, r"q_lora_rank=20: needs latents: give kv_lora_rank"),
+        ({"rope_head_dim": 0}, r"rope_head_dim=0: the rotary embedding rotates pairs"),
+        ({"rope_head_dim": 5}, r"rope_head_dim=5: the rotary embedding rotates pairs"),
         ({"rope_head_dim": 10}, r"rope_head_dim=10: is a part of head_dim=10"),
-        ({"num_query_groups": 4}, r"num_query_groups=4: with latents \(kv_lora_rank\) every head has keys"),
-        ({"position_embedding": "alibi"}, r"position_embedding='alibi': latents \(kv_lora_rank\) have a part"),
-        ({"qk_norm": True}, r"qk_norm=True: keys are made from latents \(kv_lora_rank=12\)"),
-        ({"attention_sinks": True}, r"attention_sinks=True: keys are made from latents"),
+        ({"num_query_groups": 4}, r"num_query_groups=4: with latents \(kv_lora_rank\) every query head"),
+        ({"position_embedding": "alibi"}, r"position_embedding='alibi': with latents \(kv_lora_rank\) a part"),
+        ({"qk_norm": True}, r"qk_norm=True: latents \(kv_lora_rank=12\) do not support it"),
+        ({"attention_sinks": True}, r"attention_sinks=True: latents"),
         ({"v_head_dim": -1}, r"v_head_dim=-1"),
         (
             {"mtp_num_layers": 1, "embedding_norm": True},

@@ -250,13 +250,13 @@ def test_the_last_document_of_a_prompt_goes_on_alone(lengths: list[int], stop: i
 def test_caches_go_on_with_one_document_a_row() -> None:
     model = GPTModel(tiny_llama()).eval()
     documents = Documents.of_segments(torch.tensor([[1, 1, 2, 2]]))
-    with pytest.raises(ConfigError, match="documents='given': decoding with caches goes on with one document a row"):
+    with pytest.raises(ConfigError, match="documents='given': decoding with caches continues one document per row"):
         model(torch.zeros(1, 4, dtype=torch.int64), caches=[KVCache() for _ in model.layers], documents=documents)
 
 
 def test_a_prompt_that_ends_in_padding_is_refused() -> None:
     segments = torch.tensor([[1, 1, 2], [1, 1, 0]])
-    with pytest.raises(ConfigError, match="segment_ids='row 1': a prompt that goes on does not end in padding"):
+    with pytest.raises(ConfigError, match="segment_ids='row 1': a prompt to continue must not end in padding"):
         module_of().generate(torch.zeros(2, 3, dtype=torch.int64), 2, segment_ids=segments)
 
 

@@ -154,7 +154,7 @@ def test_a_bias_without_a_rate_stays_as_it_is() -> None:
         ({"moe_router_num_groups": 5}, "moe_router_num_groups=5: num_experts=12 does not split into groups"),
         (
             {"moe_router_num_groups": 12, "moe_router_group_topk": 2, "moe_router_score": "sigmoid"},
-            "moe_router_num_groups=12: a group counts as much as its two best experts, and has one; nearest valid: 6",
+            "moe_router_num_groups=12: a group's score sums its two best experts, and it has one; nearest valid: 6",
         ),
         (
             {"moe_router_num_groups": 6, "moe_router_group_topk": 1, "moe_router_topk": 3},
@@ -164,7 +164,7 @@ def test_a_bias_without_a_rate_stays_as_it_is() -> None:
             {"moe_router_num_groups": 3, "moe_router_group_topk": 4},
             "moe_router_group_topk=4: a token visits 2 experts of 3 groups with 4 each; nearest valid: 3, 1",
         ),
-        ({"moe_expert_bias": True}, "moe_router_score='softmax': the bias is added to scores"),
+        ({"moe_expert_bias": True}, "moe_router_score='softmax': the expert bias needs scores"),
         ({"moe_router_normalize": False}, "moe_router_normalize=False: for softmax over all experts"),
     ],
 )

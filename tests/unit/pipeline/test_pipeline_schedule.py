@@ -91,7 +91,7 @@ def test_defaults() -> None:
         (("1f1b", 2, 2, 4), "pipeline_schedule='1f1b': this schedule runs one chunk a rank"),
         (("gpipe", 2, 2, 4), "nearest valid: interleaved, zero-bubble"),
         (("interleaved", 2, 1, 4), "vpp=1: there is nothing to interleave"),
-        (("interleaved", 4, 2, 8, 3), "microbatch_group_size=3: a group of fewer than pp=4"),
+        (("interleaved", 4, 2, 8, 3), "microbatch_group_size=3: a group needs at least pp=4"),
         (("1f1b", 4, 1, 8, 4), "microbatch_group_size=4: micro-batches are grouped to alternate between chunks"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Hugging Face directories, by the data of ``lightning_megatron/families``."""
+"""Hugging Face directories, read and written by the rules of ``lightning_megatron/families``."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["family_of_weights"]
 
 _WAYS_OUT = {
     "mxfp4": "load the model by transformers with quantization_config=Mxfp4Config(dequantize=True) and"
-    " dtype=torch.bfloat16, and take the directory that its save_pretrained makes"
+    " dtype=torch.bfloat16, save it with save_pretrained, and use that directory"
 }
-"""Ways out of a kind of quantization for which transformers has words of its own."""
+"""Advice for quantization methods that transformers dequantizes with a special option."""
 
 
 def family_of_weights(config: Mapping[str, Any]) -> Family:
     """The family that ``config.json`` belongs to, for a directory whose weights are to be read.
 
     Raises:
-        ConfigError: for one that is not known, and for weights that are stored quantized.
+        ConfigError: if the family is unknown, or the weights are stored quantized.
     """
     if (quantization := config.get("quantization_config")) is not None:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        way_out = _WAYS_OUT.get(str(method), "let transformers dequantize the model and save it, then take that")
+        way_out = _WAYS_OUT.get(str(method), "dequantize and save the model with transformers, and use that directory")
         reason = f"weights are stored quantized: {way_out}"
         raise ConfigError([Problem("quantization_config.quant_method", method, reason)])
     return family_of(config)

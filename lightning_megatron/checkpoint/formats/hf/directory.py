@@ -50,11 +50,11 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, LazyTensor]:
     """All tensors of the directory by name. Only headers are read now; values are read when a tensor is materialized.
 
-    As in transformers, safetensors win over pickled files, and a single file over an index. An index names files, all
-    of whose tensors count, and the norms in BERT's first files get the names that they have today.
+    As in transformers, safetensors win over pickled files, and a single file over an index. All tensors of the files
+    that an index names are read. The norms of BERT's first files (``LayerNorm.gamma``) get their names of today.
 
     Raises:
-        CheckpointError: naming files that are missing or cannot be read, and tensors that stand in two files.
+        CheckpointError: naming files that are missing or cannot be read, and tensors that are in two files.
     """
     for name, header in ((SAFETENSORS, read_lazily), (PICKLED, _pickled)):
         for file, read in ((name, header), (index_name(name), partial(_indexed, header))):
@@ -117,7 +117,7 @@ def _unpickle(file: Path, name: str) -> Tensor:
 
 
 def _mapped(file: Path) -> dict[str, Tensor]:
-    """A file of ``torch.save``, mapped: values are read when they are used. One from before torch 1.6 is read whole."""
+    """Memory-map a file of ``torch.save``: values are read when used. A file from before torch 1.6 is read whole."""
     refuse_packed(file)
     try:
         tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))

@@ -48,7 +48,7 @@ _NOT_CARRIED = {
 }
 
 Settings = Mapping[str, Mapping[str, Any]]
-"""Contents of ``config.json`` and ``generation_config.json`` by their names, and under ``source`` where they were."""
+"""Contents of ``config.json`` and ``generation_config.json`` by their names, and under ``source`` their path."""
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
@@ -70,7 +70,7 @@ def with_settings(written: Mapping[str, Any], settings: Settings) -> dict[str, A
 
     Args:
         written: the family's entries, which win where both have one, except for the ids of special tokens.
-        settings: settings of the source. If the source is of another family, only its ids of special tokens are taken.
+        settings: settings of the source. If the source is of another family, only its ids of special tokens are used.
             Ids outside the vocabulary never are.
     """
     source = settings.get("config", {})

@@ -37,7 +37,7 @@ from lightning_megatron.errors import Problem, raise_if_any
 
 
 def weight_map(family: Family, config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]]) -> WeightMap:
-    """The rules between a model of the family and ours of this configuration.
+    """Rules that convert weights between a Hugging Face model of the family and ours.
 
     Args:
         family: the family.
@@ -54,10 +54,10 @@ def weight_map(family: Family, config: TransformerConfig, shapes: Mapping[str, t
 
 
 def row_rule(data: TensorRule, config: TransformerConfig) -> WeightRule:
-    """The rule for something that has one row for each row of a matrix, ``[out, ...]`` in both programs.
+    """Rule for a tensor that has one row per row of a matrix (LoRA's ``B``), ``[out, ...]`` in both programs.
 
     Args:
-        data: rule of a matrix that one foreign tensor holds, or one of each expert.
+        data: rule of a matrix that one foreign tensor holds, or one per expert.
         config: configuration of the model.
     """
     if data.kind in (QKV, COLUMNS_OF_QKV) and len(data.foreign) == 1:
@@ -68,9 +68,9 @@ def row_rule(data: TensorRule, config: TransformerConfig) -> WeightRule:
 
 
 def whole_rules(family: Family, config: TransformerConfig, names: Set[str]) -> Iterator[TensorRule]:
-    """The rules of a family, with whole names, for weights that are there.
+    """The rules of a family, with full names, for the weights that the model has.
 
-    Neighbours with a number come layer by layer.
+    Adjacent rules with a layer number are expanded layer by layer.
 
     Args:
         family: the family.
@@ -125,7 +125,7 @@ def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -
 
 
 def _of_columns(rule: WeightRule) -> WeightRule:
-    """The rule for a foreign matrix, or one of each expert, that is stored as ``[in, out]``."""
+    """The same rule for a foreign matrix, or one per expert, that is stored as ``[in, out]``."""
 
     def split(x: Tensor) -> tuple[Tensor]:
         (rows,) = rule.split(x)

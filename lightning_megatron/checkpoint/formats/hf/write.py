@@ -1,7 +1,7 @@
 """Write a Hugging Face directory, shard by shard, one tensor in memory at a time.
 
-The header of a safetensors file follows from shapes, so that values can come one by one; the library's own
-``save_file`` takes a whole shard at once.
+The header of a safetensors file depends only on dtypes and shapes, so values can be written one by one; the library's
+own ``save_file`` needs a whole shard at once.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def write_hf(
         splits: the tensors, as :meth:`WeightMap.to_foreign` gives them.
         dtype: dtype of the files; ``None`` for the tensors' own.
         max_shard_size: maximum bytes of the tensors in a file; a larger tensor gets a file of its own.
-        beside: further files by name: the contents of a JSON file, or the path of a file to copy.
+        beside: additional files by name: the contents of a JSON file, or the path of a file to copy.
 
     Raises:
-        CheckpointError: if something has the name already, or naming tensors whose values ``dtype`` cannot hold.
+        CheckpointError: if ``path`` exists already, or naming tensors whose values ``dtype`` cannot hold.
     """
     path, splits = Path(path), list(splits)
     if os.path.lexists(path):

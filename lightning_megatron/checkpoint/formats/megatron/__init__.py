@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM, read as ours.
+"""Import of Megatron-LM's checkpoints.
 
 ``directory`` finds the iteration and its format; ``torch_dist`` and ``legacy`` read the two formats into whole tensors
 under the names of ``names``; ``weight_map`` has the rules from these to ours; ``arguments`` reads the configuration

@@ -69,8 +69,8 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     reader = ConfigReader(arguments, "arguments of Megatron", nulls=True)
     for name, allowed in _OFF.items():
-        reader.expect(name, allowed[0], allowed, "our model has no such thing")
-    smoothing = "ours is torch's, for which Megatron's s is s V / (V - 1), V the slice of the vocabulary on one rank"
+        reader.expect(name, allowed[0], allowed, "our model does not support it")
+    smoothing = "Megatron's s is s V / (V - 1) in ours (torch's), with V the slice of the vocabulary on one rank"
     reader.expect("label_smoothing", 0.0, (0.0,), smoothing)
     bias = reader.get("add_bias_linear", True)
     heads = reader.required("num_attention_heads")

@@ -1,8 +1,8 @@
-"""Megatron's models from before megatron-core, by the names of ``names.py``: GPT-345M and what else is as old.
+"""Megatron's models from before megatron-core, such as GPT-345M, renamed to the names of ``names.py``.
 
-Their file nests the model in dictionaries, ``language_model`` first, which spell layers otherwise; its ``output_layer``
-is beside them, and the last stage of a pipeline has a copy of a tied embedding, ``word_embeddings_for_head``. The rows
-of queries, keys and values changed their order twice; the file says ``checkpoint_version``, the oldest say nothing.
+Such a file nests the model in dictionaries below ``language_model``, with other names for layers; ``output_layer`` is
+beside the layers, and the last pipeline stage has a copy of a tied embedding, ``word_embeddings_for_head``. The row
+order of queries, keys and values changed twice: ``checkpoint_version`` tells it, and is missing in the oldest files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_before_core(model: Mapping[str, Any]) -> bool:
 
 
 def core_names(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of such a model by the names of megatron-core; unknown ones keep theirs.
+    """The tensors of such a model by the names of megatron-core; unknown names are kept.
 
     Args:
         model: the dictionary that a file holds, nested or flat.
@@ -66,7 +66,7 @@ def qkv_order(content: Mapping[str, Any], file: object) -> QKVOrder:
         file: its path, for error texts.
 
     Raises:
-        CheckpointError: for a version that never was.
+        CheckpointError: for an unknown version.
     """
     version = content.get("checkpoint_version", 0)
     if isinstance(version, int | float) and not isinstance(version, bool):
@@ -86,7 +86,7 @@ def _flat(model: Mapping[str, Any], before: str, depth: int) -> Iterator[tuple[s
 
 
 def _core_name(name: str) -> str | None:
-    """The name in megatron-core; ``None`` for a constant mask, which the oldest stored."""
+    """The name in megatron-core; ``None`` for a constant mask, which the oldest files store."""
     if name.startswith(_COPY):
         return f"output_layer.{name.removeprefix(_COPY)}"
     stem = _STEMS.match(name)

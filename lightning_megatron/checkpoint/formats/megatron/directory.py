@@ -78,7 +78,7 @@ def open_megatron(path: str | os.PathLike[str], *, allow_pickle: bool = False) -
         allow_pickle: True to read files with Megatron's command line: those of the format ``torch``, and ``common.pt``.
 
     Raises:
-        CheckpointError: if there is none, it is of another format, it is damaged, or it cannot be read so.
+        CheckpointError: if there is none, it has another format, it is damaged, or it needs ``allow_pickle``.
     """
     directory = iteration_directory(Path(path))
     if (directory / _METADATA).is_file():

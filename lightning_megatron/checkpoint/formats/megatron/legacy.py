@@ -1,4 +1,4 @@
-"""Megatron's format ``torch``: one pickled file a rank of the model, ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``.
+"""Megatron's format ``torch``: one pickled file per model-parallel rank, ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``.
 
 ``TT`` is the rank on the tensor-parallel axis, ``PPP`` on the pipeline's and ``EEE`` on the experts'; a suffix is left
 out where the axis is 1. A file holds ``model``, or ``model0``, ``model1``, ... where a rank has several chunks of the
@@ -96,8 +96,8 @@ def _refuse_other_experts(directory: Path, arguments: Mapping[str, Any]) -> None
     etp, tp = (arguments.get(name) for name in ("expert_tensor_parallel_size", "tensor_model_parallel_size"))
     if etp not in (None, tp) and arguments.get("num_experts"):
         raise CheckpointError(
-            f"{directory}: experts are cut in {etp} and other layers in {tp}, which its files do not tell apart: let"
-            " Megatron save it as torch_dist"
+            f"{directory}: etp={etp} differs from tp={tp}, and files of this format do not record that: save the"
+            " checkpoint as torch_dist with Megatron"
         )
 
 
@@ -218,7 +218,7 @@ def _merged(name: str, shards: Sequence[_Shard], gated: bool, order: QKVOrder) -
 
 
 def _join(name: str, kinds: int, shards: Sequence[Tensor]) -> Tensor:
-    """A whole tensor of its shards, each of which holds ``kinds`` blocks of rows end to end."""
+    """Join the shards of a tensor, each of which holds ``kinds`` blocks of rows, one after the other."""
     if len(shards) == 1:
         return shards[0]
     if _CUT_BY_COLUMNS.search(name):

@@ -28,12 +28,12 @@ _WRAPPERS = ("module.", "model.")
 
 
 def is_of_model(name: str) -> bool:
-    """True if a tensor is a weight; the optimizer's and the state of a layer's scaling are not."""
+    """True for a weight; False for optimizer state and for ``_extra_state``, a layer's scaling factors."""
     return not name.startswith(("optimizer", "chained_")) and "_extra_state" not in name
 
 
 def plain_name(name: str) -> str:
-    """A name in this spelling; numbers of layers and experts stay as they are."""
+    """A name in this module's spelling; numbers of layers and experts stay as they are."""
     for wrapper in _WRAPPERS:
         name = name.removeprefix(wrapper)
     for fused, plain in _FUSED_NORMS.items():

@@ -1,6 +1,6 @@
-"""Sizes of a checkpoint's tensors, compared with the configuration of the model that is to take them.
+"""Comparison of a checkpoint's tensor sizes with the configuration of the model that loads them.
 
-So a wrong preset is refused by its sizes, and not by a long list of names that are missing or unknown.
+With it, the error for a wrong preset names the sizes that differ, not a long list of missing and unknown tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Megatron's format ``torch_dist``: torch.distributed.checkpoint's files, with layers and experts stacked.
 
-A tensor of every layer is one entry with a first dimension of layers (``decoder.layers.mlp.linear_fc2.weight [L, H,
+A tensor of every layer is one entry, with the layers as first dimension (``decoder.layers.mlp.linear_fc2.weight [L, H,
 F]``), and so are experts (``... .mlp.experts.experts.linear_fc2.weight [L, E, H, F]``). If layers differ, or were saved
 one by one, each has an entry of its own, and gates and ups are two entries (``weight_w``, ``weight_v``).
 """

@@ -25,7 +25,7 @@ _PICKLES = 5  # of a file from before torch 1.6: magic number, version, machine,
 
 
 class StandIn:
-    """An object of a class that was not looked up.
+    """Stand-in for an object whose class is not imported.
 
     Attributes:
         given: arguments of its constructor.
@@ -69,7 +69,7 @@ def load_file(file: Path, *, allow_pickle: bool) -> dict[str, Any]:
             " Convert it with `lightning-megatron convert megatron-to-ckpt` and --allow-pickle: nothing that it names"
             " is imported or run"
         ) from None
-    except Exception as error:  # a damaged or hostile file raises what it likes
+    except Exception as error:  # a damaged or hostile file may raise anything
         raise CheckpointError(f"{file}: truncated, or no file of torch.save: {error}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{file}: holds a {type(found).__name__}, and no dictionary")
@@ -80,7 +80,7 @@ def command_line(content: dict[str, Any], file: Path) -> dict[str, Any] | None:
     """Megatron's command line in the content of a file; ``None`` if it has none.
 
     Raises:
-        CheckpointError: if something else is in its place.
+        CheckpointError: if ``args`` is something else.
     """
     given = content.get("args")
     if given is not None and not isinstance(given, argparse.Namespace):

@@ -1,4 +1,4 @@
-"""Rules between Megatron's whole tensors, under the names of ``names.py``, and ours.
+"""Rules that convert Megatron's whole tensors, under the names of ``names.py``, to ours.
 
 Most tensors differ in name only: both sides fuse queries, keys and values by query group. Megatron stores the padding
 of the vocabulary, and gates and ups in one matrix.
@@ -20,7 +20,7 @@ from lightning_megatron.errors import Problem, raise_if_any
 
 
 def megatron_weight_map(config: TransformerConfig, names: Set[str], order: QKVOrder = "head") -> WeightMap:
-    """The rules between a decoder of megatron-core and our model of this configuration.
+    """Rules that convert a decoder of megatron-core to our model of this configuration.
 
     Args:
         config: configuration of the model.

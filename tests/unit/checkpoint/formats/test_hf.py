@@ -250,7 +250,7 @@ def test_quantized_weights_are_named_and_not_guessed_at() -> None:
 @pytest.mark.parametrize("config", [LLAMA, GPT2, MIXTRAL])
 def test_a_width_that_does_not_split_over_the_heads_is_not_exported(config: dict[str, Any]) -> None:
     shape = ours(config).replace(hidden_size=34, head_dim=8)
-    with pytest.raises(ConfigError, match=r"num_attention_heads=4: .* takes only what divides hidden_size=34"):
+    with pytest.raises(ConfigError, match=r"num_attention_heads=4: .* takes only divisors of hidden_size=34"):
         family_of(config).config_to_hf(shape)
 
 
@@ -350,7 +350,7 @@ def test_names_that_do_not_fit_are_named() -> None:
             LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}},
             "rope_scaling.x=1: no known entry",
         ),
-        (LLAMA | {"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor=0: makes all angles alike"),
+        (LLAMA | {"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor=0: makes cosines and sines 0"),
         (LLAMA | {"attention_sinks": 4}, "attention_sinks=4: no known entry of LlamaForCausalLM: remove it if"),
         (GPT_OSS | {"experts_per_token": 3}, "experts_per_token=3: is another name of num_experts_per_tok=2"),
         (GPT_OSS | {"num_experts": 5}, "num_experts=5: is another name of num_local_experts=4; nearest valid: 4"),

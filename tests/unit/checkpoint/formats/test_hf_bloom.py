@@ -62,16 +62,16 @@ def test_sizes_have_two_names_of_which_one_is_enough_and_both_must_agree() -> No
     other = {"model_type": "bloom", "vocab_size": 37, "n_embed": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
     assert ours(other) == ours(SMALL) == ours(SMALL | other)
     for name, theirs in (("n_embed", 48), ("num_hidden_layers", 3), ("num_attention_heads", 4)):
-        with pytest.raises(ConfigError, match=f"{name}={theirs}: .* says something else of the same"):
+        with pytest.raises(ConfigError, match=f"{name}={theirs}: contradicts "):
             ours(SMALL | {name: theirs})
 
 
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ({"apply_residual_connection_post_layernorm": True}, "the residual stream goes past the norms"),
-        ({"hidden_dropout": 0.1}, "BloomForCausalLM drops nothing of embeddings"),
-        ({"n_inner": 48}, "takes 4 hidden_size whatever is said here"),
+        ({"apply_residual_connection_post_layernorm": True}, "the residual is taken before the norm"),
+        ({"hidden_dropout": 0.1}, "BloomForCausalLM has no dropout of embeddings"),
+        ({"n_inner": 48}, "always has 4 hidden_size"),
         ({"layer_norm_epsilon": "1e-5"}, "must be a number"),
         ({"pretraining_tp": "4"}, "must be a whole number"),
         ({"slow_but_exact": 1}, "must be true or false"),

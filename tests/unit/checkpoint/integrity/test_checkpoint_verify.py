@@ -226,7 +226,7 @@ def in_another_file(metadata) -> None:
     ("change", "key", "words"),
     [
         (without_a_box, "model.up.weight", "12 of 12 elements are written by no rank"),
-        (without_a_place, "model.norm", "no file is named"),
+        (without_a_place, "model.norm", "no file is listed"),
         (beyond_the_end, "model.norm", "should reach to byte"),
         (in_another_file, "model.norm", "__9_0.distcp: named as holding tensors, but not in the manifest"),
     ],

@@ -1,4 +1,4 @@
-"""What ``import torch`` calls at its end, for this package is an extension of torch by its entry point."""
+"""Entry point that ``import torch`` calls at its end, since this package is an extension of torch."""
 
 from __future__ import annotations
 

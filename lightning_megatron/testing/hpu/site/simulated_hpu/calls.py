@@ -1,4 +1,4 @@
-"""How often this process has used what: for tests that want to know which path ran."""
+"""Number of calls of each op and function in this process, for tests that check the path taken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _expert_rows: Counter[str] = Counter()
 
 
 def count(name: str) -> None:
-    """Note one call."""
+    """Count one call."""
     _counts[name] += 1
 
 
@@ -22,7 +22,7 @@ def counts() -> Counter[str]:
 
 
 def add_expert_rows(kernel: str, rows: int) -> None:
-    """Note rows that a kernel of the experts' op has multiplied in a forward, each by one expert."""
+    """Count rows that a kernel of the experts' op has multiplied in a forward, each by one expert."""
     _expert_rows[kernel] += rows
 
 

@@ -1,4 +1,4 @@
-"""Compiles the extension into a directory: ``python compile.py DIRECTORY``, a process of its own that loads it too."""
+"""Compile the extension into a directory, and load it: ``python compile.py DIRECTORY``, run as a separate process."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def subscribe(event: str, listener: Callable[[Parameters], None]) -> None:
 
 
 def emit(event: str, **parameters: str) -> None:
-    """Let an event happen.
+    """Call the listeners of an event.
 
     Args:
         event: kind of event.

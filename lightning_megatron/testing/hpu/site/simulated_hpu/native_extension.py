@@ -36,12 +36,12 @@ def cache_directory() -> Path:
 
 
 def build() -> Path:
-    """Compile the extension unless that is done, and return its file.
+    """Compile the extension if needed, and return its file.
 
-    Processes that ask at once wait for the first one.
+    Of several processes at once, one compiles and the others wait.
 
     Raises:
-        CompileError: with what the compiler said.
+        CompileError: with the compiler's output.
     """
     directory = cache_directory()
     library = directory / f"{NAME}.so"
@@ -58,14 +58,14 @@ def build() -> Path:
 def _compile(directory: Path, lock: int) -> None:
     scratch = directory / "build"
     scratch.mkdir(exist_ok=True)
-    (scratch / "lock").unlink(missing_ok=True)  # torch's own, of a build that was killed; we hold a better one
-    # ninja may be a package of this environment, which nobody needs to have activated.
+    (scratch / "lock").unlink(missing_ok=True)  # torch's own lock, left by a killed build; we hold another one
+    # ninja may be a package of this environment, which need not be activated.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     environment = {**os.environ, "PATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(
         [sys.executable, str(HERE / "compile.py"), str(scratch)],
         env=environment,
-        pass_fds=[lock],  # a compiler that outlives us keeps the others out
+        pass_fds=[lock],  # a compiler that outlives this process keeps the lock
         capture_output=True,
         text=True,
         check=False,
@@ -85,7 +85,7 @@ def native() -> ModuleType:
 
     Raises:
         CompileError: if it cannot be compiled.
-        RuntimeError: if torch has asked for an HPU before, and heard that there is none.
+        RuntimeError: if torch has already looked for an HPU, and found none.
     """
     spec = importlib.util.spec_from_file_location(NAME, build())
     assert spec is not None

@@ -18,14 +18,14 @@ from simulated_hpu.native_extension import native
 from simulated_hpu.settings import settings
 
 STUCK = 86
-"""Exit status of a process that would have waited for ever at its end."""
+"""Exit status of a process that would have waited forever at its exit."""
 
 
 def create(options: Any, _: Any) -> Any:
     """Create the backend of a new group, for ``Backend.register_backend``.
 
     Args:
-        options: store, rank, size and timeout, as torch hands them to backends of the extended kind.
+        options: store, rank, size and timeout, as torch passes them to backends with the extended API.
     """
     faults.before("hccl")
     store = dist.PrefixStore("hccl", options.store)  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ def _refusal(ranks: list[int], box: int | None) -> str:
 
     Args:
         ranks: global ranks of the group.
-        box: ranks of a pretended box; ``None`` for one box.
+        box: number of ranks in a simulated box; ``None`` for one box.
     """
     counts = Counter(rank // box for rank in ranks) if box else Counter[int]()
     if len(set(counts.values())) < 2:
@@ -53,7 +53,7 @@ def _refusal(ranks: list[int], box: int | None) -> str:
 
 @lru_cache(maxsize=1)
 def _leave_at_exit() -> None:
-    """Register the end of the groups once, with the first group, as the bridge does."""
+    """Register the destruction of all groups at exit, once, with the first group, as the bridge does."""
     atexit.register(_leave_all)
 
 
@@ -75,7 +75,7 @@ def _leave_all() -> None:
 
 
 def register() -> None:
-    """Make ``hccl`` known to torch.distributed, for tensors on HPUs."""
+    """Register ``hccl`` with torch.distributed, for tensors on HPUs."""
     dist.Backend.register_backend("hccl", create, extended_api=True, devices=["hpu"])
     register_optimizer_step_post_hook(lambda *_: native().note_step())
 
@@ -85,11 +85,11 @@ def leave(group: Any, name: str, seconds: float) -> None:
 
     Args:
         group: a process group.
-        name: how it is called, for the error.
-        seconds: how long the others may take.
+        name: name of the group, for the error.
+        seconds: time limit for the other members.
 
     Raises:
-        RuntimeError: if they do not.
+        RuntimeError: if they do not destroy it in time.
     """
     device = torch.device("hpu")
     if device in group._device_types:

@@ -1,4 +1,4 @@
-"""Which Gaudi is simulated: read once from the environment, where child processes find it too."""
+"""Settings of the simulated Gaudi, read once from the environment, which child processes inherit."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Settings:
     """Version and size of the simulated machine.
 
     Attributes:
-        profile: version of the Gaudi software whose behaviour is shown.
+        profile: version of the Gaudi software that is simulated.
         devices: HPUs of the machine; a process uses one of them.
         device_name: a key of ``PRODUCTS``.
         faults: faults of the installation: ``version``, ``no-local-version``, ``stock`` (in lazy mode) and ``library``
-            end the import of the bridge; ``die:OP``, ``hang:OP`` and ``wrong:OP`` are of an operator, or of ``hccl``.
+            fail the import of the bridge; ``die:OP``, ``hang:OP`` and ``wrong:OP`` affect an operator, or ``hccl``.
     """
 
     profile: str
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def box_ranks(self) -> int | None:
-        """Ranks of a pretended box; ``None`` for one box that holds them all."""
+        """Number of ranks in a simulated box; ``None`` for one box that holds them all."""
         asked = os.environ.get(BOX_RANKS)
         return None if asked is None else int(asked)
 
@@ -90,7 +90,7 @@ def settings() -> Settings:
     """The settings of this process.
 
     Raises:
-        ImportError: if no simulation was asked for, so that nothing takes it for a Gaudi by chance.
+        ImportError: if the simulation is not enabled, so that nothing uses it as a Gaudi by mistake.
     """
     profile = os.environ.get(PROFILE)
     if profile is None:

@@ -1,4 +1,4 @@
-"""Importing it makes torch know the device, and HCCL, after the checks that the real one makes of its torch."""
+"""Importing it registers the device and HCCL with torch, after the checks of torch that the real package makes."""
 
 from habana_frameworks.torch.requirements import check
 

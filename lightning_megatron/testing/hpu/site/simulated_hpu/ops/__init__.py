@@ -6,6 +6,6 @@ from simulated_hpu.ops import adamw, experts, fp8, norm, rotary, sdpa
 
 
 def define() -> None:
-    """Make the ops known to torch; once in a process."""
+    """Register the ops with torch; once in a process."""
     for module in (sdpa, norm, rotary, adamw, experts, fp8):
         module.define()

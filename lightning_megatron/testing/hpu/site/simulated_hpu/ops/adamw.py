@@ -38,13 +38,13 @@ def _step(
         square.copy_(v)
         if has_weight_decay:
             kept = weight_decay if isinstance(weight_decay, Tensor) else torch.tensor(weight_decay)
-            weight.mul_(kept.to(weight.dtype))  # in the type of the weight: in bf16 a usual decay is none
+            weight.mul_(kept.to(weight.dtype))  # in the weight's dtype: in bf16 a usual decay rounds to none
         # The second moment is not corrected for its bias here: epsilon weighs more than in torch's AdamW.
         weight.add_((neg_step_t.to(weight.dtype) * m / (v.sqrt() + epsilon)).to(weight.dtype))
 
 
 def define() -> None:
-    """Define the op of the mode: the two differ in how they take the decay."""
+    """Define the op of the mode: eager and lazy mode differ in the arguments for the decay."""
     decay = "float weight_decay" if settings().is_lazy else "Tensor weight_decay, bool has_weight_decay"
     define_op(
         "optimizer_adamw(Tensor[] gradient_vec, Tensor(a!)[] weight_vec, Tensor(b!)[] exp_avg_vec, "

@@ -69,7 +69,7 @@ def _dense(
     x: Tensor, table: Tensor, router_weights: Tensor, lists: list[list[Tensor]], permuted: bool, activation: str,
     first: int, last: int,
 ) -> Tensor:  # fmt: skip
-    """The dense kernel. Ids that no expert has are an error, or worse, on a card."""
+    """The dense kernel. Ids without an expert are an error, or undefined behaviour on a card."""
     experts = len(lists[-1])
     if table.numel() and (int(table.max()) >= experts or int(table.min()) < 0):
         raise RuntimeError(f"index {int(table.max())} is out of bounds for dimension 1 with size {experts}")
@@ -91,9 +91,9 @@ def _ranged(
 
 
 def chunks(tokens: int, choices: int, experts: int) -> tuple[int, int]:
-    """Rows that a chunk holds, and number of chunks, each for rows of one expert.
+    """Rows of a chunk, and number of chunks; each chunk is for rows of one expert.
 
-    Very large batches have larger chunks yet, which hold no less.
+    Real kernels use even larger chunks for very large batches, which hold at least as many rows.
     """
     unit = settings().product.expert_chunk_rows
     rows = max(1, min(4, ceil(choices * tokens / (2 * experts * unit)))) * unit
@@ -103,7 +103,7 @@ def chunks(tokens: int, choices: int, experts: int) -> tuple[int, int]:
 
 
 def _check_choices(table: Tensor, first: int, last: int) -> None:
-    """Refuse choices that the ranged kernel was not made for: more rows than fit in chunks, an id twice in a token.
+    """Refuse choices that the ranged kernel does not support: more rows than the chunks hold, an id twice in a token.
 
     Chunks always suffice where the ids of a token differ.
     """

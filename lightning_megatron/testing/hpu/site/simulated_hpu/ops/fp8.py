@@ -1,4 +1,4 @@
-"""Eight-bit floats, in the range of the simulated product."""
+"""Casts to fp8 and products of fp8, with the formats' ranges on the simulated generation of cards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _largest(dtype: torch.dtype) -> float:
 
 
 def _rounded(x: Tensor, dtype: torch.dtype, stochastic: bool) -> Tensor:
-    """``x`` in an 8-bit format; at random, its neighbours there with probabilities that keep the mean.
+    """Round ``x`` to an 8-bit format; stochastically, to one of two neighbours with probabilities that keep the mean.
 
     The numbers come from the device's generator, so that a seed repeats them; a real card draws its own.
     """
@@ -37,7 +37,7 @@ def _scaled(input: Tensor, scale: Tensor | None, dtype: torch.dtype, stochastic:
 
 
 def _amax(input: Tensor, is_amax: bool) -> Tensor:
-    """A scalar of fp32; of no elements where it is not asked for."""
+    """Largest magnitude as an fp32 scalar; an empty tensor if ``is_amax`` is False."""
     if is_amax:
         return input.abs().max().float()
     return torch.empty(0, dtype=torch.float32, device=input.device)
@@ -79,7 +79,7 @@ def _gemm(
     accumulate: bool = False, B_scale_shape: list[int] | None = None,
 ) -> Tensor:  # fmt: skip
     if A.dtype != B.dtype and not settings().product.multiplies_two_formats:
-        # An assertion of the matrix engine; what becomes of it in a graph is not known.
+        # An assertion of the matrix engine; its effect inside a graph is not known.
         raise RuntimeError("Gaudi2 doesnt support mixed input type flavors")
     a, b = A.float(), B.float()
     if A_scale_inv is not None:

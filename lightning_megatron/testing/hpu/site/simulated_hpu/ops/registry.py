@@ -1,4 +1,4 @@
-"""How an op comes to torch."""
+"""Registration of ops with torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _hpu_ops = operators.Library("hpu", "FRAGMENT")  # ops live as long as this does
 
 
 def define_op(schema: str, body: Callable[..., Any], shapes: Callable[..., Any] | None = None) -> None:
-    """Define ``hpu::<schema>`` for tensors of the device alone, with no gradient, and count its calls.
+    """Define ``hpu::<schema>`` for tensors of the device only, without a gradient, and count its calls.
 
-    Where the mode is not lazy the bridge knows what comes of meta tensors too, for whole graphs of ``torch.compile``.
+    In eager mode the bridge also has kernels for meta tensors, for whole graphs of ``torch.compile``.
 
     Args:
         schema: name, arguments and returns, without the namespace.
         body: called with the arguments.
-        shapes: called with meta tensors; ``None`` for ``body``, where that looks at no values.
+        shapes: called with meta tensors; ``None`` for ``body``, if that reads no values.
     """
     name = schema.split("(")[0]
 

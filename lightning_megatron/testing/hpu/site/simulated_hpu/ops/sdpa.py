@@ -1,7 +1,7 @@
-"""Scaled dot-product attention, with its probabilities kept or computed again from the maximum and sum of each row.
+"""Scaled dot-product attention, with its probabilities kept, or recomputed from the maximum and sum of each row.
 
-With bf16 inputs the scores and the softmax are bf16, except in the softmax mode "fp32": documented so. Where exactly
-the kernels round is not known; here the scores, their distances from the maximum, the exponentials and the
+With bf16 inputs the documentation has scores and softmax in bf16, except in the softmax mode "fp32". The exact places
+where the kernels round are not known; here the scores, their distances from the maximum, the exponentials and the
 probabilities are rounded, and sums are fp32.
 """
 
@@ -26,7 +26,7 @@ def _rounding(q: Tensor, softmax_mode: str) -> Rounding:
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, is_causal: bool, rounded: Rounding) -> Tensor:
-    """``[..., Sq, Sk]``, fp32 values; what is masked is minus infinity. Causal is aligned top left."""
+    """Scores ``[..., Sq, Sk]`` as fp32; masked ones are minus infinity. The causal mask is aligned top left."""
     scores = rounded(q.float() @ k.float().transpose(-2, -1) * scale)
     if is_causal:
         assert mask is None, "use_attn_mask and is_causal can not be True at the same time"
@@ -42,7 +42,7 @@ def _exponentials(scores: Tensor, m: Tensor, rounded: Rounding) -> Tensor:
 
 
 def _keep(seed: Tensor, p: float, like: Tensor) -> Tensor:
-    """Which probabilities dropout leaves, the same for the same seed."""
+    """Mask of the probabilities that dropout keeps, the same for the same seed."""
     if seed.is_meta:
         return torch.empty_like(like, dtype=torch.bool)
     generator = torch.Generator().manual_seed(int(seed))  # old torch makes none for the device
@@ -119,7 +119,7 @@ def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, probabilities: Tensor, keep: Tensor | None, p: float, scale: float,
     out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of q, k and v; summed over the heads that share a key and a value.
+    """Gradients of q, k and v; summed over the heads that share a key and a value.
 
     The row sum of ``dO O`` is that of ``dP P``, dropout or not.
     """

@@ -1,4 +1,4 @@
-"""Importing it makes torch's profiler know the device, as in the bridge."""
+"""Importing it adds the device to torch's profiler, as in the bridge."""
 
 from habana_frameworks.torch.activity_profiler import activity_profiler
 

@@ -1,7 +1,7 @@
 """torch's profiler with an activity for the device, in the place of torch's own.
 
-As in the bridge, ``torch.profiler.profile`` and ``torch.profiler.ProfilerActivity`` are replaced: code that has taken
-them before the import has classes that know nothing of the device. The keywords are those of torch 2.6.
+As in the bridge, ``torch.profiler.profile`` and ``torch.profiler.ProfilerActivity`` are replaced: code that imported
+them earlier keeps classes without the device. The keywords are those of torch 2.6.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def register_habana_activity_profiler() -> None:
             )
 
         def start_trace(self) -> None:
-            """Note that the device is traced; there is nothing to see of it."""
+            """Count that the device is traced; nothing of it is recorded."""
             if self.hpu_profiling_active:
                 calls.count("profiled_hpu")
             super().start_trace()

@@ -1,4 +1,4 @@
-"""Steps of the lazy mode; importing it registers ``torch.hpu`` and wraps what the real one wraps of torch."""
+"""Steps of the lazy mode; importing it registers ``torch.hpu`` and wraps the same torch functions as the real one."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Marking steps: in lazy mode this runs what has been collected, in eager mode it does nothing and says so once."""
+"""Marking steps: in lazy mode this runs the collected closures, in eager mode it also warns once."""
 
 from __future__ import annotations
 

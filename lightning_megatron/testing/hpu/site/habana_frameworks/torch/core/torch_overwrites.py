@@ -103,7 +103,7 @@ def _destroy_process_group(original: _Function) -> _Function:
     @functools.wraps(original)
     def destroy_process_group(group: Any = None) -> None:
         if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.is_initialized():
-            # The default group takes all others with it; those it waits for are its own members.
+            # Destroying the default group destroys all others; it waits for its own members only.
             leaving = dist.group.WORLD if group is None else group
             assert leaving is not None
             process_group.leave(leaving, leaving.group_name, _DESTROY_SECONDS)
@@ -113,7 +113,7 @@ def _destroy_process_group(original: _Function) -> _Function:
 
 
 def overwrite_torch_functions() -> None:
-    """Put the wrappers in place, in this process."""
+    """Install the wrappers in this process."""
     torch.manual_seed = torch.random.manual_seed = _also_on_hpu(torch.manual_seed, hpu.manual_seed)
     torch.seed = torch.random.seed = _also_on_hpu(torch.seed, hpu.seed)
     torch.random.fork_rng = _fork_rng(torch.random.fork_rng)

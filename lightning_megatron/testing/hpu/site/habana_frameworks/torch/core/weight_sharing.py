@@ -1,8 +1,8 @@
 """Weight sharing of the lazy mode, on by default: parameters of modules that move to the device become wrappers.
 
 The bridge says that "changing parameters data tensors in HPU is impossible" under it, and users report that a copy by
-``.data`` does not reach what the forward reads. Here it is so: a parameter takes the values that are assigned to its
-``data``, and keeps its own memory.
+``.data`` does not reach what the forward reads. The simulation does this: a parameter copies the values that are
+assigned to its ``data``, and keeps its own memory.
 """
 
 from __future__ import annotations

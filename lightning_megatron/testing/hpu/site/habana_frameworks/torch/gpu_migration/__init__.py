@@ -1,7 +1,7 @@
-"""The migration toolkit, as far as a module's own words go: once imported, "cuda" means HPU in this thread.
+"""The migration toolkit, for a module's own code only: once imported, "cuda" means HPU in this thread.
 
-The real one also rewrites nccl, inductor and much else; here it is the devices of tensors and modules, and what
-``torch.cuda`` says is there.
+The real one also rewrites nccl, inductor and much else; the simulation rewrites the devices of tensors and modules, and
+the devices that ``torch.cuda`` reports.
 """
 
 from __future__ import annotations

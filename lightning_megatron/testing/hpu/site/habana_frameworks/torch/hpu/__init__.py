@@ -99,7 +99,7 @@ __all__ = [
 ]
 
 _Device = int | str | torch.device
-_initialized = False  # recomputation of torch's keeps the generator's state only where it finds this
+_initialized = False  # torch's activation checkpointing saves the generator's state only if the device has this
 
 
 def is_available() -> bool:
@@ -129,7 +129,7 @@ def _lazy_init() -> None:
 
 
 def _is_in_bad_fork() -> bool:
-    """Asked for by torch before it restores tensors."""
+    """Always False; torch asks before it restores tensors."""
     return False
 
 
@@ -187,12 +187,12 @@ def get_device_capability(device: _Device | None = None) -> str:
 
 
 def get_device_properties(device: _Device) -> str:
-    """What it is, in words."""
+    """Description of the device."""
     return f"(simulated {get_device_name()}, software {settings().profile})"
 
 
 def is_bf16_supported() -> bool:
-    """Always."""
+    """Always True."""
     return True
 
 
@@ -205,18 +205,18 @@ _recompute_sdp = {"enabled": False}
 
 
 def enable_recompute_sdp(enabled: bool) -> None:
-    """True if FusedSDPA computes its probabilities again in backward, where a call does not say."""
+    """Set whether FusedSDPA recomputes its probabilities in backward, for calls without ``recompute_mode``."""
     _recompute_sdp["enabled"] = enabled
 
 
 def recompute_sdp_enabled() -> bool:
-    """What was set."""
+    """The default set by :func:`enable_recompute_sdp`."""
     return _recompute_sdp["enabled"]
 
 
 @contextmanager
 def sdp_kernel(enable_recompute: bool = True) -> Iterator[None]:
-    """Set it for a while."""
+    """Context with another default of :func:`enable_recompute_sdp`."""
     before = recompute_sdp_enabled()
     enable_recompute_sdp(enable_recompute)
     try:
@@ -226,25 +226,25 @@ def sdp_kernel(enable_recompute: bool = True) -> Iterator[None]:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """What ``torch.autocast("hpu")`` may cast to."""
+    """Dtypes that ``torch.autocast("hpu")`` may cast to."""
     return [torch.bfloat16, torch.float16]
 
 
 def is_autocast_hpu_enabled() -> bool:
-    """True if ops are cast now."""
+    """True if autocast is enabled for the device."""
     return torch.is_autocast_enabled("hpu")
 
 
 def set_autocast_hpu_enabled(enabled: bool) -> None:
-    """Cast ops from now on, or no longer."""
+    """Enable or disable autocast for the device."""
     torch.set_autocast_enabled("hpu", enabled)
 
 
 def get_autocast_hpu_dtype() -> torch.dtype:
-    """What ops are cast to."""
+    """Dtype that autocast casts to."""
     return torch.get_autocast_dtype("hpu")
 
 
 def set_autocast_hpu_dtype(dtype: torch.dtype) -> None:
-    """What ops are cast to from now on."""
+    """Set the dtype that autocast casts to."""
     torch.set_autocast_dtype("hpu", dtype)

@@ -1,4 +1,4 @@
-"""HPU graphs of the lazy mode: nothing is recorded here, what cannot be recorded is refused."""
+"""HPU graphs of the lazy mode: nothing is recorded here, but models that cannot be recorded are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModuleCacher:
     """``ModuleCacher(max_graphs)(model=...)`` returns a model for training, unchanged.
 
     Args:
-        max_graphs: graphs that would be kept.
+        max_graphs: number of graphs to keep; not used.
     """
 
     def __init__(self, max_graphs: int = 10) -> None:
@@ -41,7 +41,7 @@ class ModuleCacher:
         disable_tensor_cache: bool = False,
         dry_run: bool = False,
     ) -> nn.Module:
-        """Refuse what graphs cannot hold."""
+        """Return the model, unless graphs do not support it."""
         assert not isinstance(model, nn.parallel.DistributedDataParallel), "wrap the model before DDP"
         for argument in inspect.signature(model.forward).parameters.values():
             assert argument.kind not in (argument.VAR_POSITIONAL, argument.POSITIONAL_ONLY), (

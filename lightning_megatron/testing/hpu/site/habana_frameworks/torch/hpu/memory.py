@@ -1,4 +1,4 @@
-"""Statistics of the device's memory: real counts of what is held, against the memory that a device would have."""
+"""Statistics of the device's memory: real counts of allocated bytes, with the limit of a real device."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Let the peak start from what is held now."""
+    """Reset the peak to the bytes that are allocated now."""
     hpu.init()
     native().reset_peak()
 
 
 def reset_accumulated_memory_stats(device: Any = None) -> None:
-    """Let the counts start from what is held now."""
+    """Restart the counts from the bytes that are allocated now."""
     hpu.init()
     native().reset_counts()
 

@@ -32,7 +32,7 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "hpu") -> None:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """States of all devices of the process: of one."""
+    """States of all devices of the process, which has one."""
     return [get_rng_state()]
 
 
@@ -54,12 +54,12 @@ def manual_seed_all(seed: int) -> None:
 
 
 def seed() -> int:
-    """Seed the generator by chance."""
+    """Seed the generator with a random number."""
     return default_generators[0].seed()
 
 
 def seed_all() -> int:
-    """Seed the generators of all devices of the process by chance."""
+    """Seed the generators of all devices of the process with a random number."""
     return seed()
 
 

@@ -1,4 +1,4 @@
-"""Streams and events. Work is done when a call returns, so they only keep the order of calls honest."""
+"""Streams and events. All work is done when a call returns, so they only check the order of calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Event:
     """A point in a stream.
 
     Args:
-        enable_timing: whether :meth:`elapsed_time` may be asked.
+        enable_timing: True to allow :meth:`elapsed_time`.
     """
 
     def __init__(self, enable_timing: bool = False) -> None:
@@ -26,23 +26,23 @@ class Event:
         self._time = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait for it.
+        """Make a stream wait for the event.
 
         Raises:
-            RuntimeError: if it was not recorded: on the device such a wait would order nothing.
+            RuntimeError: if the event was not recorded: on the device such a wait would have no effect.
         """
         if self._time is None:
             raise RuntimeError("an event is waited for before it was recorded")
 
     def query(self) -> bool:
-        """True if it is reached."""
+        """True if the event is reached: always."""
         return True
 
     def synchronize(self) -> None:
-        """Wait for it on the host."""
+        """Wait for the event on the host."""
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from here to another event."""
+        """Milliseconds from this event to another one."""
         if not (self.enable_timing and end.enable_timing) or self._time is None or end._time is None:
             raise RuntimeError("both events must be recorded, with enable_timing")
         return 1000 * (end._time - self._time)
@@ -60,10 +60,10 @@ class Stream:
         event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Wait for all that another stream has."""
+        """Wait for all work of another stream."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record an event here."""
+        """Record an event in this stream."""
         event = event or Event()
         event.record(self)
         return event
@@ -97,7 +97,7 @@ def set_stream(stream: Stream) -> None:
 
 @contextmanager
 def stream(stream: Stream | None) -> Iterator[None]:
-    """Use a stream for a while."""
+    """Context that uses a stream."""
     _current.append(stream or _current[-1])
     try:
         yield

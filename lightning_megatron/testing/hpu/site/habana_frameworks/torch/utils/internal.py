@@ -1,4 +1,4 @@
-"""Which mode the bridge is in."""
+"""Mode of the bridge."""
 
 from simulated_hpu.settings import settings
 

@@ -1,4 +1,4 @@
-"""HCCL: importing it reads the rank from the environment, chooses a card, and makes the backend known."""
+"""HCCL: importing it reads the rank from the environment, chooses a card, and registers the backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOO_FEW = (
 def initialize_distributed_hpu(
     world_size: int | None = None, rank: int | None = None, local_rank: int | None = None
 ) -> tuple[int, int, int]:
-    """Settle this process' rank and card.
+    """Determine this process's rank and card.
 
     Args:
         world_size: processes; taken from the environment unless all three are given.
@@ -49,7 +49,7 @@ def initialize_distributed_hpu(
 
 
 def _read_mpi() -> None:
-    """Ranks of MPI, unless the usual variables are there; an address for the ranks of one machine in any case."""
+    """Set ranks from MPI's variables unless the usual ones are set, and a default address of one machine."""
     if not all(name in os.environ for name in _RANKS) and all(name in os.environ for name in _MPI):
         os.environ.update({name: os.environ[given] for name, given in zip(_RANKS, _MPI, strict=True)})
     os.environ.setdefault("MASTER_ADDR", "localhost")
@@ -57,7 +57,7 @@ def _read_mpi() -> None:
 
 
 def _choose_card(world_size: int, local_rank: int) -> None:
-    """One card a process, chosen once: ``HLS_MODULE_ID`` is never written over."""
+    """Choose one card for a process, once: ``HLS_MODULE_ID`` is never overwritten."""
     if "HLS_MODULE_ID" in os.environ or local_rank == -1 or world_size == 1:
         return
     if "HABANA_VISIBLE_MODULES" not in os.environ:
@@ -71,7 +71,7 @@ def _choose_card(world_size: int, local_rank: int) -> None:
 def _disallow_collectives_in_graphs() -> None:
     """Make ``torch.compile`` break a graph at each function of torch.distributed that communicates."""
     disallow = torch._dynamo.decorators._disallow_in_graph_helper(throw_if_not_allowed=False)
-    members = (getattr(dist, name) for name in dir(dist) if name != "reduce_op")  # which warns that it is old
+    members = (getattr(dist, name) for name in dir(dist) if name != "reduce_op")  # a deprecated name, which warns
     for function in members:
         if inspect.isfunction(function) and any(part in function.__name__ for part in _COLLECTIVES):
             disallow(function)

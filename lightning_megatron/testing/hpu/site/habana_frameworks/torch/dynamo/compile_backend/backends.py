@@ -1,4 +1,4 @@
-"""``hpu_backend`` of ``torch.compile``: the compiler's whole front half, whose graphs are run as they are.
+"""``hpu_backend`` of ``torch.compile``: the compiler's whole front end, whose graphs are run without optimization.
 
 torch finds it by an entry point, so that the compiler is not imported before it is needed.
 """
@@ -25,7 +25,7 @@ def _compiled(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..
 
 
 def hpu_backend(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """Compile a graph, and what autograd makes of it."""
+    """Compile a graph and its backward."""
     both = aot_autograd(fw_compiler=_compiled, bw_compiler=_compiled, inference_compiler=_compiled)
     found: Callable[..., Any] = both(graph, inputs)
     return found

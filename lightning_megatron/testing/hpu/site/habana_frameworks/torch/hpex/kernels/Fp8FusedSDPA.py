@@ -35,13 +35,13 @@ def fp8_fused_sdpa(
     """Attention and the largest probability and output; for inference, its gradient is not usable.
 
     Args:
-        q: ``[B, heads, S, D]`` in fp8 or bf16; ``d_scale_q`` makes true values of it, and so on.
+        q: ``[B, heads, S, D]`` in fp8 or bf16; its true values are ``q`` times ``d_scale_q``, and so on.
         k: likewise.
         v: likewise.
         attn_mask: true where a key is seen, or added to the scores.
-        dropout_p: none is simulated.
-        is_causal: whether a query sees only keys up to it.
-        scale: of the scores.
+        dropout_p: dropout, which is not simulated.
+        is_causal: True if a query sees only keys up to its position.
+        scale: scale of the scores.
         softmax_mode: makes no difference here.
         d_scale_q: dequantises.
         d_scale_k: dequantises.
@@ -49,8 +49,8 @@ def fp8_fused_sdpa(
         q_scale_s: quantises probabilities; not simulated, they stay in fp32.
         q_scale_o: quantises the output to E4M3; without it the output is bf16.
         d_scale_s: undoes ``q_scale_s``.
-        is_amax_s: whether the largest probability is asked for.
-        is_amax_o: whether the largest output is asked for.
+        is_amax_s: True to return the largest probability.
+        is_amax_o: True to return the largest output.
         valid_seq_len: not simulated.
         seq_padding_type: not simulated.
     """

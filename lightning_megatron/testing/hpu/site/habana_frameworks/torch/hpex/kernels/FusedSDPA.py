@@ -26,7 +26,7 @@ def _split_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[
 
 
 class _Call(NamedTuple):
-    """Options of a call, of which not all go together."""
+    """Options of a call, some of which exclude each other."""
 
     training: bool
     recompute: bool

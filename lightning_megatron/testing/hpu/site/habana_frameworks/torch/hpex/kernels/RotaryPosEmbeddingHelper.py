@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RotaryPosEmbeddingMode(Enum):
-    """Which channels are turned together: halves, or neighbours."""
+    """Pairs of channels that are rotated together: those of two halves, or neighbours."""
 
     BLOCKWISE = 0
     PAIRWISE = 1
@@ -31,7 +31,7 @@ class RotaryPosEmbeddingHelperV1(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Turn it back."""
+        """Rotate the gradient back."""
         cos, sin = ctx.saved_tensors
         return (
             torch.ops.hpu.rotary_pos_embedding_backward(grad, sin, cos, None, ctx.offset, _BLOCKWISE), None, None, None
@@ -49,7 +49,7 @@ class RotaryPosEmbeddingHelperV2(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Turn it back."""
+        """Rotate the gradient back."""
         cos, sin, position_ids = ctx.saved_tensors
         return (
             torch.ops.hpu.rotary_pos_embedding_backward(grad, sin, cos, position_ids, 0, _BLOCKWISE), None, None, None
@@ -64,7 +64,7 @@ def _pairwise_tables(rope_cache: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 class RotaryPosEmbeddingHelperV3(torch.autograd.Function):
-    """``apply(p, rope_cache)``: ``p [S, B, heads, D]``, of which the first channels are turned in neighbours."""
+    """``apply(p, rope_cache)``: rotates neighbours among the first channels of ``p [S, B, heads, D]``."""
 
     @staticmethod
     def forward(ctx: Any, p: Tensor, rope_cache: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def apply_rotary_pos_emb(p: Tensor, *args: Any) -> Tensor:
     """Turn ``p`` without a gradient.
 
     Args:
-        p: what is turned.
+        p: tensor to rotate.
         *args: ``cos, sin, position_ids=None, offset=0, mode=BLOCKWISE``, or ``rope_cache``.
     """
     if len(args) == 1:

@@ -13,16 +13,16 @@ _WARM_UP = 2000  # updates over which the decay grows to its full value
 
 
 class FusedEMA:
-    """Averages a model.
+    """Exponential moving average of a model.
 
     Args:
-        model: whose average is kept.
-        decay: how much of the average stays in an update.
-        updates: those that were made already.
+        model: model to average.
+        decay: share of the average that an update keeps.
+        updates: number of updates already made.
 
     Attributes:
         ema: the average, a model.
-        updates: those made so far.
+        updates: number of updates so far.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, updates: int = 0) -> None:
@@ -35,7 +35,7 @@ class FusedEMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take the model's state into the average."""
+        """Update the average with the model's state."""
         calls.count("FusedEMA.update")
         self.updates += 1
         kept = self.decay * (1 - math.exp(-self.updates / _WARM_UP))

@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm of what this process has: of sharded gradients it is not the whole norm."""
+"""Gradient clipping by the norm of this process's gradients: of sharded gradients that is not the global norm."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class FusedClipNorm:
     """Clips gradients in place.
 
     Args:
-        parameters: those whose gradients are clipped.
-        max_norm: largest norm that is left.
+        parameters: parameters whose gradients are clipped.
+        max_norm: largest norm after clipping.
     """
 
     def __init__(self, parameters: Iterable[Tensor], max_norm: float) -> None:
@@ -24,7 +24,7 @@ class FusedClipNorm:
 
     @torch.no_grad()
     def clip_norm(self, parameters: Iterable[Tensor] | Tensor) -> Tensor:
-        """Clip, and return the norm that was found."""
+        """Clip, and return the norm before clipping."""
         calls.count("FusedClipNorm.clip_norm")
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         grads = [p.grad for p in params if p.grad is not None]

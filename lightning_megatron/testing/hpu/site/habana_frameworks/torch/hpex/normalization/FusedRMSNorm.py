@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class RmsNormBwdMode(Enum):
-    """How backward is cut; the numbers are the same."""
+    """Partitioning of the backward; the results are the same."""
 
     DEFAULT = 0
     STATIC_CASE_WIDTH_PARTITIONING = 1
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """``apply(data_in, gamma, eps, ...)``, by position; fp32 comes out where the two types differ."""
+    """``apply(data_in, gamma, eps, ...)``, by position; the result is fp32 where the two dtypes differ."""
 
     @staticmethod
     def forward(

@@ -19,8 +19,8 @@ class FusedAdamW(torch.optim.Optimizer):
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled, times the learning rate.
-        bias_correction: whether the moments' start from zero is corrected.
-        moments_dtype: of the moments; the parameter's without.
+        bias_correction: True to correct the moments' start from zero.
+        moments_dtype: dtype of the moments; ``None`` for the parameter's.
     """
 
     def __init__(

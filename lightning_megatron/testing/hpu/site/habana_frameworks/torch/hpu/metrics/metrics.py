@@ -29,7 +29,7 @@ class Metric(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Begin at zero."""
+        """Reset to zero."""
 
     @abstractmethod
     def _take(self, parameters: events.Parameters) -> None: ...
@@ -48,7 +48,7 @@ class GraphCompilationMetric(Metric):
         return [("TotalNumber", self._number), ("TotalTime", self._microseconds), ("AvgTime", mean)]
 
     def reset(self) -> None:
-        """Begin at zero."""
+        """Reset to zero."""
         self._number = self._microseconds = 0
 
     def _take(self, parameters: events.Parameters) -> None:
@@ -68,7 +68,7 @@ class CpuFallbackMetric(Metric):
         return [("TotalNumber", self._ops.total()), ("FallbackOps", dict(self._ops))]
 
     def reset(self) -> None:
-        """Begin at zero."""
+        """Reset to zero."""
         self._ops: Counter[str] = Counter()
 
     def _take(self, parameters: events.Parameters) -> None:
@@ -79,5 +79,5 @@ _metrics: dict[str, Metric] = {metric.name(): metric for metric in (GraphCompila
 
 
 def metric_global(name: str) -> Metric | None:
-    """The metric of this process with a name; ``None`` for a name that there is not."""
+    """The metric of this process with a name; ``None`` for an unknown name."""
     return _metrics.get(name)
