@@ -401,12 +401,18 @@ class TransformerConfig(AttentionConfig, MoEConfig):
     @property
     def loss_cost(self) -> float:
         """FLOPs of everything after the layers, divided by those of a layer's matrices."""
-        layers = 6.0 * sum(map(self._matrices, range(self.num_layers)))
+        layers = 6.0 * self._matrices_of_layers
         return (self.flops_per_token(0) - layers) * self.num_layers / layers
 
-    def _matrices(self, layer: int) -> int:
-        """Elements of the matrices that a token is multiplied by in the layer of that number."""
-        if not self.has_experts(layer):
+    @property
+    def _matrices_of_layers(self) -> int:
+        """Elements of the matrices that a token is multiplied by in all layers."""
+        with_experts = self.num_expert_layers
+        return with_experts * self._matrices(True) + (self.num_layers - with_experts) * self._matrices(False)
+
+    def _matrices(self, has_experts: bool) -> int:
+        """Elements of the matrices that a token is multiplied by in a layer."""
+        if not has_experts:
             return self.attention_weights + self._feed_forward_weights(self.ffn_hidden_size)
         visited = self.moe_router_topk * self._feed_forward_weights(self.expert_ffn_hidden_size)
         shared = self._feed_forward_weights(self.moe_shared_expert_ffn_hidden_size)
@@ -421,11 +427,11 @@ class TransformerConfig(AttentionConfig, MoEConfig):
         the router out). A multi-token prediction module counts as a layer, its projection, and the output layer once
         more.
         """
-        h, further = self.hidden_size, self.mtp_num_layers
-        numbers = [*range(self.num_layers), *[self.num_layers - 1] * further]
-        matrices = sum(map(self._matrices, numbers)) + further * 2 * h * h + (1 + further) * h * self.vocab_size
+        h, further, last = self.hidden_size, self.mtp_num_layers, self.num_layers - 1
+        matrices = self._matrices_of_layers + (1 + further) * h * self.vocab_size
+        matrices += further * (self._matrices(self.has_experts(last)) + 2 * h * h)
         features = self.num_attention_heads * (self.head_dim + self.value_dim)
-        return 6.0 * (matrices + features * sum(self.seen(number, seq_length) for number in numbers))
+        return 6.0 * (matrices + features * (self._seen(seq_length) + further * self.seen(last, seq_length)))
 
     def score_rule(self, layer: int) -> ScoreRule:
         """The rule of attention scores in the layer of that number, of all heads."""
@@ -436,8 +442,11 @@ class TransformerConfig(AttentionConfig, MoEConfig):
 
     def mean_seen(self, length: int) -> float:
         """Mean over layers of the number of tokens that a token of a sequence of ``length`` sees."""
+        return self._seen(length) / self.num_layers
+
+    def _seen(self, length: int) -> float:
         kinds = self.attention_kinds(self.num_layers)
-        return sum(count * self.seen(number, length) for number, count in kinds.items()) / self.num_layers
+        return sum(count * self.seen(number, length) for number, count in kinds.items())
 
     def blockwise_share(self, length: int) -> float:
         """Share of the layers whose attention no fused kernel computes for sequences of ``length``."""

@@ -129,7 +129,9 @@ class DeviceSpec:
 
     @staticmethod
     def _known(dtype: str, table: Mapping[str, object]) -> str:
-        order = {"fp8": ("fp8", "bf16", "fp32"), "bf16": ("bf16", "fp32"), "fp32": ("fp32", "bf16")}[dtype]
+        if dtype in table:
+            return dtype
+        order = {"fp8": ("bf16", "fp32"), "bf16": ("fp32",), "fp32": ("bf16",)}[dtype]
         return next(name for name in order if name in table)
 
     @property

@@ -18,7 +18,7 @@ def latent_half(x: Shapes, recomputes_core: bool) -> Half:
     own, whole = x.tokens * x.item, x.positions * x.item  # bytes of a feature here, and gathered
     heads = c.num_attention_heads // x.tp
     turned, unturned = whole * heads * c.rotary_dim, c.head_dim - c.rotary_dim
-    rows = x.queries  # as the last matrix makes them; they are put together anew behind the rotation
+    rows = x.queries  # the product, of which the rotation and the concatenation after it make other tensors
     pairs = whole * heads * (unturned + c.value_dim)  # keys without the turned part, beside the values
     # A latent is kept as the input of its norm, and as the norm's output.
     norms = 2 if c.q_lora_rank else 1

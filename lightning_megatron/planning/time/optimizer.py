@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from lightning_megatron.planning.core.device_file import DeviceSpec
 from lightning_megatron.planning.time.compute import Work
 from lightning_megatron.planning.time.sizes import Sizes
@@ -20,10 +22,9 @@ def dense_parameters(sizes: Sizes, stage: StageLayers) -> float:
         small += 2 * config.hidden_size + sizes.gates * config.ffn_hidden_size / sizes.layout.tp
         small += int(sizes.head_features + 2 * sizes.group_features)
     layers, further = sizes.layers_of(stage), config.mtp_num_layers * stage.has_loss
-    if config.moe_layers:
-        total = sum(sizes.dense_weights(layer) + small for layer in layers)
-    else:  # all layers are alike
-        total = len(layers) * (sizes.dense_weights(0) + small)
+    with_experts = expert_layers(sizes, stage)
+    total = len(layers) * small + (len(layers) - with_experts) * sizes.dense_weights(False)
+    total += with_experts * sizes.dense_weights(True) if with_experts else 0.0
     total += further * (2 * config.hidden_size**2 + 3 * norm)
     if stage.has_embedding and config.position_embedding == "learned":
         total += config.max_position_embeddings * config.hidden_size
@@ -45,9 +46,14 @@ def expert_layers(sizes: Sizes, stage: StageLayers) -> int:
     if not config.num_experts:
         return 0
     layers = sizes.layers_of(stage)
-    if not config.moe_layers:
-        return len(layers)
-    return sum(config.has_experts(layer) for layer in layers)
+    return _among(config.moe_layers, layers) if config.moe_layers else len(layers)
+
+
+@lru_cache(maxsize=4096)
+def _among(chosen: tuple[int, ...], layers: tuple[int, ...]) -> int:
+    """Number of layers that are among the chosen ones."""
+    known = set(chosen)
+    return sum(layer in known for layer in layers)
 
 
 def bytes_of_update(sizes: Sizes) -> float:

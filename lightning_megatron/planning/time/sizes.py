@@ -141,10 +141,10 @@ class Sizes:
         one = self.feed_forward_weights(self.config.expert_ffn_hidden_size, etp)
         return one * self.config.num_experts / self.layout.ep
 
-    def dense_weights(self, layer: int) -> float:
+    def dense_weights(self, has_experts: bool) -> float:
         """Weights of a layer on a rank that all data-parallel ranks share, norms left out."""
         config, tp = self.config, self.layout.tp
-        if not config.has_experts(layer):
+        if not has_experts:
             return self.attention_weights + self.feed_forward_weights(config.ffn_hidden_size, tp)
         shared = self.feed_forward_weights(config.moe_shared_expert_ffn_hidden_size, tp)
         return self.attention_weights + shared + config.num_experts * config.hidden_size
