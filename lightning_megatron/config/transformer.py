@@ -407,16 +407,15 @@ class TransformerConfig(AttentionConfig, MoEConfig):
     @property
     def _matrices_of_layers(self) -> int:
         """Elements of the matrices that a token is multiplied by in all layers."""
-        with_experts = self.num_expert_layers
-        return with_experts * self._matrices(True) + (self.num_layers - with_experts) * self._matrices(False)
+        plain = self.num_layers - self.num_expert_layers
+        return plain * self._matrices(False) + self.num_expert_layers * self._matrices(True)
 
     def _matrices(self, has_experts: bool) -> int:
         """Elements of the matrices that a token is multiplied by in a layer."""
         if not has_experts:
             return self.attention_weights + self._feed_forward_weights(self.ffn_hidden_size)
-        visited = self.moe_router_topk * self._feed_forward_weights(self.expert_ffn_hidden_size)
-        shared = self._feed_forward_weights(self.moe_shared_expert_ffn_hidden_size)
-        return self.attention_weights + visited + shared + self.num_experts * self.hidden_size
+        features = self.moe_router_topk * self.expert_ffn_hidden_size + self.moe_shared_expert_ffn_hidden_size
+        return self.attention_weights + self._feed_forward_weights(features) + self.num_experts * self.hidden_size
 
     def flops_per_token(self, seq_length: int) -> float:
         """Matmul FLOPs of forward and backward for one token, the visible part of attention counted.
@@ -424,14 +423,14 @@ class TransformerConfig(AttentionConfig, MoEConfig):
         Megatron-LM's formula (https://arxiv.org/abs/2104.04473, appendix, with the causal half): 6 times the weights
         that a token meets in attention, feed-forward layers and the output layer. Only the experts that a token visits
         are counted, but the whole router, ``E H`` per layer, which computes logits for every expert (Megatron-LM leaves
-        the router out). A multi-token prediction module counts as a layer, its projection, and the output layer once
-        more.
+        the router out). A multi-token prediction module counts as a layer, its projection, and an output layer.
         """
         h, further, last = self.hidden_size, self.mtp_num_layers, self.num_layers - 1
-        matrices = self._matrices_of_layers + (1 + further) * h * self.vocab_size
-        matrices += further * (self._matrices(self.has_experts(last)) + 2 * h * h)
+        matrices = self._matrices_of_layers + (1 + further) * h * self.vocab_size + further * 2 * h * h
+        matrices += further * self._matrices(self.has_experts(last))
         features = self.num_attention_heads * (self.head_dim + self.value_dim)
-        return 6.0 * (matrices + features * (self._seen(seq_length) + further * self.seen(last, seq_length)))
+        seen = self.num_layers * self.mean_seen(seq_length) + further * self.seen(last, seq_length)
+        return 6.0 * (matrices + features * seen)
 
     def score_rule(self, layer: int) -> ScoreRule:
         """The rule of attention scores in the layer of that number, of all heads."""
@@ -442,11 +441,8 @@ class TransformerConfig(AttentionConfig, MoEConfig):
 
     def mean_seen(self, length: int) -> float:
         """Mean over layers of the number of tokens that a token of a sequence of ``length`` sees."""
-        return self._seen(length) / self.num_layers
-
-    def _seen(self, length: int) -> float:
         kinds = self.attention_kinds(self.num_layers)
-        return sum(count * self.seen(number, length) for number, count in kinds.items())
+        return sum(count * self.seen(number, length) for number, count in kinds.items()) / self.num_layers
 
     def blockwise_share(self, length: int) -> float:
         """Share of the layers whose attention no fused kernel computes for sequences of ``length``."""
