@@ -166,10 +166,14 @@ class _Walk:
         self._reach(self.level)
         forward = self.most
         backward = self._through_backward(layers, groups, sum(kept.values()))
-        halves = [(half, group.times) for group in groups for half in self._halves(group)]
+        return StageBytes(dict(kept), output, forward, backward, *self._deferred(layers, groups))
+
+    def _deferred(self, layers: _Layers, groups: list[_Group]) -> tuple[int, int]:
+        """Bytes that a split backward keeps for the gradients of weights, and the largest of these gradients."""
+        blocks = [self._block] * self._x.config.mtp_num_layers if layers.has_loss else []
+        halves = [(half, group.times) for group in [*groups, *blocks] for half in self._halves(group)]
         deferred = sum(half.deferred * times for half, times in halves) if self._defers else 0
-        gradient = max((half.gradient for half, _ in halves), default=0)
-        return StageBytes(dict(kept), output, forward, backward, deferred, gradient)
+        return deferred, max((half.gradient for half, _ in halves), default=0)
 
     def _losses(self) -> Mapping[str, int]:
         """Forward of the loss, and of those of further tokens; bytes by cause that stay."""
@@ -219,13 +223,10 @@ class _Walk:
         self._reach(self.level + loss.backward)
         self.level += x.residual - loss.kept
         if block.recomputed:
-            self.level += self._beside
-            self._again(block)
+            self.level += self._beside + x.residual  # the projection's output, too
         self._reach(self.level + x.norm_gradients)
         self.level -= x.residual  # the input of the last norm
-        for half in reversed(list(self._halves(block))):
-            self._reach(self.level + half.backward)
-            self.level -= half.size
+        self._backward(block)
         self._reach(self.level + 2 * x.residual + x.returned(2 * x.config.hidden_size**2))
         self.level += x.residual - self._beside
         self._reach(self.level + x.residual + max(x.norm_gradients, embedding.backward))

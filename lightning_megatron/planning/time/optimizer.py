@@ -17,7 +17,7 @@ def dense_parameters(sizes: Sizes, stage: StageLayers) -> float:
     """Parameters of a stage that all data-parallel ranks share, on one rank."""
     config = sizes.config
     norm = config.hidden_size * (1 if config.norm == "rmsnorm" else 2)
-    small = 2.0 * norm + (config.q_lora_rank + config.kv_lora_rank) * config.has_latents
+    small = 2.0 * norm + config.q_lora_rank + config.kv_lora_rank
     if config.add_bias_linear:  # those of column-parallel layers are cut, those of row-parallel ones are not
         small += 2 * config.hidden_size + sizes.gates * config.ffn_hidden_size / sizes.layout.tp
         small += int(sizes.head_features + 2 * sizes.group_features)

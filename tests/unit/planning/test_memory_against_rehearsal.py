@@ -67,6 +67,7 @@ CASES: list[Case] = [
     (LLAMA.replace(mtp_num_layers=1), {}, 0, {}),
     (LLAMA.replace(mtp_num_layers=2), {"tp": 2}, 0, {"recompute": RecomputePlan("full")}),
     (FINE.replace(mtp_num_layers=1), {"pp": 2}, 1, {"split": LayerSplit(layout="balanced")}),
+    (LLAMA.replace(mtp_num_layers=1), {"pp": 2}, 1, {"schedule": "zero-bubble", **MANY}),
 ]
 
 LONG: list[Case] = [
