@@ -10,7 +10,7 @@ from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.partition import BALANCED, LayerSplit
 from lightning_megatron.pipeline.schedule import schedule_kind
-from lightning_megatron.planning.candidates import LayoutCandidate, comm_types
+from lightning_megatron.planning.candidates import CandidateGroup, LayoutCandidate, comm_types
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.request import PlanRequest
 from lightning_megatron.planning.time.step import time_of
@@ -41,28 +41,42 @@ class Bound:
             candidate: one layout.
             share: smallest share of the layers that must be recomputed, for a candidate that recomputes whole layers.
         """
-        pp, vpp = candidate.pp, candidate.vpp
-        sizes = candidate.tp, candidate.cp, candidate.ep, candidate.etp
-        micro = *sizes, candidate.cp_comm_type, candidate.micro_batch_size
-        whole = self._micro_batch(*micro, candidate.recompute)
+        whole = self._of_candidate(candidate, candidate.recompute)
         if whole is None:
             return math.inf
         if candidate.recompute == "full" and "recompute" not in self._request.fixed:
             # One layer of each stage may be enough.
-            least = self._micro_batch(*micro, None) or 0.0
-            share = max(share, pp * vpp / self._request.config.num_layers)
+            least = self._of_candidate(candidate, None) or 0.0
+            share = max(share, candidate.pp * candidate.vpp / self._request.config.num_layers)
             whole = least + (whole - least) * min(1.0, share)
-        count = self._request.global_batch_size // candidate.dp // candidate.micro_batch_size
+        return self._of_step(candidate, whole / candidate.micro_batch_size)
+
+    def least(self, group: CandidateGroup) -> float:
+        """A bound of all candidates of a group: a sample takes least time in the largest micro-batch."""
+        largest = group.micro_batch_sizes[-1]
+        whole = self._of_candidate(group.first._replace(micro_batch_size=largest), group.first.recompute)
+        return 0.0 if whole is None else self._of_step(group.first, whole / largest)
+
+    def _of_step(self, candidate: LayoutCandidate, sample: float) -> float:
+        """Seconds of a step from those of one sample through the whole model."""
+        pp, vpp = candidate.pp, candidate.vpp
+        samples = self._request.global_batch_size // candidate.dp
         if pp == 1:
-            return whole * count
+            return sample * samples
         fill = 1 / 3 if schedule_kind(candidate.schedule, vpp).splits_backward else 1.0
-        return whole / pp * (count * self._fullest(pp, vpp, candidate.balanced) + fill * (pp - 1) / vpp)
+        bubble = fill * (pp - 1) / vpp * candidate.micro_batch_size
+        return sample / pp * (samples * self._fullest(pp, vpp, candidate.balanced) + bubble)
 
     def comm_type(self, tp: int, cp: int) -> str:
         """The fastest communication of context-parallel attention, which all candidates with these sizes use."""
         known = comm_types(self._request, tp, cp)
         seconds = [self._micro_batch(tp, cp, 1, tp, comm, 1, None) for comm in known]
         return min(zip(seconds, known, strict=True), key=lambda each: math.inf if each[0] is None else each[0])[1]
+
+    def _of_candidate(self, candidate: LayoutCandidate, recompute: str | None) -> float | None:
+        """Seconds of one micro-batch of a candidate through the whole model, with another recomputation."""
+        sizes = candidate.tp, candidate.cp, candidate.ep, candidate.etp
+        return self._micro_batch(*sizes, candidate.cp_comm_type, candidate.micro_batch_size, recompute)
 
     def _micro_batch(
         self, tp: int, cp: int, ep: int, etp: int, comm: str, samples: int, recompute: str | None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -68,6 +69,29 @@ class LayoutCandidate(NamedTuple):
         return self.tp, self.pp, self.cp, self.ep, self.etp, self.dp
 
 
+@dataclass(frozen=True)
+class CandidateGroup:
+    """Candidates that differ only in their micro-batch size and in what they recompute.
+
+    Attributes:
+        first: the candidate with the smallest micro-batch and the least recomputation.
+        micro_batch_sizes: micro-batch sizes, in ascending order.
+        recomputes: granularities of recomputation, the least first.
+    """
+
+    first: LayoutCandidate
+    micro_batch_sizes: tuple[int, ...]
+    recomputes: tuple[str | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.micro_batch_sizes) * len(self.recomputes)
+
+    def __iter__(self) -> Iterator[LayoutCandidate]:
+        for micro in self.micro_batch_sizes:
+            for recompute in self.recomputes:
+                yield self.first._replace(micro_batch_size=micro, recompute=recompute)
+
+
 def job_of_candidate(request: PlanRequest, candidate: LayoutCandidate) -> PlannedJob:
     """The job of a candidate.
 
@@ -94,8 +118,8 @@ def job_of_candidate(request: PlanRequest, candidate: LayoutCandidate) -> Planne
     )
 
 
-def layout_candidates(request: PlanRequest, comm_type: Callable[[int, int], str]) -> Iterator[LayoutCandidate]:
-    """Every candidate, in no particular order; sizes that are impossible by themselves are left out.
+def layout_candidates(request: PlanRequest, comm_type: Callable[[int, int], str]) -> Iterator[CandidateGroup]:
+    """Every candidate, in groups, in no particular order; sizes that are impossible by themselves are left out.
 
     Args:
         request: model, devices and batches.
@@ -107,7 +131,7 @@ def layout_candidates(request: PlanRequest, comm_type: Callable[[int, int], str]
             for cp in sizes["cp"]:
                 dp, rest = divmod(request.num_devices, tp * pp * cp)
                 if dp and not rest and request.global_batch_size % dp == 0:
-                    yield from _variants(request, tp, pp, cp, dp, comm_type(tp, cp))
+                    yield from _groups(request, tp, pp, cp, dp, comm_type(tp, cp))
 
 
 def axis_sizes(request: PlanRequest) -> dict[str, list[int]]:
@@ -147,26 +171,25 @@ def axis_problems(request: PlanRequest, name: str, size: int) -> list[Problem]:
     return layout.problems(model=config, batch=BatchShape(seq_length=request.seq_length))
 
 
-def _variants(request: PlanRequest, tp: int, pp: int, cp: int, dp: int, comm: str) -> Iterator[LayoutCandidate]:
+def _groups(request: PlanRequest, tp: int, pp: int, cp: int, dp: int, comm: str) -> Iterator[CandidateGroup]:
     samples = request.global_batch_size // dp
-    micros = [size for size in divisors(samples) if size <= LARGEST_MICRO_BATCH]
+    micros = tuple(size for size in divisors(samples) if size <= LARGEST_MICRO_BATCH)
     if "micro_batch_size" in request.fixed:
-        micros = [size for size in (request.fixed["micro_batch_size"],) if samples % size == 0]
+        micros = tuple(size for size in (request.fixed["micro_batch_size"],) if samples % size == 0)
+    if not micros:
+        return
     recomputes = _recomputes(request)
     for ep, etp in _expert_sizes(request, tp, cp * dp * tp):
         for vpp, balanced, schedule in _pipelines(request, pp):
-            for micro in micros:
-                for recompute in recomputes:
-                    yield LayoutCandidate(tp, pp, cp, ep, etp, dp, vpp, comm, balanced, schedule, micro, recompute)
+            first = LayoutCandidate(tp, pp, cp, ep, etp, dp, vpp, comm, balanced, schedule, micros[0], recomputes[0])
+            yield CandidateGroup(first, micros, recomputes)
 
 
-def _recomputes(request: PlanRequest) -> list[str | None]:
+def _recomputes(request: PlanRequest) -> tuple[str | None, ...]:
     if "recompute" in request.fixed:
-        return [request.fixed["recompute"]]
-    found: list[str | None] = [None]
-    if request.attention == "reference":
-        found.append("selective")
-    return [*found, *(["moe"] if request.config.num_experts else ["mlp"]), "full"]
+        return (request.fixed["recompute"],)
+    scores = ("selective",) * (request.attention == "reference")
+    return (None, *scores, "moe" if request.config.num_experts else "mlp", "full")
 
 
 def with_fewer_layers(request: PlanRequest, candidate: LayoutCandidate) -> list[LayoutCandidate]:
@@ -228,7 +251,8 @@ def impossible(request: PlanRequest) -> ConfigError:
     for name in ("tp", "pp", "cp", "dp"):
         size = request.fixed.get(name, request.num_devices)
         found += axis_problems(request, name, size)
-    for candidate in layout_candidates(request, lambda tp, cp: comm_types(request, tp, cp)[0]):
+    groups = layout_candidates(request, lambda tp, cp: comm_types(request, tp, cp)[0])
+    for candidate in chain.from_iterable(groups):
         try:
             job_of_candidate(request, candidate)
         except ConfigError as error:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import count
 from math import ceil
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.planning.bound import Bound
 from lightning_megatron.planning.candidates import (
+    CandidateGroup,
     LayoutCandidate,
     impossible,
     job_of_candidate,
@@ -75,6 +78,7 @@ def search(request: PlanRequest, top: int = 5) -> Found:
     """The fastest layouts that fit, one for each combination of axis sizes.
 
     Candidates are tried in the order of their lower bounds (:class:`Bound`), until no other can be among the ``top``.
+    A group of them waits with a bound of all, so that most are never looked at one by one.
     Ways to recompute that cannot be faster than one that fits are skipped, and no more whole layers are recomputed
     than the memory requires.
 
@@ -85,24 +89,31 @@ def search(request: PlanRequest, top: int = 5) -> Found:
     Raises:
         ConfigError: if no layout is possible, with the reasons.
     """
-    bound = Bound(request)
-    ranked = sorted(
-        (bound.seconds(candidate), index, candidate)
-        for index, candidate in enumerate(layout_candidates(request, bound.comm_type))
-    )
-    state = _State()
-    for least, _, candidate in ranked:
+    bound, state = Bound(request), _State()
+    groups = list(layout_candidates(request, bound.comm_type))
+    order = count()
+    waiting: list[tuple[float, int, CandidateGroup | LayoutCandidate]] = [
+        (bound.least(group), next(order), group) for group in groups
+    ]
+    heapify(waiting)
+    while waiting:
+        least, _, entry = heappop(waiting)
         if state.is_beaten(least, top):
             break
-        share = _least_share(request, candidate, state)
-        if not share or not state.is_beaten(bound.seconds(candidate, share), top):
-            _look_at(request, candidate, least, state)
+        if isinstance(entry, CandidateGroup):
+            most_frugal = _memory(request, next(_more_frugal(request, entry.first)), state)
+            for candidate in entry if most_frugal is None or most_frugal.fits else ():
+                heappush(waiting, (max(least, bound.seconds(candidate)), next(order), candidate))
+            continue
+        share = _least_share(request, entry, state)
+        if not share or not state.is_beaten(bound.seconds(entry, share), top):
+            _look_at(request, entry, least, state)
     if not state.best and state.closest is None:
         raise impossible(request)
     plans = sorted(state.best.values(), key=step_seconds)
     looked_at = sum(plan is not None for plan in state.memories.values())
     closest = None if plans or state.closest is None else plan_of(state.closest.job, request.limit, request.device)
-    return Found(tuple(plans[:top]), len(ranked), looked_at, closest)
+    return Found(tuple(plans[:top]), sum(map(len, groups)), looked_at, closest)
 
 
 def step_seconds(plan: Plan) -> float:

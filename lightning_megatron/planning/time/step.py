@@ -144,12 +144,8 @@ def time_of(job: PlannedJob, device: DeviceSpec, software: Software = EAGER) -> 
 
 def _kinds(job: PlannedJob) -> set[bool]:
     """Kinds of layers in the model: with experts, without."""
-    config = job.config
-    if not config.num_experts:
-        return {False}
-    if not config.moe_layers:
-        return {True}
-    return {config.has_experts(layer) for layer in range(config.num_layers)}
+    with_experts = job.config.num_expert_layers
+    return {True} if with_experts == job.config.num_layers else {False, with_experts > 0}
 
 
 def _layer(sizes: Sizes, device: DeviceSpec, software: Software, has_experts: bool) -> _Layer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -53,7 +53,7 @@ def test_the_search_finds_the_fastest_of_all_candidates(name: str) -> None:
     asked = REQUESTS[name]
     found = search(asked, 3)
     best: dict[tuple[int, ...], float] = {}
-    every = list(layout_candidates(asked, Bound(asked).comm_type))
+    every = list(chain.from_iterable(layout_candidates(asked, Bound(asked).comm_type)))
     for candidate in (choice for each in every for choice in (each, *with_fewer_layers(asked, each))):
         try:
             plan = plan_of(job_of_candidate(asked, candidate), asked.limit, asked.device)
@@ -67,6 +67,18 @@ def test_the_search_finds_the_fastest_of_all_candidates(name: str) -> None:
     assert times[0] == pytest.approx(min(best.values()), rel=0.01)
     assert times == pytest.approx(sorted(best.values())[: len(times)], rel=0.02)
     assert found.looked_at < len(every)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_bound_of_a_group_is_not_above_that_of_any_candidate(name: str) -> None:
+    asked = REQUESTS[name]
+    bound = Bound(asked)
+    groups = list(layout_candidates(asked, bound.comm_type))
+    assert len(groups) > 1
+    for group in groups:
+        least = [bound.seconds(candidate) for candidate in group]
+        assert len(least) == len(group)
+        assert 0.0 < bound.least(group) <= min(least) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
