@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_exports import exports_of
 
 if TYPE_CHECKING:
+    from lightning_megatron.lightning.callbacks.batch_size_finder import MegatronBatchSizeFinder
     from lightning_megatron.lightning.callbacks.device_profiler import DeviceProfiler
     from lightning_megatron.lightning.callbacks.expert_telemetry import ExpertTelemetry
     from lightning_megatron.lightning.callbacks.gaudi_telemetry import GaudiTelemetry
@@ -24,6 +25,7 @@ __all__ = [
     "ExpertTelemetry",
     "GaudiTelemetry",
     "KillSwitch",
+    "MegatronBatchSizeFinder",
     "MegatronLog",
     "SpikeGuard",
     "StragglerMonitor",

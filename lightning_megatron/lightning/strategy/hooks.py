@@ -122,6 +122,7 @@ class StrategyHooks(ParallelStrategy):
             self.boundary = before.boundary  # the boundary that the reused model refers to
         self._known_warnings.open(one_replica=self.mesh.layout.data_parallel_size == 1)
         self._batches = watch = BatchWatch(self.mesh)
+        self._ranks.trials.begin(trainer, self.mesh)
         self._own_callbacks.add(*self._record.begin(trainer))
         self._own_callbacks.add(TrainingWatch(self.mesh, watch), EvaluationWatch(self.mesh, self._ranks.timeout, watch))
         how = self.boundary, self._job.pipeline_schedule, self.micro_batch_size, self.root_device
@@ -257,6 +258,7 @@ class StrategyHooks(ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Resume random numbers in mid-epoch, finish background saves, and agree if a validation comes next."""
+        self._ranks.trials.agree()
         self.checkpoints.randomness.begin_batch(batch_idx)
         self.checkpoints.writer.catch_up()
         if self.lightning_module is not None:
@@ -275,7 +277,7 @@ class StrategyHooks(ParallelStrategy):
             DataError: on all ranks.
         """
         assert self._batches is not None
-        with self._batches.step(self.lightning_module):
+        with self._ranks.trials.part(), self._batches.step(self.lightning_module):
             yield
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -286,7 +288,8 @@ class StrategyHooks(ParallelStrategy):
         """
         if self._batches is not None:
             batch = self._batches.look(self.lightning_module, batch, dataloader_idx)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        with self._ranks.trials.part():
+            return super().batch_to_device(batch, device, dataloader_idx)
 
     @recorded(Kind.TRAINING_STEP)
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -328,10 +331,12 @@ class StrategyHooks(ParallelStrategy):
             return self.precision_plugin.post_backward(closure_loss, module)
         optimizers.begin_backward()
         # Under manual optimization the last backward of a step is not known: all gradients are sent at the step.
-        last = module.automatic_optimization and not self._accumulating
-        with optimizers.last_backward(last), optimizers.lightnings_backward():
+        trials = self._ranks.trials  # during which nothing is sent before all ranks have the memory for it
+        last = module.automatic_optimization and not self._accumulating and not trials.is_on
+        with trials.part(), optimizers.last_backward(last), optimizers.lightnings_backward():
             closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         devices.mark_step(self.root_device)
+        trials.agree()
         return closure_loss
 
     @contextmanager
@@ -346,7 +351,8 @@ class StrategyHooks(ParallelStrategy):
     @recorded(Kind.OPTIMIZER_STEP)
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """One step of the user's optimizer."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._ranks.trials.step():
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         devices.mark_step(self.root_device)
         assert self._params.optimizers is not None
         assert self.lightning_module is not None

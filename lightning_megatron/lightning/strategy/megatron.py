@@ -328,6 +328,11 @@ class MegatronStrategy(StrategyHooks):
         """Give all ranks the object of rank ``src``."""
         return self._ranks.broadcast(obj, src)
 
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of all ranks, or of those of a group, stacked."""
+        self._ranks.trials.agree()
+        return super().all_gather(tensor, group, sync_grads)
+
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Reduce over ``group``; by default over data-parallel ranks, so that each sample counts once."""
         return self._ranks.reduce(tensor, group, reduce_op)

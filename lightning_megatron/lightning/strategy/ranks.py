@@ -25,6 +25,7 @@ from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import described
 from lightning_megatron.lightning.compat._private import default_store
+from lightning_megatron.lightning.step.memory_trials import MemoryTrials
 from lightning_megatron.lightning.strategy.process_end import ProcessEnd
 from lightning_megatron.lightning.streams.generators import generator_hashes, seed_generators
 from lightning_megatron.lightning.validation.settings import JobSettings
@@ -51,12 +52,13 @@ class JobRanks:
         recorder: record of this rank's actions.
         port: rendezvous port of the ranks of this machine.
         end: exit hook of this process.
+        trials: trials of a search for a batch size.
         device_is_taken: True once this process has its device.
     """
 
     def __init__(self, strategy: ParallelStrategy, job: JobSettings) -> None:
         self.strategy, self.num_nodes, self.job = strategy, 1, job
-        self.recorder, self.port, self.end = Recorder(), LoopbackPort(), ProcessEnd()
+        self.recorder, self.port, self.end, self.trials = Recorder(), LoopbackPort(), ProcessEnd(), MemoryTrials()
         self.device_is_taken = False
         self._mesh: ParallelMesh | None = None
         self._store: Store | None = None
@@ -225,11 +227,13 @@ class JobRanks:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+        self.trials.agree()
         if dist.is_initialized():
             barrier(self._axis("world"), self.strategy.root_device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Give all ranks the object of rank ``src``."""
+        self.trials.agree()
         return broadcast_pickled(obj, self._axis("host"), src) if dist.is_initialized() else obj
 
     def _axis(self, name: Literal["world", "host"]) -> Axis:
@@ -244,6 +248,7 @@ class JobRanks:
         """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
+        self.trials.agree()
         axis = self.mesh.dp
         if group is None and axis.size == 1:
             return tensor
@@ -258,6 +263,7 @@ class JobRanks:
         """True if ``decision`` is True on all ranks of the job, or, without ``of_all``, on any of them."""
         if not dist.is_initialized():
             return decision
+        self.trials.agree()
         votes = torch.tensor(float(decision), device=self.strategy.root_device)
         all_reduce_in_place(votes, self._axis("world"))
         return bool(votes == self.strategy.world_size) if of_all else bool(votes > 0)

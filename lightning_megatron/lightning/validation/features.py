@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -24,9 +24,11 @@ _CALLBACKS: Mapping[str, str] = {
 }
 
 _FINDER = (
-    "it tries batches until one does not fit, on one device and without micro_batch_size: among several ranks, those"
-    " that have memory left would wait for the one that has not. Ask `lightning-megatron plan` for a batch size"
+    "it tries batches until one does not fit, with data parallelism alone (tp=pp=cp=ep=1) and without micro_batch_size:"
+    " inside a layer, ranks that have memory left would wait for the one that has not. Ask `lightning-megatron plan`"
+    " for a batch size"
 )
+_FINDER_OF_ONE_DEVICE = "it takes one device: give MegatronBatchSizeFinder, with the same arguments, for several"
 _ALONE = "use data parallelism alone (tp=pp=cp=ep=1)"
 
 
@@ -56,9 +58,8 @@ def callback_problems(
         ancestry = {base.__name__ for base in type(callback).__mro__}
         if "StochasticWeightAveraging" in ancestry:
             found += _averaging_problems(type(callback).__name__, layout, modules)
-        alone = (layout.model_parallel_size, layout.dp, micro_batch_size) == (1, 1, None)
-        if "BatchSizeFinder" in ancestry and not alone:
-            found.append(Problem("callbacks", type(callback).__name__, _FINDER))
+        if "BatchSizeFinder" in ancestry:
+            found += _finder_problems(type(callback).__name__, layout, micro_batch_size, ancestry)
         if isinstance(callback, ChecksJob):
             found += callback.job_problems(callbacks, modules)
         found += [
@@ -77,6 +78,16 @@ def trainer_problems(trainer: Trainer) -> list[Problem]:
     values = {name: getattr(trainer, name) for name in _TRAINER_RULES}
     hints = {"accumulate_grad_batches": int, "gradient_clip_val": float | None}
     return argument_problems(values, hints, _TRAINER_RULES, {"accumulate_grad_batches": 1, "gradient_clip_val": None})
+
+
+def _finder_problems(
+    name: str, layout: ParallelLayout, micro_batch_size: int | None, ancestry: Set[str]
+) -> list[Problem]:
+    if not is_data_parallel_alone(layout) or micro_batch_size is not None:
+        return [Problem("callbacks", name, _FINDER)]
+    if layout.dp in (None, 1) or "MegatronBatchSizeFinder" in ancestry:
+        return []
+    return [Problem("callbacks", name, _FINDER_OF_ONE_DEVICE)]
 
 
 def _averaging_problems(name: str, layout: ParallelLayout, modules: Sequence[LightningModule]) -> list[Problem]:

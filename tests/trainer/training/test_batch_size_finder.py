@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,20 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_megatron import ConfigError, LlamaModule, MegatronDataModule, MegatronStrategy
+from lightning_megatron import (
+    ConfigError,
+    LlamaModule,
+    MegatronBatchSizeFinder,
+    MegatronDataModule,
+    MegatronStrategy,
+)
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.data import IndexedDatasetWriter
+from lightning_megatron.lightning.validation.features import callback_problems
 from lightning_megatron.testing.trainer import quiet_trainer
 from tests.tiny import tiny_llama
+
+Ranks = Callable[..., list[Any]]
 
 FITS = 12
 """Rows that the pretended device has memory for."""
@@ -143,3 +154,102 @@ def test_refused_with_micro_batches(tmp_path: Path) -> None:
     trainer = quiet_trainer(MegatronStrategy(micro_batch_size=1), default_root_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"callbacks='BatchSizeFinder': .* without micro_batch_size"):
         tuned(trainer, Stock())
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep"])
+def test_refused_where_a_rank_holds_a_part_of_a_model(axis: str) -> None:
+    layout = ParallelLayout(**{axis: 2}, dp=2)  # type: ignore[arg-type]
+    for finder in (BatchSizeFinder(), MegatronBatchSizeFinder()):
+        (problem,) = callback_problems([finder], layout, None, [])
+        assert "with data parallelism alone (tp=pp=cp=ep=1)" in problem.reason
+
+
+def test_lightnings_own_is_refused_on_several_replicas() -> None:
+    replicas = ParallelLayout(dp=4)
+    (problem,) = callback_problems([BatchSizeFinder()], replicas, None, [])
+    assert problem.reason == "it takes one device: give MegatronBatchSizeFinder, with the same arguments, for several"
+    assert callback_problems([MegatronBatchSizeFinder()], replicas, None, []) == []
+
+
+class Poor(Stock):
+    """A module that has too little memory for large batches on one rank alone, at one place of a step."""
+
+    def __init__(self, place: str, rank: int, batch_size: int = 2) -> None:
+        super().__init__(batch_size)
+        self.place, self.rank, self.further = place, rank, nn.Linear(1, 3)
+
+    def come(self, place: str, rows: int) -> None:
+        if place == self.place and self.trainer.global_rank == self.rank:
+            refuse(rows)
+
+    def transfer_batch_to_device(self, batch: Tensor, device: torch.device, dataloader_idx: int) -> Tensor:
+        self.come("copy", len(batch))
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.layer(batch)
+        self.come("forward", len(batch))
+        hidden.register_hook(lambda _: self.come("backward", len(batch)))
+        loss = self.further(hidden).square().mean()
+        self.log("loss", loss, sync_dist=True)  # a collective after the forward
+        return loss
+
+
+def search_and_train(place: str, rank: int, mode: str, size: int | None) -> Any:
+    """Size and weights after a search and a fit, or after a fit with a given size."""
+    torch.manual_seed(0)
+    module = Poor(place, rank, size or 2)
+    finder = [MegatronBatchSizeFinder(mode)] if size is None else []
+    strategy = MegatronStrategy(bucket_size=4)
+    trainer = quiet_trainer(strategy, callbacks=finder, max_steps=4)
+    trainer.fit(module)
+    return module.batch_size, weights(module)
+
+
+@pytest.mark.parametrize(
+    ("place", "rank", "mode"),
+    [
+        ("copy", 1, "power"),
+        ("forward", 0, "power"),
+        ("backward", 1, "binsearch"),
+        ("forward", 1, "binsearch"),
+        ("backward", 0, "power"),
+    ],
+)
+def test_replicas_agree_on_the_size_that_fits_the_poorest(ranks: Ranks, place: str, rank: int, mode: str) -> None:
+    expected = 8 if mode == "power" else 11
+    found = ranks(2, search_and_train, place, rank, mode, None)
+    given = ranks(2, search_and_train, "nowhere", rank, mode, expected)
+    for (size, own), (_, wanted) in zip(found, given, strict=True):
+        assert size == expected
+        torch.testing.assert_close(own, wanted, rtol=0, atol=0)
+
+
+class Breaks(torch.optim.SGD):
+    """An optimizer whose state has no room."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class NoRoomForStates(Poor):
+    """A module whose optimizer needs more memory than there is."""
+
+    def configure_optimizers(self) -> Any:
+        return Breaks(self.parameters(), lr=0.1)
+
+
+def without_room(folder: str) -> str:
+    finder, strategy = [MegatronBatchSizeFinder()], MegatronStrategy(distributed_optimizer=False)
+    trainer = quiet_trainer(strategy, callbacks=finder, max_steps=4, default_root_dir=folder)
+    with pytest.raises(RuntimeError) as raised:
+        trainer.fit(NoRoomForStates("nowhere", 0))
+    return str(raised.value)
+
+
+def test_no_smaller_batch_is_tried_for_states_that_do_not_fit(ranks: Ranks, tmp_path: Path) -> None:
+    expected = "the optimizer's step does not fit the device's memory, with any batch size"
+    assert ranks(2, without_room, str(tmp_path)) == [expected] * 2
