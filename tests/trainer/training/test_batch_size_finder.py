@@ -225,6 +225,33 @@ def test_replicas_agree_on_the_size_that_fits_the_poorest(ranks: Ranks, place: s
         torch.testing.assert_close(own, wanted, rtol=0, atol=0)
 
 
+class PoorModel(LlamaModule):
+    """A model that fits with few rows alone on the second rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1:
+            refuse(len(batch["tokens"]))
+        return super().training_step(batch, batch_idx)
+
+
+def search_in_our_data(prefix: str, size: int | None) -> Any:
+    data = MegatronDataModule(prefix, 8, size or 1, "1,0,0")
+    torch.manual_seed(1)
+    module = PoorModel(tiny_llama(), lr=0.01)
+    finder = [MegatronBatchSizeFinder()] if size is None else []
+    trainer = quiet_trainer(MegatronStrategy(), callbacks=finder, max_steps=2, limit_val_batches=0)
+    trainer.fit(module, data)
+    return data.batch_size, weights(module)
+
+
+def test_replicas_agree_with_our_data_and_models(ranks: Ranks, tmp_path: Path) -> None:
+    data_of(tmp_path)
+    found, given = (ranks(2, search_in_our_data, str(tmp_path / "text"), size) for size in (None, 8))
+    for (size, own), (_, wanted) in zip(found, given, strict=True):
+        assert size == 8
+        torch.testing.assert_close(own, wanted, rtol=0, atol=0)
+
+
 class Breaks(torch.optim.SGD):
     """An optimizer whose state has no room."""
 
