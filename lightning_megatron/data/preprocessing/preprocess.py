@@ -158,8 +158,9 @@ class _Job:
         for path in self.files:
             self.progress.say(f"Opening {path}")
             source = Source(path)
-            place.enter(LineReader(source, self.options.longest_line))
-            yield from tasks(place.reader, source)
+            reader = LineReader(source, self.options.longest_line)
+            place.enter(reader)
+            yield from tasks(reader, source)
 
     def _in_parts(self, count: int, encoder: Encoder) -> LeftOut:
         folder = Path(f"{self.output_prefix}.parts")
@@ -215,16 +216,14 @@ class _Place:
     """Position in the input, over all files."""
 
     def __init__(self) -> None:
-        self.reader: LineReader
+        self._reader: LineReader | None = None
         self._before = 0
-        self._is_first = True
 
     def enter(self, reader: LineReader) -> None:
         """Continue with the next file."""
-        self._before = 0 if self._is_first else self.stored
-        self._is_first, self.reader = False, reader
+        self._before, self._reader = self.stored, reader
 
     @property
     def stored(self) -> int:
         """Bytes read so far, as they are stored."""
-        return self._before + self.reader.consumed
+        return self._before + (0 if self._reader is None else self._reader.consumed)
