@@ -13,6 +13,7 @@ from lightning_megatron.cli.from_megatron.faults import line_faults
 from lightning_megatron.cli.from_megatron.words import CommandLine
 from lightning_megatron.config.recompute_plan import MODULES
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.data.blend_file import is_number
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 
 _CP_TYPES = {"p2p": "p2p", "a2a": "a2a", "allgather": "all_gather", "all_gather": "all_gather"}
@@ -418,12 +419,4 @@ def _batches(batch: _Batch) -> dict[str, Any]:
 
 def _blend(words: list[str]) -> Any:
     """One prefix, or weights and prefixes in turn."""
-    return words[0] if len(words) == 1 else [float(word) if _is_number(word) else word for word in words]
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+    return words[0] if len(words) == 1 else [float(word) if is_number(word) else word for word in words]

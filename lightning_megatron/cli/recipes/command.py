@@ -52,14 +52,7 @@ class Summary:
 
 
 def recipes_command(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: the words after its name.
-
-    Returns:
-        The exit status: 0, or 2 for an unknown name.
-    """
+    """Run ``lightning-megatron recipes`` with these arguments; returns the exit status."""
     parser = command_parser("recipes", _DESCRIPTION, _EXAMPLES, brief_errors=True)
     parser.add_argument("name", nargs="?", help="the recipe to print")
     name = parser.parse_args(list(argv)).name
