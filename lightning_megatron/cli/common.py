@@ -110,7 +110,7 @@ def one_line(error: Exception) -> str:
 
 
 def named_by_options(options: Mapping[str, str], error: Exception) -> str:
-    """The text of an error, arguments named as on the command line."""
+    """The text of an error, with arguments named by their options."""
     if not isinstance(error, ConfigError):
         return str(error)
     return str(

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from lightning_megatron.checkpoint.formats.megatron import config_from_arguments
+from lightning_megatron.cli.common import one_line
 from lightning_megatron.cli.from_megatron.deepspeed import with_deepspeed
 from lightning_megatron.cli.from_megatron.faults import line_faults
 from lightning_megatron.cli.from_megatron.words import CommandLine
@@ -173,7 +174,7 @@ def _vocab_size(line: CommandLine, problems: list[Problem]) -> int:
         files = {name: line.values.get(name) for name in ("vocab_file", "merge_file")}
         return build_tokenizer(kind or "", line.values.get("tokenizer_model"), **files).vocab_size
     except (OSError, ValueError, ModuleNotFoundError) as error:
-        reason = f"is not known: give it, or the tokenizer's files ({' '.join(str(error).split())})"
+        reason = f"is not known: give it, or the tokenizer's files ({one_line(error)})"
         problems.append(Problem("--vocab-size", None, reason))
         return 1
 

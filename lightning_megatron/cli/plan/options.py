@@ -9,7 +9,7 @@ from dataclasses import replace
 from lightning_megatron.cli.common import command_parser, size_in_bytes
 from lightning_megatron.cli.recipes.options import add_recipe
 from lightning_megatron.config.layout import CP_COMM_TYPES
-from lightning_megatron.errors import ConfigError, Problem
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.pipeline.schedule import SCHEDULE_NAMES
 from lightning_megatron.planning.core.device_file import DeviceSpec, device_names
 from lightning_megatron.planning.core.job import PRECISIONS
@@ -101,6 +101,5 @@ def with_link(device: DeviceSpec, links: list[str]) -> DeviceSpec:
             device = replace(device, within_node=replace(device.within_node, bandwidth=float(bandwidth)))
         else:
             device = replace(device, between_nodes=replace(device.between_nodes, bandwidth=float(bandwidth)))
-    if found:
-        raise ConfigError(found)
+    raise_if_any(found)
     return device

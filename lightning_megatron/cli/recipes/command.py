@@ -11,7 +11,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import DEFAULT_PRESETS
 from lightning_megatron.models.presets import configuration
-from lightning_megatron.recipes.contents import arguments_of, class_of, contents_of
+from lightning_megatron.recipes.contents import arguments_of, class_of, contents_of, mapping_of
 from lightning_megatron.recipes.names import recipe_files, recipe_names
 
 _AXES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
@@ -73,7 +73,7 @@ def summary_of(name: str) -> Summary:
 
 def _parameters(model: Mapping[str, Any]) -> int:
     shape = arguments_of(model).get("config") or DEFAULT_PRESETS[class_of(model)]
-    return int(configuration(shape, **(model.get("dict_kwargs") or {})).num_parameters())
+    return int(configuration(shape, **mapping_of(model, "dict_kwargs")).num_parameters())
 
 
 def _list() -> int:

@@ -16,7 +16,7 @@ from lightning_megatron.data.preprocessing.parts import PartsFolder, cut
 from lightning_megatron.data.preprocessing.progress import DocumentProgress, Log
 from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE, LineReader, Source, expand
 from lightning_megatron.data.preprocessing.workers import encoded, write_parts
-from lightning_megatron.errors import ConfigError, DataError, Problem
+from lightning_megatron.errors import DataError, Problem, raise_if_any
 from lightning_megatron.files.free_space import readable, require_space
 from lightning_megatron.files.holding import holding
 
@@ -81,8 +81,7 @@ def preprocess(
     problems = [Problem(name, value, "must be at least 1", (1,)) for name, value in counts.items() if value < 1]
     if not json_keys or len(set(json_keys)) < len(json_keys):
         problems.append(Problem("json_keys", list(json_keys), "must be one or more different keys"))
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
     options = EncodeOptions(
         tokenizer, tuple(json_keys), append_eod, split_sentences, keep_newlines, longest_line, strict
     )
