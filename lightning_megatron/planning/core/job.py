@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from lightning_megatron.arguments import OneOf, Rules, above, at_least, field_problems
@@ -11,8 +11,9 @@ from lightning_megatron.config.layout import BatchShape, ParallelLayout
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.pipeline.action import Schedule
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.pipeline.schedule import schedule_kind, schedule_problems
+from lightning_megatron.pipeline.schedule import build_schedule, schedule_kind, schedule_problems
 from lightning_megatron.stage import StageLayers
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
@@ -136,3 +137,13 @@ class PlannedJob:
     def schedule_name(self) -> str:
         """Name of the schedule with the default filled in."""
         return schedule_kind(self.schedule, self.layout.vpp).name
+
+    @property
+    def actions(self) -> Schedule:
+        """Actions of every pipeline rank; a long list for many micro-batches."""
+        return _actions(self.schedule, self.layout.pp, self.layout.vpp, self.num_micro_batches)
+
+
+@lru_cache(maxsize=32)
+def _actions(name: str | None, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
+    return build_schedule(name, pp, vpp, num_micro_batches)
