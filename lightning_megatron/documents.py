@@ -98,11 +98,7 @@ class Documents:
 
     def tokens(self) -> Tensor:
         """``[B, S]`` bool on the host: True for tokens that are in a document."""
-        found = torch.zeros(len(self.spans), self.length, dtype=torch.bool)
-        for row, spans in zip(found, self.spans, strict=True):
-            for first, end in spans:
-                row[first:end] = True
-        return found
+        return self.together(0)
 
     def together(self, places: int) -> Tensor:
         """``[B, S]`` bool on the host: True where the token ``places`` later belongs to the same document."""

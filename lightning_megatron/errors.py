@@ -71,9 +71,9 @@ def problems_of(function: Callable[..., object], *args: object) -> list[Problem]
     return []
 
 
-def nearest_to(value: int, candidates: Iterable[int], count: int = 3) -> tuple[int, ...]:
-    """The ``count`` candidates closest to ``value``, closest first."""
-    return tuple(sorted(set(candidates), key=lambda c: (abs(c - value), c))[:count])
+def nearest_to(value: int, candidates: Iterable[int]) -> tuple[int, ...]:
+    """The three candidates closest to ``value``, closest first."""
+    return tuple(sorted(set(candidates), key=lambda c: (abs(c - value), c))[:3])
 
 
 def multiples_around(value: int, step: int) -> tuple[int, ...]:

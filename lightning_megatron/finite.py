@@ -44,18 +44,14 @@ def not_finite(named: Iterable[tuple[NameT, Tensor]]) -> list[NameT]:
     for _, x in known:
         answers.setdefault(x.device, []).append(is_finite(x))
     fine = {device: iter(torch.stack(found).tolist()) for device, found in answers.items()}
-    return [name for name, x in known if not next(fine[x.device]) and not _all_finite(x)]
+    # A sum that is not finite may have overflowed: then each element is checked.
+    return [name for name, x in known if not next(fine[x.device]) and not bool(x.detach().isfinite().all())]
 
 
 def amount(x: Tensor) -> str:
     """The number of bad elements, as text for an error."""
     bad = x.numel() - int(x.detach().isfinite().sum())
     return f"{bad} of {x.numel()} elements are NaN or infinite"
-
-
-def _all_finite(x: Tensor) -> bool:
-    """True if all elements are finite; checks each element, since a sum may overflow."""
-    return bool(x.detach().isfinite().all())
 
 
 def _wide(x: Tensor) -> torch.dtype:

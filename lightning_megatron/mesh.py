@@ -66,19 +66,22 @@ def rank_groups(grid: Mapping[str, int], axes: Sequence[str]) -> list[tuple[int,
     return [tuple(row) for row in table.tolist()]
 
 
-def uneven_groups(layout: ParallelLayout, devices_per_node: int) -> dict[str, tuple[int, ...]]:
-    """For each axis, the first group with unequal numbers of ranks on its nodes; axes without one are left out.
-
-    Args:
-        layout: resolved layout.
-        devices_per_node: ranks of a node.
-    """
+def axis_groups(layout: ParallelLayout) -> dict[str, Sequence[tuple[int, ...]]]:
+    """All groups of ranks of each axis, by its name; for ``embedding`` without the ranks of inner stages."""
     dense, expert = dense_grid(layout), expert_grid(layout)
-    groups = {name: rank_groups(dense, [name]) for name in dense}
-    groups |= {f"{a}_{b}": rank_groups(dense, [a, b]) for a, b in (("dp", "cp"), ("tp", "cp"), ("dp", "pp"))}
-    groups |= {name: rank_groups(expert, [name]) for name in ("etp", "ep", "edp")}
-    groups["etp_ep"] = rank_groups(expert, ["etp", "ep"])
-    groups["embedding"] = list(pipeline_ends(layout))
+    found: dict[str, Sequence[tuple[int, ...]]] = {name: rank_groups(dense, [name]) for name in dense}
+    found |= {f"{a}_{b}": rank_groups(dense, [a, b]) for a, b in (("dp", "cp"), ("tp", "cp"), ("dp", "pp"))}
+    found |= {name: rank_groups(expert, [name]) for name in ("etp", "ep", "edp")}
+    found["etp_ep"] = rank_groups(expert, ["etp", "ep"])
+    found["embedding"] = pipeline_ends(layout)
+    found["world"] = rank_groups(dense, list(dense))
+    return found
+
+
+def uneven_groups(layout: ParallelLayout, devices_per_node: int) -> dict[str, tuple[int, ...]]:
+    """First group of each axis of a resolved layout with unequal numbers of ranks on its nodes, if there is one."""
+    groups = axis_groups(layout)
+    del groups["world"]
     found = {}
     for name, kind in groups.items():
         for ranks in kind:
@@ -225,25 +228,25 @@ class ParallelMesh:
         def recorded(axis: Axis) -> Axis:
             return replace(axis, action_log=self.recorder.main, number=self.recorder.group(axis.name, axis.ranks))
 
-        def axis(name: str, grid: Mapping[str, int], axes: Sequence[str]) -> Axis:
-            ranks = next(g for g in rank_groups(grid, axes) if rank in g)
+        members = axis_groups(layout)
+
+        def axis(name: str) -> Axis:
+            ranks = next((g for g in members[name] if rank in g), (rank,))
             return recorded(Axis(name, len(ranks), ranks.index(rank), ranks, groups.get(name)))
 
-        dense, expert = dense_grid(layout), expert_grid(layout)
-        self.tp = axis("tp", dense, ["tp"])
-        self.cp = axis("cp", dense, ["cp"])
-        self.dp = axis("dp", dense, ["dp"])
-        self.pp = axis("pp", dense, ["pp"])
-        self.dp_cp = axis("dp_cp", dense, ["cp", "dp"])
-        self.tp_cp = axis("tp_cp", dense, ["tp", "cp"])
-        self.dp_pp = axis("dp_pp", dense, ["dp", "pp"])
-        ends = next((g for g in pipeline_ends(layout) if rank in g), (rank,))
-        self.embedding = recorded(Axis("embedding", len(ends), ends.index(rank), ends, groups.get("embedding")))
-        self.etp = axis("etp", expert, ["etp"])
-        self.ep = axis("ep", expert, ["ep"])
-        self.edp = axis("edp", expert, ["edp"])
-        self.etp_ep = axis("etp_ep", expert, ["etp", "ep"])
-        self.world = axis("world", dense, list(dense))
+        self.tp = axis("tp")
+        self.cp = axis("cp")
+        self.dp = axis("dp")
+        self.pp = axis("pp")
+        self.dp_cp = axis("dp_cp")
+        self.tp_cp = axis("tp_cp")
+        self.dp_pp = axis("dp_pp")
+        self.embedding = axis("embedding")
+        self.etp = axis("etp")
+        self.ep = axis("ep")
+        self.edp = axis("edp")
+        self.etp_ep = axis("etp_ep")
+        self.world = axis("world")
         self.host = recorded(replace(self.world, name="host", group=groups.get("host")))
         self._background = self.recorder.group("background", self.world.ranks)
         self.connect_seconds: dict[str, float] = {}
@@ -276,9 +279,6 @@ class ParallelMesh:
         layout = layout.resolve(world)
         built: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 
-        def group_of(grid: Mapping[str, int], axes: Sequence[str]) -> dist.ProcessGroup | None:
-            return group_among(tuple(rank_groups(grid, axes)))
-
         def group_among(members: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
             if not members or len(members[0]) == 1:
                 return None
@@ -292,15 +292,7 @@ class ParallelMesh:
                 built[members] = mine
             return built[members]
 
-        dense, expert = dense_grid(layout), expert_grid(layout)
-        wanted = {name: group_of(dense, [name]) for name in dense}
-        wanted["dp_cp"] = group_of(dense, ["cp", "dp"])
-        wanted["tp_cp"] = group_of(dense, ["tp", "cp"])
-        wanted["dp_pp"] = group_of(dense, ["dp", "pp"])
-        wanted["embedding"] = group_among(pipeline_ends(layout))
-        wanted["world"] = group_of(dense, list(dense))
-        wanted |= {name: group_of(expert, [name]) for name in ("etp", "ep", "edp")}
-        wanted["etp_ep"] = group_of(expert, ["etp", "ep"])
+        wanted = {name: group_among(tuple(members)) for name, members in axis_groups(layout).items()}
         # Objects and checkpoint plans are sent over gloo on every device: accelerators' backends send only tensors.
         if devices.kind_of(device) is devices.CPU or world == 1:
             wanted["host"] = dist.group.WORLD

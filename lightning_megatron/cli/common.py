@@ -7,14 +7,16 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from shutil import get_terminal_size
 from textwrap import fill
 from types import FrameType
 from typing import NoReturn
 
+from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.machine.byte_size import parse_bytes
 
 _SIGNALS = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
@@ -83,9 +85,46 @@ def exit_status(work: Callable[[], int], *errors: type[Exception], text: Callabl
         return fail(text(error))
 
 
+def print_text(make: Callable[[], str | None]) -> int:
+    """Print the text that a function of a checkpoint returns, if it returns one; returns the exit status.
+
+    Args:
+        make: function that returns the text; ``None`` in a process that the first one has started.
+    """
+    from lightning.fabric.utilities.exceptions import MisconfigurationException  # takes seconds: not for --help
+
+    from lightning_megatron.checkpoint import CheckpointError
+
+    def work() -> int:
+        text = make()
+        if text is not None:
+            print(text)
+        return 0
+
+    return exit_status(work, ValueError, OSError, ModuleNotFoundError, CheckpointError, MisconfigurationException)
+
+
 def one_line(error: Exception) -> str:
     """The text of an error without line breaks."""
     return " ".join(str(error).split())
+
+
+def named_by_options(options: Mapping[str, str], error: Exception) -> str:
+    """The text of an error, with arguments named by their options."""
+    if not isinstance(error, ConfigError):
+        return str(error)
+    return str(
+        ConfigError(replace(each, argument=options.get(each.argument, each.argument)) for each in error.problems)
+    )
+
+
+def below_one(args: argparse.Namespace, *names: str) -> list[Problem]:
+    """Problems of counts that are given and below 1."""
+    return [
+        Problem(f"--{name.replace('_', '-')}", value, "must be at least 1", (1,))
+        for name in names
+        if (value := getattr(args, name)) is not None and value < 1
+    ]
 
 
 def size_in_bytes(text: str) -> int:

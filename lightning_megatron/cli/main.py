@@ -20,11 +20,7 @@ class _Command(NamedTuple):
     purpose: str
 
     def function(self, name: str) -> Any:
-        """Function of the command, which has its name.
-
-        Args:
-            name: name of the command.
-        """
+        """Function of the command, which has its name."""
         name = "trainer" if self.module == _TRAINER else name.replace("-", "_")
         return getattr(import_module(f"lightning_megatron.cli.{self.module}"), f"{name}_command")
 

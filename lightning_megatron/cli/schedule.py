@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 
-from lightning_megatron.cli.common import command_parser, exit_status
+from lightning_megatron.cli.common import command_parser, exit_status, named_by_options
 from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any
 from lightning_megatron.pipeline.action import format_schedule
 from lightning_megatron.pipeline.draw import draw_png, draw_text
@@ -30,25 +30,9 @@ _OPTIONS = {
 
 
 def schedule_command(argv: Sequence[str]) -> int:
-    """Print a schedule as a timeline with its numbers, or as CSV; on request draw it.
-
-    Args:
-        argv: the words after ``lightning-megatron schedule``.
-
-    Returns:
-        The exit status: 0, or 2 for arguments that cannot work.
-    """
+    """Run ``lightning-megatron schedule`` with these arguments; returns the exit status."""
     args = schedule_parser().parse_args(list(argv))
-    return exit_status(lambda: _run(args), ConfigError, ImportError, OSError, text=_with_options)
-
-
-def _with_options(error: Exception) -> str:
-    """The text of an error, arguments named as on the command line."""
-    if not isinstance(error, ConfigError):
-        return str(error)
-    return str(
-        ConfigError(replace(each, argument=_OPTIONS.get(each.argument, each.argument)) for each in error.problems)
-    )
+    return exit_status(lambda: _run(args), ConfigError, ImportError, OSError, text=partial(named_by_options, _OPTIONS))
 
 
 def schedule_parser() -> argparse.ArgumentParser:

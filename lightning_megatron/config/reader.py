@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.errors import ConfigError, Problem, divisors, is_whole, nearest_to
+from lightning_megatron.errors import Problem, divisors, is_whole, nearest_to, raise_if_any
 
 _KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
@@ -110,8 +110,7 @@ class ConfigReader:
         Raises:
             ConfigError: if there was any.
         """
-        if self._problems:
-            raise ConfigError(self._problems)
+        raise_if_any(self._problems)
 
 
 def refuse_uneven_heads(reader: ConfigReader, model: str) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from lightning_megatron.data.cache import cached_arrays, mapped_files, picklable, unpickled
 from lightning_megatron.errors import DataError, Problem, raise_if_any
 
+_NAMES = ("dataset_index", "dataset_sample_index")
 _MOST_DATASETS = np.iinfo(np.int16).max
 _FEW = 24
 """Up to this many data sets, Python's floats are faster than a NumPy call per sample."""
@@ -145,9 +146,21 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
                 fault = f"the {split_name} blend takes {need} samples, it has {have}"
                 raise DataError.at(names[number], fault, do="lower its weight or the number of samples")
             end = missing[0] if len(missing) else len(chosen)
-            return {"dataset_index": chosen[:end], "dataset_sample_index": sample[:end]}
+            return dict(zip(_NAMES, (chosen[:end], sample[:end]), strict=True))
 
-        self._chosen, self._sample = self._cached(build, sizes, weights, size, split_name, cache_dir)
+        if cache_dir is None:
+            built = build()
+        else:
+            description = {
+                "class": "BlendedDataset",
+                "split": split_name,
+                "sizes": sizes,
+                "weights": None if weights is None else [float(w) for w in weights],
+                "size": size,
+            }
+            kind = f"BlendedDataset-{split_name}"
+            built = cached_arrays(cache_dir, Path(cache_dir), kind, _NAMES, description, build)
+        self._chosen, self._sample = (built[name] for name in _NAMES)
         self._mapped = mapped_files((self._chosen, self._sample))
 
     def __len__(self) -> int:
@@ -172,30 +185,6 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state.update(_chosen=unpickled(state["_chosen"]), _sample=unpickled(state["_sample"]))
         self.__dict__.update(state)
-
-    @staticmethod
-    def _cached(
-        build: Any,
-        sizes: Sequence[int],
-        weights: Sequence[float] | None,
-        size: int | None,
-        split_name: str,
-        cache_dir: str | Path | None,
-    ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-        names = ("dataset_index", "dataset_sample_index")
-        if cache_dir is None:
-            built = build()
-        else:
-            description = {
-                "class": "BlendedDataset",
-                "split": split_name,
-                "sizes": list(sizes),
-                "weights": None if weights is None else [float(w) for w in weights],
-                "size": size,
-            }
-            kind = f"BlendedDataset-{split_name}"
-            built = cached_arrays(cache_dir, Path(cache_dir), kind, names, description, build)
-        return built[names[0]], built[names[1]]
 
 
 def _problems(sizes: Sequence[int], weights: Sequence[float] | None, size: int | None) -> list[Problem]:

@@ -105,10 +105,11 @@ def _placed(value: Any, file: Path, argument: str) -> Given:
     if not isinstance(items, Sequence) or not items or not all(type(item) in words for item in items):
         reason = "holds no prefix, list of prefixes, list of weight, prefix, ..., nor these under train, valid, test"
         raise ConfigError([Problem(argument, str(file), reason)])
-    return [item if _is_number(item) else str(file.parent / item) for item in items]
+    return [item if is_number(item) else str(file.parent / item) for item in items]
 
 
-def _is_number(item: str | float) -> bool:
+def is_number(item: str | float) -> bool:
+    """True for a weight of a blend, also as text; False for a prefix."""
     try:
         float(item)
     except ValueError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -225,12 +225,9 @@ class Paths:
     split: str = "969,30,1"
 
 
-class MakeDataset(Protocol):
-    """Factory of a data set from one pair of files; ``None`` if its share is empty and ``samples`` is ``None``."""
-
-    def __call__(  # noqa: D102
-        self, dataset: IndexedDataset, span: Span, samples: int | None, options: Mapping[str, Any]
-    ) -> Any: ...
+MakeDataset = Callable[[IndexedDataset, Span, int | None, Mapping[str, Any]], Any]
+"""Factory of a data set from the files of one pair, the share of them that a split reads, a number of samples, and
+further options (``seed``, ``split_name``, ``cache_dir``); ``None`` if the share is empty and no number is given."""
 
 
 def build_datasets(
@@ -246,8 +243,7 @@ def build_datasets(
     """Build the training, validation and test data sets of any kind of sample.
 
     Args:
-        make: function that returns a data set for the files of one pair, the share of them that a split reads, a number
-            of samples, and further options (``seed``, ``split_name``, ``cache_dir``).
+        make: factory of the data sets.
         paths: data paths.
         num_samples: least number of samples, as of :func:`build_gpt_datasets`.
         problems: faults of the caller's other arguments, which are raised together with those found here.

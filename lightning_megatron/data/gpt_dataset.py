@@ -19,6 +19,7 @@ from lightning_megatron.errors import DataError, Problem, raise_if_any
 
 NO_PAD = -1
 """Padding if the tokenizer has no token for it; it is in no file and reaches no model."""
+_NAMES = ("document_index", "sample_index", "shuffle_index")
 
 
 class GPTDataset(Dataset[dict[str, Tensor]]):
@@ -215,19 +216,8 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             index = build_gpt_index(
                 lengths, sequences, plan, seq_length=self.seq_length, seed=seed, extra_token=bool(self._extra)
             )
-            return {
-                "document_index": index.documents,
-                "sample_index": index.samples,
-                "shuffle_index": index.shuffle,
-            }
+            return dict(zip(_NAMES, (index.documents, index.samples, index.shuffle), strict=True))
 
-        names = ("document_index", "sample_index", "shuffle_index")
-        arrays = cached_arrays(
-            cache_dir,
-            default_cache_dir(self.dataset.prefix),
-            f"GPTDataset-{self.split_name}",
-            names,
-            description,
-            build,
-        )
-        return GPTIndex(*(arrays[name] for name in names))
+        kind, beside = f"GPTDataset-{self.split_name}", default_cache_dir(self.dataset.prefix)
+        arrays = cached_arrays(cache_dir, beside, kind, _NAMES, description, build)
+        return GPTIndex(*(arrays[name] for name in _NAMES))

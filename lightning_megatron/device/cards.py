@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -21,13 +20,13 @@ _SUBSETS = {1: tuple("01234567"), 2: _PAIRS, 4: ("0,1,2,3", "4,5,6,7"), 8: ("0,1
 """Sets of cards, by size, that Gaudi's documents support for one of several jobs on a node."""
 
 
-def visible_modules(variables: Mapping[str, str] = os.environ) -> tuple[int, ...] | None:
+def visible_modules() -> tuple[int, ...] | None:
     """Numbers of the cards that this job may take; ``None`` where the environment does not limit them.
 
     Raises:
         ConfigError: for text that Gaudi's software cannot read.
     """
-    text = variables.get(VISIBLE)
+    text = os.environ.get(VISIBLE)
     if text is None:
         return None
     numbers = [part.strip() for part in text.split(",")]
@@ -61,8 +60,7 @@ def device_count(kind: DeviceKind) -> int:
     """
     if kind.type == CPU.type:
         return 1
-    module: Any = torch.get_device_module(kind.type)
-    count = int(module.device_count())
+    count = int(torch.get_device_module(kind.type).device_count())
     modules = visible_modules() if kind.type == HPU.type else None
     return count if modules is None else min(count, len(modules))
 
@@ -71,8 +69,7 @@ def device_name(device: torch.device) -> str:
     """Marketing name, such as GAUDI2."""
     if device.type == CPU.type:
         return "CPU"
-    module: Any = torch.get_device_module(device)
-    return str(module.get_device_name(device))
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def own_device(kind: str, local_rank: int) -> torch.device:
@@ -121,12 +118,9 @@ def card_variables() -> dict[str, str]:
 
 
 def describe_cards(cards: Sequence[Mapping[str, str]]) -> str:
-    """Describe the card that each rank has asked for.
+    """Describe the card that each rank has asked for, from the :func:`card_variables` of each.
 
     Without ``HABANA_VISIBLE_MODULES`` the bridge may take another free card, and does not say so.
-
-    Args:
-        cards: :func:`card_variables` of each rank, by rank.
     """
     shown = (
         f"rank {rank}: {', '.join(own.get(name, 'unset') for name in _OF_A_CARD)}" for rank, own in enumerate(cards)

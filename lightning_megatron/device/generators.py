@@ -22,8 +22,7 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
     if device.type == CPU.type:
         torch.set_rng_state(state)
     else:
-        module: Any = torch.get_device_module(device)
-        module.set_rng_state(state, device)
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def seeded_rng_state(seed: int, device: torch.device) -> torch.Tensor:
@@ -48,5 +47,4 @@ def initialize_generators(*values: object) -> None:
         *values: inputs of a function that will be recomputed; others than tensors are ignored.
     """
     for kind in {value.device.type for value in values if isinstance(value, torch.Tensor)} & {HPU.type}:
-        module: Any = torch.get_device_module(kind)
-        module.init()
+        torch.get_device_module(kind).init()

@@ -23,8 +23,7 @@ def memory_statistics(device: torch.device) -> dict[str, int]:
     """Counters of the device's allocator, under the device's own names; empty for a CPU."""
     if device.type == CPU.type:
         return {}
-    module: Any = torch.get_device_module(device)
-    return dict(module.memory_stats(device))
+    return dict(torch.get_device_module(device).memory_stats(device))
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -33,8 +32,7 @@ def peak_memory_bytes(device: torch.device) -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    module: Any = torch.get_device_module(device)
-    return int(module.max_memory_allocated(device))
+    return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def memory_in_use_bytes(device: torch.device) -> int:
@@ -45,16 +43,14 @@ def memory_in_use_bytes(device: torch.device) -> int:
         except OSError:  # not Linux
             return peak_memory_bytes(device)
         return min(pages * os.sysconf("SC_PAGE_SIZE"), peak_memory_bytes(device))  # the kernel notes the peak late
-    module: Any = torch.get_device_module(device)
-    return int(module.memory_allocated(device))
+    return int(torch.get_device_module(device).memory_allocated(device))
 
 
 def total_memory_bytes(kind: str) -> int:
     """Memory of the first device of a kind; for a CPU, that of the host."""
     if kind == CPU.type:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    module: Any = torch.get_device_module(kind)
-    return int(module.mem_get_info(0)[1])
+    return int(torch.get_device_module(kind).mem_get_info(0)[1])
 
 
 def memory_of_device(device: torch.device, *, is_taken: bool) -> int | None:
@@ -132,8 +128,7 @@ def begin_read(numbers: torch.Tensor) -> Callable[[], list[int]]:
         return lambda: found
     memory = host_memory(numbers)
     memory.copy_(numbers, non_blocking=True)
-    module: Any = torch.get_device_module(numbers.device)
-    event = module.Event()
+    event = torch.get_device_module(numbers.device).Event()
     event.record()
 
     def read() -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,17 +47,6 @@ def leaves_kernel_open(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     return all(param.is_cpu and param.dtype in _EXACT for param in group["params"])
 
 
-def adamw_hpu(
-    optimizer: type[Optimizer], params: Groups, *, lr: float, betas: tuple[float, float], eps: float
-) -> Optimizer:
-    """Intel's ``FusedAdamW``; never run on a real Gaudi.
-
-    It adds ``eps`` to the root of the second moment before its bias correction; torch adds it after. It counts steps in
-    the group. With bf16 parameters its weight decay is lost: ``1 - lr x decay`` rounds to 1.
-    """
-    return optimizer(params, lr=lr, betas=betas, eps=eps)  # type: ignore[call-arg]
-
-
 def beyond_fused_adamw(dtype: torch.dtype, device: str) -> str | None:
     """The reason why the device's own AdamW cannot update values of ``dtype``; ``None`` if it can."""
     if device != "hpu" or dtype == torch.float32:
@@ -78,7 +66,10 @@ ADAMW: Selectable[MakeAdamW] = Selectable(
     (
         Implementation("torch's fused AdamW", "cpu", lambda: adamw_torch),
         Implementation("torch's fused AdamW", "cuda", lambda: adamw_torch),
-        Implementation("FusedAdamW", "hpu", lambda: partial(adamw_hpu, bridge(*_FUSED_ADAMW)), requires(*_FUSED_ADAMW)),
+        # Never run on a real Gaudi. It adds ``eps`` to the root of the second moment before its bias correction; torch
+        # adds it after. It counts steps in the group. With bf16 parameters its weight decay is lost: ``1 - lr x decay``
+        # rounds to 1.
+        Implementation("FusedAdamW", "hpu", lambda: bridge(*_FUSED_ADAMW), requires(*_FUSED_ADAMW)),
     ),
 )
 """Constructors by device. It is not an ``Op``, which is a function of tensors: an optimizer has state."""

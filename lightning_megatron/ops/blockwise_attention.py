@@ -172,21 +172,9 @@ def blockwise_attention(
     rule: ScoreRule = PLAIN,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """:func:`lightning_megatron.ops.attention.attention` without dropout, in memory linear in ``S``.
+    """:func:`lightning_megatron.ops.attention.attention` in memory linear in ``S``, with a dropout of 0.
 
-    Args:
-        q: ``[S, B, N, D]``.
-        k: ``[T, B, G, D]``.
-        v: ``[T, B, G, V]``.
-        causal: True if a query sees only keys up to its own position.
-        dropout: must be 0.
-        first_query: position of the first query among the keys.
-        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all. A query that sees no key has output 0.
-        rule: rule of the scores.
-        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
-
-    Returns:
-        ``[S, B, N, V]``.
+    A query that sees no key has output 0.
     """
     assert not dropout
     out, lse = _BlockwiseAttention.apply(q, k, v, causal, first_query, rule, key_mask)

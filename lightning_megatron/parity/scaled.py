@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +62,7 @@ def at_most(layout: ParallelLayout, most: int) -> ParallelLayout:
         most: largest number of ranks; exceeded where 2 on every used axis are more.
     """
     sizes = {axis: int(getattr(layout, axis) or 1) for axis in _AXES}
-    while _product(sizes) > most and max(sizes.values()) > 2:
+    while math.prod(sizes.values()) > most and max(sizes.values()) > 2:
         axis = max(_AXES, key=lambda name: sizes[name])
         sizes[axis] = max(each for each in divisors(sizes[axis]) if each <= max(2, sizes[axis] // 2))
         if sizes[axis] == 1:  # the size was a prime number
@@ -70,14 +71,7 @@ def at_most(layout: ParallelLayout, most: int) -> ParallelLayout:
     etp = None if layout.etp in (None, layout.tp) else max(e for e in divisors(sizes["tp"]) if e <= (layout.etp or 1))
     ep = max(each for each in divisors(ranks // (etp or sizes["tp"])) if each <= layout.ep)
     changes: dict[str, Any] = {**sizes, "ep": ep, "etp": etp}
-    return replace(layout, **changes).resolve(_product(sizes))
-
-
-def _product(sizes: Mapping[str, int]) -> int:
-    found = 1
-    for size in sizes.values():
-        found *= size
-    return found
+    return replace(layout, **changes).resolve(math.prod(sizes.values()))
 
 
 def _callback(callback: Any, folder: Path) -> Any:

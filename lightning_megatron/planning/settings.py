@@ -102,17 +102,14 @@ def strategy_arguments(job: PlannedJob) -> dict[str, Any]:
     found["micro_batch_size"] = job.micro_batch_size
     if job.schedule is not None:
         found["pipeline_schedule"] = job.schedule
-    given = {name: getattr(split, ours) for name, ours in SPLIT_ARGUMENTS.items()}
-    found |= _changed(given, LayerSplit(), SPLIT_ARGUMENTS)
-    found |= _changed(
-        {name: getattr(recompute, ours) for name, ours in _RECOMPUTE.items()}, RecomputePlan(), _RECOMPUTE
-    )
+    found |= _changed(split, LayerSplit(), SPLIT_ARGUMENTS) | _changed(recompute, RecomputePlan(), _RECOMPUTE)
     defaults = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     return found | {name: value for name in _SWITCHES if (value := getattr(job, name)) != defaults.get(name)}
 
 
-def _changed(values: Mapping[str, Any], default: object, names: Mapping[str, str]) -> dict[str, Any]:
-    """Values other than those of a default; lists for tuples, which YAML does not have."""
+def _changed(given: object, default: object, names: Mapping[str, str]) -> dict[str, Any]:
+    """Fields other than those of a default, by argument; lists for tuples, which YAML does not have."""
+    values = {name: getattr(given, ours) for name, ours in names.items()}
     changed = {name: value for name, value in values.items() if value != getattr(default, names[name])}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
 

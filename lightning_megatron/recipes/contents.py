@@ -42,7 +42,13 @@ def class_of(part: object) -> str:
 
 def arguments_of(part: object) -> dict[str, Any]:
     """Arguments of the class that a part of a recipe names."""
-    return dict(part.get("init_args") or {}) if isinstance(part, Mapping) else {}
+    return mapping_of(part, "init_args")
+
+
+def mapping_of(part: object, name: str) -> dict[str, Any]:
+    """The mapping of that name in a part of a recipe; empty if there is none."""
+    found = part.get(name) if isinstance(part, Mapping) else None
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def _last(class_path: object) -> str:

@@ -27,12 +27,7 @@ VARIABLES = (*DATA, OUTPUT)
 
 
 def changes_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Parts of a recipe that variables change; empty if none does.
-
-    Args:
-        recipe: contents of the recipe.
-        environment: variables; empty ones count as missing.
-    """
+    """Parts of a recipe that variables change; empty if none does. Empty variables count as missing."""
     found: dict[str, Any] = {}
     data, kind = recipe.get("data"), class_of(recipe.get("data"))
     given = {

@@ -19,7 +19,7 @@ LOGITS, ACTIVATIONS = "logits", "activations"
 ACTIVATION_GRADIENTS = "activation gradients"
 
 _FORWARDS = {Kind.FORWARD, Kind.TRAINING_STEP}
-_BACKWARDS = {Kind.BACKWARD: "backward", Kind.INPUT_BACKWARD: "backward of inputs", Kind.WEIGHT_BACKWARD: "of weights"}
+_BACKWARDS = {Kind.BACKWARD, Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD}
 _WORDS = {
     Kind.SETUP: "setup",
     Kind.FORWARD: "forward",

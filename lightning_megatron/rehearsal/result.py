@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from lightning_megatron.rehearsal.context import Traffic
 
@@ -52,8 +50,3 @@ class Rehearsal:
     flops: int
     kernels: Mapping[str, int]
     notes: tuple[str, ...] = field(default=())
-
-    def as_json(self) -> str:
-        """All of it as JSON."""
-        content: dict[str, Any] = asdict(self)
-        return json.dumps(content, indent=1)

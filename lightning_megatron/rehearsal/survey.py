@@ -18,13 +18,7 @@ from lightning_megatron.stage import StageBoundary
 def stages_of_others(
     module: object, layout: ParallelLayout, split: LayerSplit, recompute: RecomputePlan
 ) -> RehearsedRanks:
-    """Parameters of each pipeline rank, from models without memory.
-
-    Args:
-        module: module of the user.
-        layout: resolved layout.
-        split: split of the layers over stages.
-        recompute: plan of recomputation.
+    """Parameters of each pipeline rank of a resolved layout, from models without memory.
 
     Raises:
         RehearsalError: for a pipeline whose module builds its stages itself.

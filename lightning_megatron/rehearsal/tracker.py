@@ -276,12 +276,7 @@ class StorageTracker(TorchDispatchMode):
     # Causes
 
     def name(self, cause: str, tensors: Iterable[Tensor]) -> None:
-        """Set the cause of some tensors' bytes.
-
-        Args:
-            cause: cause.
-            tensors: tensors, whose storages may not have been seen.
-        """
+        """Set the cause of some tensors' bytes."""
         for tensor in tensors:
             self.see(tensor)
             known = self._alive.get(id(tensor.untyped_storage()))

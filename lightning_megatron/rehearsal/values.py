@@ -56,12 +56,7 @@ class GroupPlace(NamedTuple):
 
 
 class _Shadow:
-    """Values of a storage.
-
-    Args:
-        numel: number of elements.
-        dtype: dtype of the values.
-    """
+    """Values of a storage, with a flag for each element that is known."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.flat = torch.zeros(numel, dtype=dtype)

@@ -63,11 +63,6 @@ def count(case: Case, device: str, parts: tuple[str, ...] = PARTS) -> dict[str, 
     """Graphs and breaks of each part in one forward and backward, on this rank.
 
     Each part is compiled by itself, in a model of two equal layers that share a graph; backward graphs do not count.
-
-    Args:
-        case: model and layout.
-        device: type of device.
-        parts: some of ``PARTS``.
     """
     found = {}
     for part in parts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
-from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.recorder.recorder import ActionLog, Recorder
 
@@ -86,14 +86,10 @@ class TrafficLog(ActionLog):
         Args:
             mesh: mesh of the rank, which knows the names of the axes.
         """
-        names = {axis.number: axis.name for axis in (*mesh.device_axes, mesh.host)}
-        names |= {axis.number: name for name, axis in vars(mesh).items() if name in _AXES}
+        names = {axis.number: name for name, axis in vars(mesh).items() if isinstance(axis, Axis)}
         found = {
             Traffic(names.get(group, "other"), Kind(kind).name.lower()): amount
             for (group, kind), amount in sorted(self._amounts.items())
         }
         self._amounts.clear()
         return found
-
-
-_AXES = ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "dp_pp", "embedding", "etp", "ep", "edp", "etp_ep", "world", "host")

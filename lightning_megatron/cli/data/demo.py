@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_megatron.cli.common import command_parser, ending_by_signal, exit_status, one_line
-from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.cli.common import below_one, command_parser, ending_by_signal, exit_status, one_line
+from lightning_megatron.errors import raise_if_any
 
 _DESCRIPTION = """\
 Write a corpus of artificial sentences, a sentencepiece tokenizer trained on it, and token files, to try training with.
@@ -35,8 +35,7 @@ def _run(args: argparse.Namespace) -> int:
     from lightning_megatron.data.preprocessing.preprocess import TokenizerSpec, preprocess
     from lightning_megatron.data.preprocessing.train_tokenizer import train_tokenizer
 
-    counts = {"--documents": args.documents, "--vocab-size": args.vocab_size}
-    raise_if_any(Problem(name, value, "must be at least 1", (1,)) for name, value in counts.items() if value < 1)
+    raise_if_any(below_one(args, "documents", "vocab_size"))
     corpus, model = args.output / "corpus.jsonl", args.output / "tokenizer.model"
     with ending_by_signal():
         write_demo_text(corpus, args.documents, args.seed)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lightning_megatron.cli.common import command_parser, exit_status, one_line
+from lightning_megatron.cli.common import below_one, command_parser, exit_status, one_line
 from lightning_megatron.cli.data.inspect_chats import add_chat_options, inspect_chats, is_chats
 from lightning_megatron.cli.data.tokenizer_options import add_tokenizer_options, tokenizer_of
 from lightning_megatron.errors import ConfigError, DataError, Problem, raise_if_any
@@ -75,10 +75,7 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     found = []
     if args.sample is not None and args.seq_length is None:
         found.append(Problem("--seq-length", None, "is needed for --sample: give the tokens of a sample in training"))
-    for name in ("seq_length", "samples"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            found.append(Problem(f"--{name.replace('_', '-')}", getattr(args, name), "must be at least 1", (1,)))
-    return found
+    return found + below_one(args, "seq_length", "samples")
 
 
 def _lines(found: Statistics) -> Iterable[str]:

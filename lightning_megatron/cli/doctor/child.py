@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_megatron.errors import described
 from lightning_megatron.machine.finding import Finding
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _Outcome = tuple[str, str, bool]
 """Value, fault, and True if the fault is harmful."""
+_CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send and receive")
 
 
 def run_trials() -> None:
@@ -59,7 +61,7 @@ def _trial(results: Path, name: str, make: Callable[[], _Outcome], *, told: bool
     try:
         value, fault, harmful = make()
     except Exception as error:  # whatever it is, it is the finding
-        value, fault, harmful = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}", True
+        value, fault, harmful = "failed", described(error), True
     finding = Finding(name, f"{value} ({time.monotonic() - start:.1f} s)", fault, harmful)
     if told or fault:
         _write(results, {"finding": asdict(finding)})
@@ -137,49 +139,31 @@ def _collectives(results: Path, kind: str, store: str, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _all_reduce(mesh: ParallelMesh, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from lightning_megatron.comm.collectives import all_reduce
-
-    return all_reduce(mine, mesh.tp), _of(mine, 0) + _of(mine, 1)
-
-
-def _all_gather(mesh: ParallelMesh, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _call(name: str, mesh: ParallelMesh, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of one of ``_CALLS`` on this rank, and the right one."""
     import torch
 
-    from lightning_megatron.comm.collectives import all_gather
-
-    return all_gather(mine, mesh.tp), torch.cat((_of(mine, 0), _of(mine, 1)))
-
-
-def _reduce_scatter(mesh: ParallelMesh, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from lightning_megatron.comm.collectives import reduce_scatter
-
-    return reduce_scatter(mine, mesh.tp), (_of(mine, 0) + _of(mine, 1)).chunk(2)[mesh.tp.rank]
-
-
-def _all_to_all(mesh: ParallelMesh, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    from lightning_megatron.comm.collectives import all_to_all
-
-    half = [len(mine) // 2] * 2
-    right = torch.cat([_of(mine, peer).chunk(2)[mesh.tp.rank] for peer in (0, 1)])
-    return all_to_all(mine, mesh.tp, half, half), right
-
-
-def _send_receive(mesh: ParallelMesh, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
+    from lightning_megatron.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
     from lightning_megatron.comm.p2p import receive, send
 
-    found = torch.empty_like(mine)
-    if mesh.tp.rank == 0:
-        send(mine, mesh.tp, 1)
-        receive(found, mesh.tp, 1)
+    axis, of_ranks = mesh.tp, (_of(mine, 0), _of(mine, 1))
+    if name == "all_reduce":
+        return all_reduce(mine, axis), of_ranks[0] + of_ranks[1]
+    if name == "all_gather":
+        return all_gather(mine, axis), torch.cat(of_ranks)
+    if name == "reduce_scatter":
+        return reduce_scatter(mine, axis), (of_ranks[0] + of_ranks[1]).chunk(2)[axis.rank]
+    if name == "all_to_all":
+        half = [len(mine) // 2] * 2
+        return all_to_all(mine, axis, half, half), torch.cat([each.chunk(2)[axis.rank] for each in of_ranks])
+    peer, found = 1 - axis.rank, torch.empty_like(mine)
+    if axis.rank == 0:
+        send(mine, axis, peer)
+        receive(found, axis, peer)
     else:
-        receive(found, mesh.tp, 0)
-        send(mine, mesh.tp, 0)
-    return found, _of(mine, 1 - mesh.tp.rank)
+        receive(found, axis, peer)
+        send(mine, axis, peer)
+    return found, of_ranks[peer]
 
 
 def _of(like: torch.Tensor, rank: int) -> torch.Tensor:
@@ -189,21 +173,12 @@ def _of(like: torch.Tensor, rank: int) -> torch.Tensor:
     return torch.arange(len(like)).remainder(100).add(rank * 10).to(like.dtype)
 
 
-_CALLS = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "send and receive": _send_receive,
-}
-
-
 def _compare(mesh: ParallelMesh, device: torch.device, name: str, dtype: torch.dtype) -> _Outcome:
     """The outcome of one collective."""
     import torch
 
     mine = _of(torch.empty(1 << 16, dtype=dtype), mesh.tp.rank).to(device)
-    found, right = _CALLS[name](mesh, mine)
+    found, right = _call(name, mesh, mine)
     is_right = torch.equal(found.detach().cpu(), right)
     return f"{len(mine)} numbers", "" if is_right else f"wrong numbers on rank {mesh.tp.rank}", True
 

@@ -30,15 +30,8 @@ _EXAMPLES = """examples:
   HL_LLAMA_MODEL_SIZE=70 HL_TP=8 ... lightning-megatron from-megatron-args --env llama '--vocab-size 128256'"""
 
 
-def from_megatron_args_command(argv: Sequence[str] | None) -> int:
-    """Run the command.
-
-    Args:
-        argv: words after its name; ``None`` for those of this process.
-
-    Returns:
-        The exit status: 0, 1 if flags have no counterpart or a place is to be filled in, 2 for an invalid line.
-    """
+def from_megatron_args_command(argv: Sequence[str]) -> int:
+    """Run ``lightning-megatron from-megatron-args`` with these arguments; returns the exit status."""
     parser = command_parser("from-megatron-args", _DESCRIPTION, _EXAMPLES, brief_errors=True)
     parser.add_argument("line", nargs="?", help="the command line, in quotes")
     parser.add_argument("--file", help="file that holds it instead; - is the standard input")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any
 
+from lightning_megatron.cli.common import one_line
 from lightning_megatron.cli.from_megatron.words import CommandLine
 from lightning_megatron.errors import Problem
 from lightning_megatron.files.small import read_object
@@ -71,7 +72,7 @@ def with_deepspeed(line: CommandLine) -> list[Problem]:
     try:
         contents = read_object(path)
     except (OSError, ValueError) as error:
-        return [Problem(line.flag("deepspeed_config"), path, f"cannot be read: {' '.join(str(error).split())}")]
+        return [Problem(line.flag("deepspeed_config"), path, f"cannot be read: {one_line(error)}")]
     problems = []
     for key, value in _leaves(contents):
         if key in KEYS:

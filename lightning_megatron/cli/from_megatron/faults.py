@@ -52,11 +52,7 @@ _LENGTHS = ("lr_decay_{}", "lr_warmup_{}", "lr_wsd_decay_{}")
 
 
 def line_faults(line: CommandLine) -> list[Problem]:
-    """All faults of a line. Invalid sizes are removed from it, so that later checks can run too.
-
-    Args:
-        line: the command line.
-    """
+    """All faults of a line. Invalid sizes are removed from it, so that later checks can run too."""
     found = [*_missing(line), *_pairs(line), *_units(line), *_weight_decay(line)]
     small = list(_sizes(line))
     for name, _ in small:

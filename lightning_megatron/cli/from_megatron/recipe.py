@@ -8,11 +8,13 @@ from math import prod
 from typing import Any
 
 from lightning_megatron.checkpoint.formats.megatron import config_from_arguments
+from lightning_megatron.cli.common import one_line
 from lightning_megatron.cli.from_megatron.deepspeed import with_deepspeed
 from lightning_megatron.cli.from_megatron.faults import line_faults
 from lightning_megatron.cli.from_megatron.words import CommandLine
 from lightning_megatron.config.recompute_plan import MODULES
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.data.blend_file import is_number
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 
 _CP_TYPES = {"p2p": "p2p", "a2a": "a2a", "allgather": "all_gather", "all_gather": "all_gather"}
@@ -172,7 +174,7 @@ def _vocab_size(line: CommandLine, problems: list[Problem]) -> int:
         files = {name: line.values.get(name) for name in ("vocab_file", "merge_file")}
         return build_tokenizer(kind or "", line.values.get("tokenizer_model"), **files).vocab_size
     except (OSError, ValueError, ModuleNotFoundError) as error:
-        reason = f"is not known: give it, or the tokenizer's files ({' '.join(str(error).split())})"
+        reason = f"is not known: give it, or the tokenizer's files ({one_line(error)})"
         problems.append(Problem("--vocab-size", None, reason))
         return 1
 
@@ -418,12 +420,4 @@ def _batches(batch: _Batch) -> dict[str, Any]:
 
 def _blend(words: list[str]) -> Any:
     """One prefix, or weights and prefixes in turn."""
-    return words[0] if len(words) == 1 else [float(word) if _is_number(word) else word for word in words]
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+    return words[0] if len(words) == 1 else [float(word) if is_number(word) else word for word in words]

@@ -48,21 +48,12 @@ class CommandLine:
     devices: tuple[int | None, int | None] = (None, None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of an argument: the one given, else Megatron's default.
-
-        Args:
-            name: Megatron's name.
-            default: value for an argument without a default.
-        """
+        """The value of an argument, by Megatron's name: the one given, else Megatron's default, else ``default``."""
         usual = next((flag.default for flag in TAKEN if flag.key == name and flag.default is not None), default)
         return self.values.get(name, usual)
 
     def flag(self, name: str) -> str:
-        """The flag of an argument as the line spells it.
-
-        Args:
-            name: Megatron's name of the argument.
-        """
+        """The flag of an argument, given by Megatron's name for it, as the line spells it."""
         return self.written.get(name, "--" + name.replace("_", "-"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_megatron.cli.common import command_parser, exit_status, size_in_bytes
+from lightning_megatron.cli.common import command_parser, print_text, size_in_bytes
 from lightning_megatron.cli.data.tokenizer_options import add_tokenizer_options
 from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE
 from lightning_megatron.evaluation.corpora import FORMATS
@@ -87,18 +87,6 @@ def _add_spread(parser: argparse.ArgumentParser) -> None:
 def evaluate_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron evaluate`` with these arguments; returns the exit code (2: the user's error)."""
     args = evaluate_parser().parse_args(argv)
-    from lightning.fabric.utilities.exceptions import (
-        MisconfigurationException,  # takes seconds, which --help need not wait for
-    )
+    from lightning_megatron.cli.inference.report import evaluated  # takes seconds: not for --help
 
-    from lightning_megatron.checkpoint import CheckpointError
-    from lightning_megatron.cli.inference.report import evaluated
-
-    def work() -> int:
-        text = evaluated(args)
-        if text is not None:
-            print(text)
-        return 0
-
-    errors = ValueError, OSError, ModuleNotFoundError, CheckpointError, MisconfigurationException
-    return exit_status(work, *errors)
+    return print_text(lambda: evaluated(args))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_megatron.cli.common import command_parser, exit_status
+from lightning_megatron.cli.common import command_parser, print_text
 from lightning_megatron.cli.data.tokenizer_options import add_tokenizer_options
 
 _DESCRIPTION = """\
@@ -39,18 +39,6 @@ def generate_parser() -> argparse.ArgumentParser:
 def generate_command(argv: Sequence[str]) -> int:
     """Run ``lightning-megatron generate`` with these arguments; returns the exit code (2: the user's error)."""
     args = generate_parser().parse_args(argv)
-    from lightning.fabric.utilities.exceptions import (
-        MisconfigurationException,  # takes seconds, which --help need not wait for
-    )
+    from lightning_megatron.cli.inference.continuation import continuation  # takes seconds: not for --help
 
-    from lightning_megatron.checkpoint import CheckpointError
-    from lightning_megatron.cli.inference.continuation import continuation
-
-    def work() -> int:
-        text = continuation(args)
-        if text is not None:
-            print(text)
-        return 0
-
-    errors = ValueError, OSError, ModuleNotFoundError, CheckpointError, MisconfigurationException
-    return exit_status(work, *errors)
+    return print_text(lambda: continuation(args))

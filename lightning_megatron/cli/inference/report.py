@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.cli.common import below_one
 from lightning_megatron.cli.data.tokenizer_options import tokenizer_for
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.data.preprocessing.textfiles import expand
@@ -92,11 +93,7 @@ class _Report:
 
 
 def evaluated(args: argparse.Namespace) -> str | None:
-    """Text that the command prints; ``None`` in a process that the first one has started.
-
-    Args:
-        args: arguments of the command.
-    """
+    """Text that the command prints; ``None`` in a process that the first one has started."""
     config = check_decoder(args.checkpoint)
     raise_if_any(_problems(args, config))
     tokenizer = tokenizer_for(args)
@@ -126,10 +123,7 @@ def _problems(args: argparse.Namespace, config: TransformerConfig | None) -> lis
     found = []
     if not (args.input or args.lm_eval):
         found.append(Problem("--input", None, "name files, or tasks with --lm-eval"))
-    for name in ("seq_length", "overlapping_eval", "devices", "limit"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            found.append(Problem(f"--{name.replace('_', '-')}", value, "must be at least 1", (1,)))
+    found += below_one(args, "seq_length", "overlapping_eval", "devices", "limit")
     length = _length(args, config)
     if config is not None and config.position_embedding == "learned" and length > config.max_position_embeddings:
         longest = config.max_position_embeddings

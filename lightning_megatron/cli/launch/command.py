@@ -56,14 +56,7 @@ def launch_parser() -> argparse.ArgumentParser:
 
 
 def launch_command(argv: Sequence[str]) -> int:
-    """Run ``lightning-megatron launch``.
-
-    Args:
-        argv: the words after ``lightning-megatron launch``.
-
-    Returns:
-        The exit status: that of the launcher, 0 for a dry run, 2 for arguments that cannot work.
-    """
+    """Run ``lightning-megatron launch`` with these arguments; returns the exit status, a launcher's if one ran."""
     args = launch_parser().parse_args(list(argv))
     return exit_status(lambda: _run(args, argv), ConfigError, OSError)
 

@@ -12,7 +12,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError, Problem, is_whole, problems_of, raise_if_any
 from lightning_megatron.launching.cluster import Cluster, cluster_of
 from lightning_megatron.launching.job import TrainingJob
-from lightning_megatron.recipes.contents import contents_of, merged
+from lightning_megatron.recipes.contents import arguments_of, class_of, contents_of, mapping_of, merged
 from lightning_megatron.recipes.environment import changes_of
 from lightning_megatron.recipes.names import files_of, is_file
 
@@ -34,7 +34,7 @@ def read_job(
         ConfigError: with every fault of the section, and of sizes that do not fit together.
     """
     recipe = contents_of([file for config in configs for file in files_of(config)])
-    trainer = _mapping(recipe.get("trainer"))
+    trainer = mapping_of(recipe, "trainer")
     section = recipe.get("cluster") or {}
     if isinstance(section, Mapping):
         section = {**_of_trainer(trainer), "name": _name(configs[0]), **section, **given}
@@ -42,7 +42,7 @@ def read_job(
     found = _contradictions(trainer, recipe.get("cluster"), cluster) + _layout_problems(trainer, cluster)
     raise_if_any(found)
     moved = merged(recipe, changes_of(recipe, cluster.environment))
-    return TrainingJob(cluster, tuple(configs), tuple(arguments), _checkpoints(_mapping(moved.get("trainer"))), from_hf)
+    return TrainingJob(cluster, tuple(configs), tuple(arguments), _checkpoints(mapping_of(moved, "trainer")), from_hf)
 
 
 def _of_trainer(trainer: Mapping[str, Any]) -> dict[str, int]:
@@ -63,11 +63,9 @@ def _contradictions(trainer: Mapping[str, Any], section: object, cluster: Cluste
 
 def _layout_problems(trainer: Mapping[str, Any], cluster: Cluster) -> list[Problem]:
     """Problems of the strategy's layout on the ranks of the cluster."""
-    strategy = trainer.get("strategy")
-    name = strategy.get("class_path") if isinstance(strategy, Mapping) else strategy
-    if str(name).rsplit(".", 1)[-1] not in STRATEGIES:
+    if class_of(trainer.get("strategy")) not in STRATEGIES:
         return []
-    arguments = _mapping(_mapping(strategy).get("init_args"))
+    arguments = arguments_of(trainer.get("strategy"))
     sizes = {size: arguments[size] for size in _SIZES if arguments.get(size) is not None}
     faults = problems_of(lambda: ParallelLayout(**sizes))
     return faults or ParallelLayout(**sizes).problems(world_size=cluster.world_size)
@@ -76,9 +74,8 @@ def _layout_problems(trainer: Mapping[str, Any], cluster: Cluster) -> list[Probl
 def _checkpoints(trainer: Mapping[str, Any]) -> str | None:
     """Folder of the first ``ModelCheckpoint`` that names one."""
     for callback in trainer.get("callbacks") or []:
-        name = str(_mapping(callback).get("class_path")).rsplit(".", 1)[-1]
-        folder = _mapping(_mapping(callback).get("init_args")).get("dirpath")
-        if name == "ModelCheckpoint" and folder is not None:
+        folder = arguments_of(callback).get("dirpath")
+        if class_of(callback) == "ModelCheckpoint" and folder is not None:
             return str(folder)
     return None
 
@@ -88,10 +85,6 @@ def _name(config: str) -> str:
     own = Path(config).stem if is_file(config) else config
     words = re.sub(r"[^a-z0-9]+", "-", own.lower()).strip("-")[:42].strip("-")
     return words if words[:1].isalpha() else f"run-{words}".strip("-")
-
-
-def _mapping(part: object) -> dict[str, Any]:
-    return dict(part) if isinstance(part, Mapping) else {}
 
 
 def refuse_unknown_partition(cluster: Cluster, known: Sequence[str]) -> None:

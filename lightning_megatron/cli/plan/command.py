@@ -6,12 +6,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.common import exit_status
+from lightning_megatron.cli.common import exit_status, named_by_options
 from lightning_megatron.cli.plan import text
-from lightning_megatron.cli.plan.options import FIXED, plan_parser, with_link, with_options
+from lightning_megatron.cli.plan.options import FIXED, OPTIONS, plan_parser, with_link
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.planning.core.device_file import DeviceSpec, device_names, load_device
 from lightning_megatron.planning.plan import Plan, plan_of
@@ -19,17 +20,9 @@ from lightning_megatron.planning.settings import layout_words
 
 
 def plan_command(argv: Sequence[str]) -> int:
-    """Search layouts for a model, judge the layout of a recipe, or measure the device at hand.
-
-    Args:
-        argv: the words after ``lightning-megatron plan``.
-
-    Returns:
-        The exit status: 0 if a layout fits (the recipe's own, if one is given), 1 if none does, 2 for arguments that
-        cannot work.
-    """
+    """Run ``lightning-megatron plan`` with these arguments; returns the exit status."""
     args = plan_parser().parse_args(list(argv))
-    return exit_status(lambda: _run(args), ConfigError, ImportError, OSError, text=with_options)
+    return exit_status(lambda: _run(args), ConfigError, ImportError, OSError, text=partial(named_by_options, OPTIONS))
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from lightning_megatron.cli.common import command_parser, size_in_bytes
 from lightning_megatron.cli.recipes.options import add_recipe
 from lightning_megatron.config.layout import CP_COMM_TYPES
-from lightning_megatron.errors import ConfigError, Problem
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.pipeline.schedule import SCHEDULE_NAMES
 from lightning_megatron.planning.core.device_file import DeviceSpec, device_names
 from lightning_megatron.planning.core.job import PRECISIONS
@@ -17,6 +17,9 @@ from lightning_megatron.planning.core.job import PRECISIONS
 _SIZES = ("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size")
 FIXED = (*_SIZES, "recompute", "cp_comm_type", "pipeline_schedule")
 """Arguments of the strategy that the command line can fix in a search."""
+_NAMED = ("device", "devices", "seq_length", "global_batch_size", "precision", "max_memory", *FIXED)
+OPTIONS = {name: f"--{name.replace('_', '-')}" for name in _NAMED} | {"num_devices": "--devices"}
+"""Options by the arguments that they give."""
 _LINKS = ("within", "between")
 
 _EXAMPLES = """examples:
@@ -98,15 +101,5 @@ def with_link(device: DeviceSpec, links: list[str]) -> DeviceSpec:
             device = replace(device, within_node=replace(device.within_node, bandwidth=float(bandwidth)))
         else:
             device = replace(device, between_nodes=replace(device.between_nodes, bandwidth=float(bandwidth)))
-    if found:
-        raise ConfigError(found)
+    raise_if_any(found)
     return device
-
-
-def with_options(error: Exception) -> str:
-    """The text of an error, arguments named as on the command line."""
-    if not isinstance(error, ConfigError):
-        return str(error)
-    known = {"device", "devices", "seq_length", "global_batch_size", "precision", "num_devices", "max_memory", *FIXED}
-    names = {name: f"--{name.replace('_', '-')}" for name in known} | {"num_devices": "--devices"}
-    return str(ConfigError(replace(each, argument=names.get(each.argument, each.argument)) for each in error.problems))

@@ -44,12 +44,7 @@ def found_text(found: Found, limit: int) -> Iterator[str]:
 
 
 def plan_text(plan: Plan, *, titled: bool = True) -> Iterator[str]:
-    """Lines of one plan: layout, speed, memory by cause, time by cause.
-
-    Args:
-        plan: the plan.
-        titled: True for a first line with the layout.
-    """
+    """Lines of one plan: layout (if ``titled``), speed, memory by cause, time by cause."""
     if titled:
         yield layout_words(plan.job)
     time, memory = plan.time, plan.memory

@@ -11,7 +11,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import DEFAULT_PRESETS
 from lightning_megatron.models.presets import configuration
-from lightning_megatron.recipes.contents import arguments_of, class_of, contents_of
+from lightning_megatron.recipes.contents import arguments_of, class_of, contents_of, mapping_of
 from lightning_megatron.recipes.names import recipe_files, recipe_names
 
 _AXES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
@@ -52,14 +52,7 @@ class Summary:
 
 
 def recipes_command(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: the words after its name.
-
-    Returns:
-        The exit status: 0, or 2 for an unknown name.
-    """
+    """Run ``lightning-megatron recipes`` with these arguments; returns the exit status."""
     parser = command_parser("recipes", _DESCRIPTION, _EXAMPLES, brief_errors=True)
     parser.add_argument("name", nargs="?", help="the recipe to print")
     name = parser.parse_args(list(argv)).name
@@ -80,7 +73,7 @@ def summary_of(name: str) -> Summary:
 
 def _parameters(model: Mapping[str, Any]) -> int:
     shape = arguments_of(model).get("config") or DEFAULT_PRESETS[class_of(model)]
-    return int(configuration(shape, **(model.get("dict_kwargs") or {})).num_parameters())
+    return int(configuration(shape, **mapping_of(model, "dict_kwargs")).num_parameters())
 
 
 def _list() -> int:

@@ -16,7 +16,7 @@ from lightning_megatron.families import DEFAULT_PRESETS
 from lightning_megatron.models.presets import configuration
 from lightning_megatron.planning.core.job import PRECISIONS, PlannedJob
 from lightning_megatron.planning.settings import Feed, job_of
-from lightning_megatron.recipes.contents import class_of, contents_of
+from lightning_megatron.recipes.contents import arguments_of, class_of, contents_of, mapping_of
 
 STRATEGIES = ("MegatronStrategy", "MegatronHPUStrategy", "megatron", "megatron_hpu")
 DATA = "MegatronDataModule"
@@ -54,12 +54,12 @@ def read_recipe(paths: Sequence[str], given: Given) -> PlannedJob:
         ConfigError: with every key that is missing or cannot be planned with.
     """
     recipe = contents_of(paths)
-    trainer = _mapping(recipe, "trainer")
+    trainer = mapping_of(recipe, "trainer")
     found: list[Problem] = []
     arguments = _strategy(trainer, found)
     devices = given.devices or _devices(trainer, found)
     config = given.config or _config(recipe, found)
-    data = _data(recipe)
+    data = arguments_of(recipe.get("data"))
     seq_length = given.seq_length or data.get("seq_length")
     if not is_whole(seq_length, at_least=1):
         found.append(Problem("data.init_args.seq_length", seq_length, f"not known: use {DATA}, or give --seq-length"))
@@ -87,24 +87,12 @@ def op_choices(modes: object) -> dict[str, Any]:
     return found | ({"attention": "reference"} if modes.get("attention") in ("off", False) else {})
 
 
-def _mapping(recipe: Mapping[str, Any], name: str) -> dict[str, Any]:
-    part = recipe.get(name)
-    return dict(part) if isinstance(part, Mapping) else {}
-
-
-def _class_and_arguments(part: object) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Name of a class, its arguments, and those that it takes by ``**``."""
-    if not isinstance(part, Mapping):
-        return class_of(part), {}, {}
-    return class_of(part), _mapping(part, "init_args"), _mapping(part, "dict_kwargs")
-
-
 def _strategy(trainer: Mapping[str, Any], found: list[Problem]) -> dict[str, Any]:
-    name, arguments, _ = _class_and_arguments(trainer.get("strategy"))
+    name = class_of(trainer.get("strategy"))
     if name not in STRATEGIES:
         reason = "nothing is known of its memory and time"
         found.append(Problem("trainer.strategy", name, reason, ("lightning_megatron.MegatronStrategy",)))
-    return arguments
+    return arguments_of(trainer.get("strategy"))
 
 
 def _devices(trainer: Mapping[str, Any], found: list[Problem]) -> int:
@@ -118,20 +106,18 @@ def _devices(trainer: Mapping[str, Any], found: list[Problem]) -> int:
 
 
 def _config(recipe: Mapping[str, Any], found: list[Problem]) -> TransformerConfig | None:
-    name, arguments, more = _class_and_arguments(recipe.get("model"))
+    model = recipe.get("model")
+    name = class_of(model)
     if name not in DEFAULT_PRESETS:
         reason = "the shape of its model is not known: give --model, or use one of these"
         found.append(Problem("model", name, reason, tuple(DEFAULT_PRESETS)))
         return None
     try:
-        return configuration(arguments.get("config") or DEFAULT_PRESETS[name], **more)
+        shape = arguments_of(model).get("config") or DEFAULT_PRESETS[name]
+        return configuration(shape, **mapping_of(model, "dict_kwargs"))
     except ConfigError as error:
         found += error.problems
         return None
-
-
-def _data(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return _class_and_arguments(recipe.get("data"))[1]
 
 
 def _batch_size(samples: int, devices: int, arguments: Mapping[str, Any], accumulated: int) -> int:

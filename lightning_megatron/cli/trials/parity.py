@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.common import command_parser, exit_status, fail
+from lightning_megatron.cli.common import below_one, command_parser, exit_status, fail
 from lightning_megatron.cli.recipes.job import Given, read_recipe
 from lightning_megatron.cli.recipes.options import add_recipe, required, with_environment
 from lightning_megatron.config.layout import ParallelLayout
@@ -34,15 +34,8 @@ _EXAMPLES = """examples:
   lightning-megatron parity --config mine.yaml --full --against pp=1 --precision bf16-mixed --tolerance 0.02"""
 
 
-def parity_command(argv: Sequence[str] | None) -> int:
-    """Run the command.
-
-    Args:
-        argv: words after its name; ``None`` for those of this process.
-
-    Returns:
-        The exit status: 0 if both agree, 1 if not or a run has failed, 2 for arguments that cannot work.
-    """
+def parity_command(argv: Sequence[str]) -> int:
+    """Run ``lightning-megatron parity`` with these arguments; returns the exit status."""
     parser = command_parser("parity", _DESCRIPTION, _EXAMPLES, brief_errors=True)
     add_recipe(parser)
     parser.add_argument("--against", default="", metavar="AXIS=N,...", help="axes to change (default: one process)")
@@ -84,9 +77,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _number_problems(options: argparse.Namespace) -> list[Problem]:
     """Faults of single numbers; a NaN is one too."""
-    found = []
-    if options.steps < 1:
-        found.append(Problem("--steps", options.steps, "must be at least 1", (1,)))
+    found = below_one(options, "steps")
     if not 0 <= options.tolerance < 1:
         found.append(Problem("--tolerance", options.tolerance, "must be at least 0 and below 1", (1e-4,)))
     if not options.seconds > 0:

@@ -34,17 +34,9 @@ _EXAMPLES = """examples:
 Further words are those of `lightning-megatron fit`."""
 
 
-def rehearse_command(argv: Sequence[str] | None) -> int:
-    """Run the command.
-
-    Args:
-        argv: words after its name; ``None`` for those of this process.
-
-    Returns:
-        The exit status: 0, or 2 for a job that cannot work or cannot be rehearsed.
-    """
-    parser = _parser()
-    options, others = parser.parse_known_args(argv)
+def rehearse_command(argv: Sequence[str]) -> int:
+    """Run ``lightning-megatron rehearse`` with these arguments; returns the exit status."""
+    options, others = _parser().parse_known_args(argv)
     return exit_status(lambda: _rehearse(options, others), ConfigError, RehearsalError)
 
 

@@ -129,8 +129,7 @@ class PackedChats(Dataset[dict[str, Tensor]]):
     def documents(self, item: int) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
         """Documents of a row in order: their tokens, and True for those that the assistant has written."""
         self._mapped.check()
-        begin, end = int(self._ends[item - 1]) if item else 0, int(self._ends[item])
-        return [self._document(int(member)) for member in self._members[begin:end]]
+        return [self._document(member) for member in self._members_of(item)]
 
     def __getitem__(self, item: int | None) -> dict[str, Tensor]:
         """Row ``item``, or one of padding alone for ``None``.
@@ -155,9 +154,11 @@ class PackedChats(Dataset[dict[str, Tensor]]):
 
     def place(self, item: int) -> list[tuple[Path, int]]:
         """File and line of each document of a row."""
+        return [(chats.path, chats.line(number)) for chats, number in map(self._located, self._members_of(item))]
+
+    def _members_of(self, item: int) -> list[int]:
         begin, end = int(self._ends[item - 1]) if item else 0, int(self._ends[item])
-        found = (self._located(int(member)) for member in self._members[begin:end])
-        return [(chats.path, chats.line(number)) for chats, number in found]
+        return [int(member) for member in self._members[begin:end]]
 
     def _located(self, member: int) -> tuple[EncodedChats, int]:
         file = int(np.searchsorted(self._starts, member, side="right")) - 1

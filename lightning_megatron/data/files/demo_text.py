@@ -62,13 +62,7 @@ class DemoText:
 
 
 def write_demo_text(path: Path, documents: int, seed: int) -> None:
-    """Write documents as JSON lines, in one step.
-
-    Args:
-        path: the file.
-        documents: number of documents.
-        seed: seed of the text.
-    """
+    """Write documents as JSON lines, in one step."""
     growing = GrowingFile(path)
     try:
         with writing(growing.path):

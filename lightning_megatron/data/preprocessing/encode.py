@@ -161,19 +161,16 @@ class Encoder:
         )
         self._looks = 0
 
-    def __call__(self, lines: Lines) -> Encoded:
+    def __call__(self, lines: Lines, *, lenient: bool = False) -> Encoded:
         """Tokenize lines.
+
+        Args:
+            lines: the lines.
+            lenient: True to leave out broken ones even if the options are strict.
 
         Raises:
             DataError: for a broken line, if the options are strict.
         """
-        return self._encode(lines, self._options.strict)
-
-    def lenient(self, lines: Lines) -> Encoded:
-        """Tokenize lines, and leave out broken ones even if the options are strict."""
-        return self._encode(lines, False)
-
-    def _encode(self, lines: Lines, strict: bool) -> Encoded:
         left_out, size = LeftOut(), 0
         documents: list[dict[str, list[bytes]]] = []
         for number, line in lines.numbered:
@@ -184,7 +181,7 @@ class Encoder:
             except OverflowError as error:
                 raise lines.source.at(number, str(error)) from None
             except BrokenLineError as fault:
-                if strict:
+                if self._options.strict and not lenient:
                     raise lines.source.at(number, fault.fault, fault.do) from None
                 self._leave_out(left_out, lines.source, number, fault)
         parts = {key: self._part([document[key] for document in documents]) for key in self._options.keys}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -52,22 +52,18 @@ def estimate(sources: Sequence[Source], encoder: Encoder, longest: int) -> Estim
     step = -(-len(sources) // _FILES)
     chosen = [source for source in sources[::step] if source.size]
     samples = [_sample(source, encoder, longest) for source in chosen]
-    faults = [fault for sample in samples for fault in sample.encoded.left_out.named]
-    if faults and not any(sample.encoded.documents for sample in samples):
+    faults = [fault for encoded, _ in samples for fault in encoded.left_out.named]
+    if faults and not any(encoded.documents for encoded, _ in samples):
         raise DataError(f"none of the first lines is a document: {faults[0]}")
     scale = sum(source.size for source in sources) / max(1, sum(source.size for source in chosen))
-    return Estimate(
-        *(round(scale * sum(sample.scale * count(sample.encoded) for sample in samples)) for count in _COUNTS)
-    )
+
+    def whole(count: Callable[[Encoded], int]) -> int:
+        return round(scale * sum(longer * count(encoded) for encoded, longer in samples))
+
+    return Estimate(whole(lambda encoded: encoded.documents), whole(_tokens), whole(_bytes))
 
 
-@dataclass(frozen=True)
-class _Sample:
-    encoded: Encoded
-    scale: float
-
-
-def _sample(source: Source, encoder: Encoder, longest: int) -> _Sample:
+def _sample(source: Source, encoder: Encoder, longest: int) -> tuple[Encoded, float]:
     """The first lines of a source, and the factor by which the whole source is longer."""
     reader = LineReader(source, longest)
     lines = iter(reader)
@@ -85,11 +81,7 @@ def _sample(source: Source, encoder: Encoder, longest: int) -> _Sample:
             break
         further += len(line)
     scale = source.size / max(1, reader.consumed) * further / max(1, text)
-    return _Sample(encoder.lenient(Lines(source, taken)), scale)
-
-
-def _documents(encoded: Encoded) -> int:
-    return encoded.documents
+    return encoder(Lines(source, taken), lenient=True), scale
 
 
 def _tokens(encoded: Encoded) -> int:
@@ -98,6 +90,3 @@ def _tokens(encoded: Encoded) -> int:
 
 def _bytes(encoded: Encoded) -> int:
     return sum(p.tokens.nbytes + 12 * p.lengths.size + 8 * p.sequences.size for p in encoded.parts.values())
-
-
-_COUNTS = (_documents, _tokens, _bytes)

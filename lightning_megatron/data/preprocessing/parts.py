@@ -72,12 +72,7 @@ class PartFiles:
 
 
 def cut(files: Sequence[Path], count: int) -> list[tuple[Source, ...]]:
-    """Consecutive parts of the input of about equal size; fewer than ``count`` if compressed files cannot be cut.
-
-    Args:
-        files: the input.
-        count: number of parts.
-    """
+    """Consecutive parts of the input of about equal size; fewer than ``count`` if compressed files cannot be cut."""
     total = sum(path.stat().st_size for path in files)
     parts: list[list[Source]] = [[] for _ in range(count)]
     begin = 0

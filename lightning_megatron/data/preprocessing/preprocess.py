@@ -16,7 +16,7 @@ from lightning_megatron.data.preprocessing.parts import PartsFolder, cut
 from lightning_megatron.data.preprocessing.progress import DocumentProgress, Log
 from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE, LineReader, Source, expand
 from lightning_megatron.data.preprocessing.workers import encoded, write_parts
-from lightning_megatron.errors import ConfigError, DataError, Problem
+from lightning_megatron.errors import DataError, Problem, raise_if_any
 from lightning_megatron.files.free_space import readable, require_space
 from lightning_megatron.files.holding import holding
 
@@ -81,8 +81,7 @@ def preprocess(
     problems = [Problem(name, value, "must be at least 1", (1,)) for name, value in counts.items() if value < 1]
     if not json_keys or len(set(json_keys)) < len(json_keys):
         problems.append(Problem("json_keys", list(json_keys), "must be one or more different keys"))
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
     options = EncodeOptions(
         tokenizer, tuple(json_keys), append_eod, split_sentences, keep_newlines, longest_line, strict
     )
@@ -158,8 +157,9 @@ class _Job:
         for path in self.files:
             self.progress.say(f"Opening {path}")
             source = Source(path)
-            place.enter(LineReader(source, self.options.longest_line))
-            yield from tasks(place.reader, source)
+            reader = LineReader(source, self.options.longest_line)
+            place.enter(reader)
+            yield from tasks(reader, source)
 
     def _in_parts(self, count: int, encoder: Encoder) -> LeftOut:
         folder = Path(f"{self.output_prefix}.parts")
@@ -215,16 +215,14 @@ class _Place:
     """Position in the input, over all files."""
 
     def __init__(self) -> None:
-        self.reader: LineReader
+        self._reader: LineReader | None = None
         self._before = 0
-        self._is_first = True
 
     def enter(self, reader: LineReader) -> None:
         """Continue with the next file."""
-        self._before = 0 if self._is_first else self.stored
-        self._is_first, self.reader = False, reader
+        self._before, self._reader = self.stored, reader
 
     @property
     def stored(self) -> int:
         """Bytes read so far, as they are stored."""
-        return self._before + self.reader.consumed
+        return self._before + (0 if self._reader is None else self._reader.consumed)

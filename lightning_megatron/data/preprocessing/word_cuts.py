@@ -67,11 +67,7 @@ class WordCuts:
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> WordCuts | None:
-        """The cuts of a tokenizer, or ``None`` if none are known.
-
-        Args:
-            description: content of its ``tokenizer.json``.
-        """
+        """The cuts of a tokenizer by its ``tokenizer.json``, or ``None`` if none are known."""
         pieces = _pieces(description)
         added = description.get("added_tokens") or []
         if pieces is None or not all(_stands_alone(token) for token in added):

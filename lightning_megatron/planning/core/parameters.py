@@ -214,7 +214,8 @@ class _Shards:
 
     def _experts(self) -> Iterator[PlannedParameter]:
         c = self.config
-        h, features, share = c.hidden_size, c.expert_ffn_hidden_size, self.layout.ep * _etp(self.layout)
+        h, features = c.hidden_size, c.expert_ffn_hidden_size
+        share = self.layout.ep * self.layout.expert_tensor_parallel_size
         yield self._whole("router", c.num_experts * h, decay=True)
         for columns in (self._gates * features, features):
             whole = c.num_experts * columns * h
@@ -228,10 +229,6 @@ class _Shards:
         if c.moe_shared_expert_ffn_hidden_size:
             inner = c.moe_shared_expert_ffn_hidden_size
             yield from self._linears("shared experts", self._gates * inner, inner, column_bias=False, row_bias=False)
-
-
-def _etp(layout: ParallelLayout) -> int:
-    return layout.expert_tensor_parallel_size
 
 
 def fp8_weights(job: PlannedJob, pipeline_rank: int) -> int:

@@ -45,12 +45,7 @@ class Half:
 
 
 def recomputed_half(half: Half, kept: Mapping[str, int]) -> Half:
-    """Bytes of a half that is recomputed as a whole.
-
-    Args:
-        half: the half without recomputation.
-        kept: bytes that stay nevertheless, by cause.
-    """
+    """Bytes of a half that is recomputed as a whole; ``kept`` stays nevertheless, by cause."""
     again = half.size - sum(kept.values())
     backward = max(half.forward, again + half.backward)
     return Half(kept, half.forward, backward, half.deferred, half.gradient, half.held, again)

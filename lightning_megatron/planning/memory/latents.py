@@ -8,12 +8,7 @@ from lightning_megatron.planning.memory.shapes import Shapes
 
 
 def latent_half(x: Shapes, recomputes_core: bool) -> Half:
-    """Norm, attention with latents, and the sum with the residual stream.
-
-    Args:
-        x: tensors of a micro-batch.
-        recomputes_core: True if core attention is recomputed.
-    """
+    """Norm, attention with latents, and the sum with the residual stream."""
     c, core = x.config, core_of(x)
     own, whole = x.tokens * x.item, x.positions * x.item  # bytes of a feature here, and gathered
     heads = c.num_attention_heads // x.tp

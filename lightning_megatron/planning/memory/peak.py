@@ -137,11 +137,6 @@ def _sends_in_backward(job: PlannedJob) -> bool:
 class _RankPeak:
     """The moment of a step at which a rank holds most bytes.
 
-    Args:
-        job: the training job.
-        rank: pipeline rank.
-        kernels: kernels of the device.
-
     Attributes:
         most: bytes at that moment, on top of the persistent ones.
         moment: name of the moment.

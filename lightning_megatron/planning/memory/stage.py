@@ -28,7 +28,6 @@ class StageBytes:
 
     Attributes:
         kept: bytes that stay from its forward to its backward, by cause.
-        output: bytes of the activation that it sends.
         forward: most bytes during its forward.
         backward: most bytes during its backward, with the gradient that arrives.
         deferred: bytes that a split backward keeps for the gradients of weights.
@@ -36,7 +35,6 @@ class StageBytes:
     """
 
     kept: Mapping[str, int]
-    output: int
     forward: int
     backward: int
     deferred: int
@@ -104,13 +102,7 @@ def _groups(plan: RecomputePlan, layers: _Layers) -> list[_Group]:
 
 
 class _Walk:
-    """A walk through the layers of a stage, forwards and back.
-
-    Args:
-        shapes: tensors of a micro-batch.
-        plan: activations that are recomputed.
-        defers: True if the schedule splits backwards.
-    """
+    """A walk through the layers of a stage, forwards and back."""
 
     def __init__(self, shapes: Shapes, plan: RecomputePlan, defers: bool) -> None:
         self._x, self._plan, self._defers = shapes, plan, defers
@@ -160,13 +152,12 @@ class _Walk:
             self._each(group, self._forward)
             for cause, size in self._kept(group):
                 kept[cause] += group.times * size
-        output = 0 if layers.has_loss else x.residual
         if layers.has_loss:
             kept.update(self._losses())
         self._reach(self.level)
         forward = self.most
         backward = self._through_backward(layers, groups, sum(kept.values()))
-        return StageBytes(dict(kept), output, forward, backward, *self._deferred(layers, groups))
+        return StageBytes(dict(kept), forward, backward, *self._deferred(layers, groups))
 
     def _deferred(self, layers: _Layers, groups: list[_Group]) -> tuple[int, int]:
         """Bytes that a split backward keeps for the gradients of weights, and the largest of these gradients."""

@@ -50,7 +50,6 @@ class BufferSizes:
         sent: elements of buckets that several ranks share, whose gradients are sent.
         waiting: elements of ``sent`` that are sent only after the gradient of the stage's first parameter is computed.
         late: elements of the largest parameter whose gradient two pipeline stages add up after backward.
-        buckets: number of buckets.
     """
 
     elements: int
@@ -58,7 +57,6 @@ class BufferSizes:
     sent: int
     waiting: int
     late: int
-    buckets: int
 
 
 @dataclass(frozen=True)
@@ -109,20 +107,19 @@ def _sizes(
         expert = p.expert and apart
         traits = (p.decay, p.replicated_over_tp, p.grad_sum_over_tp, p.tied_copy, expert, p.reduce_late)
         buffers.setdefault(traits, []).append(p.size)
-    elements = owned = sent = waiting = count = 0
+    elements = owned = sent = waiting = 0
     for i, (key, sizes) in enumerate(buffers.items()):
         ranks = replicas if key[4] else dense
         plans = plan_buckets(sizes[::-1], bucket_size or default_bucket_size(ranks), ranks)
         length = plans[-1].end
         elements += length
-        count += len(plans)
         owned += length // ranks if shard else length
         if ranks > 1:
             sent += length
             # Sums over tp, or over stages, come first; the first parameter is in the last bucket of its buffer.
             waiting += length if key[2] or key[5] else (length - plans[-1].start) * (i == 0)
     late = max((p.size for p in parameters if p.reduce_late), default=0)
-    return BufferSizes(elements, owned, sent, waiting, late, count)
+    return BufferSizes(elements, owned, sent, waiting, late)
 
 
 def state_bytes(job: PlannedJob, pipeline_rank: int) -> StateBytes:

@@ -47,15 +47,7 @@ class Moment(NamedTuple):
 
 
 def moments_of(name: str, pp: int, vpp: int, num_micro_batches: int, rank: int) -> tuple[Moment, ...]:
-    """Moments of a pipeline rank in order, without those at which the same action holds no more than at another time.
-
-    Args:
-        name: name of the schedule.
-        pp: pipeline ranks.
-        vpp: chunks a rank holds.
-        num_micro_batches: micro-batches of one step.
-        rank: pipeline rank.
-    """
+    """Moments of a pipeline rank in order, without those at which an action holds no more than at another time."""
     shown = shown_micro_batches(name, pp, vpp, num_micro_batches)
     moments = _moments(name, pp, vpp, shown, rank)
     if pp == 1 or schedule_kind(name, vpp).alternates:

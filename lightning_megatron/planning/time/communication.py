@@ -54,10 +54,6 @@ class Group:
             return 0.0
         return bytes_ * (self.size - 1) / self.size / self.rate(device) + self.latency(device)
 
-    def all_reduce(self, device: DeviceSpec, bytes_: float) -> float:
-        """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
-        return 2 * self.gather(device, bytes_)
-
     def all_to_all(self, device: DeviceSpec, bytes_: float) -> float:
         """Seconds in which a rank sends ``bytes_`` in equal parts to all; both kinds of links work in parallel."""
         if self.size == 1:

@@ -212,16 +212,6 @@ def experts(sizes: Sizes, software: Software) -> Pass:
     return made + feed_forward(sizes, software, shared, layout.tp) if shared else made
 
 
-def norm_and_sum(sizes: Sizes, software: Software) -> Pass:
-    """Norm before a feed-forward layer, and the residual sum behind it."""
-    return elementwise(sizes, software, sizes.norm_passes * sizes.rows * sizes.config.hidden_size)
-
-
-def launches(software: Software) -> Pass:
-    """Kernels of a layer, counted for the host."""
-    return Pass(Work(kernels=software.kernels), Work(kernels=2 * software.kernels))
-
-
 def embedding(sizes: Sizes, software: Software) -> Pass:
     """Rows of the table, read and summed, and a norm's; the backward adds them to the table's gradient."""
     rows = sizes.tokens + (sizes.rows if sizes.config.embedding_norm else 0)
@@ -304,8 +294,10 @@ def layer_work(sizes: Sizes, software: Software, has_experts: bool) -> LayerWork
         if has_experts
         else feed_forward(sizes, software, sizes.config.ffn_hidden_size, sizes.layout.tp)
     )
+    launches = Pass(Work(kernels=software.kernels), Work(kernels=2 * software.kernels))
+    norm_and_sum = elementwise(sizes, software, sizes.norm_passes * sizes.rows * sizes.config.hidden_size)
     return LayerWork(
         core_attention_work(sizes, software),
-        attention_layer(sizes, software) + launches(software),
-        inside + norm_and_sum(sizes, software),
+        attention_layer(sizes, software) + launches,
+        inside + norm_and_sum,
     )

@@ -50,14 +50,13 @@ def gradient_seconds(
     bucket = job.bucket_size or max(LEAST_BUCKET, BUCKET_OF_A_RANK * groups.dp.size)
     sums = sum(_seconds(group, device, count, bucket, sizes.sent_grad_bytes) for group, count in parts)
     gathers = sum(_seconds(group, device, count, bucket, sizes.value_bytes) for group, count in parts)
+    in_backward = job.overlap_grad_reduce and device.asynchronous
     if not job.distributed_optimizer:
         # An all-reduce takes twice as long as a reduce-scatter, and no parameters are gathered afterwards.
-        return _waited(
-            2 * sums, beside.backward, bucket, parts, job.overlap_grad_reduce and device.asynchronous
-        ), 2 * sums
-    hides = device.asynchronous
-    waits = _waited(sums, beside.backward, bucket, parts, job.overlap_grad_reduce and hides)
-    waits += _waited(gathers, beside.forward, bucket, parts, job.overlap_param_gather and hides)
+        return _waited(2 * sums, beside.backward, bucket, parts, in_backward), 2 * sums
+    in_forward = job.overlap_param_gather and device.asynchronous
+    waits = _waited(sums, beside.backward, bucket, parts, in_backward)
+    waits += _waited(gathers, beside.forward, bucket, parts, in_forward)
     return waits, sums + gathers
 
 

@@ -9,6 +9,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import GATED, TransformerConfig
 from lightning_megatron.planning.core.experts import expert_rows
 from lightning_megatron.planning.core.job import DTYPE_BYTES, PlannedJob
+from lightning_megatron.planning.core.parameters import padded_vocabulary
 from lightning_megatron.stage import StageLayers
 
 
@@ -119,8 +120,7 @@ class Sizes:
     @cached_property
     def vocab_rows(self) -> float:
         """Rows of the embedding on a rank, with padding."""
-        multiple = self.config.vocab_multiple * self.layout.tp
-        return -(-self.config.vocab_size // multiple) * multiple / self.layout.tp
+        return padded_vocabulary(self.config, self.layout.tp) / self.layout.tp
 
     @cached_property
     def attention_weights(self) -> float:

@@ -81,12 +81,7 @@ class Report:
         self.write()
 
     def end(self, name: str, **outcome: Any) -> None:
-        """Note the outcome of a rule.
-
-        Args:
-            name: name of the rule.
-            **outcome: fields of :class:`Rule`.
-        """
+        """Note the outcome of a rule; ``outcome`` has fields of :class:`Rule`."""
         rule = self.rules.setdefault(name, Rule(name))
         for key, value in outcome.items():
             setattr(rule, key, value)

@@ -6,20 +6,19 @@ import importlib
 import json
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_megatron import device
+from lightning_megatron.machine.gaudi import BRIDGE, installed
 from lightning_megatron.testing import hpu
 from lightning_megatron.testing.hpu.report import DIFFERS, FAILED, HOLDS, REFUSED_OTHERWISE, SKIPPED
 
 FOLDER = "rules"
 SIMULATION = "simulation"
 """Mark of tests that need the simulation's own switches."""
-BRIDGE = "habana-torch-plugin"
 PACKAGES = ("lightning-megatron", "lightning", "torch", BRIDGE)
 PREFIXES = ("PT_", "HABANA_", "HCCL_", "HLS_", "GC_", "HL_", "TORCH_")
 LONGEST = 4000
@@ -98,11 +97,7 @@ def in_words(item: pytest.Item) -> str:
 
 
 def outcome(reports: list[pytest.TestReport]) -> dict[str, Any]:
-    """Fields of a rule's entry in the report.
-
-    Args:
-        reports: pytest's reports of its phases.
-    """
+    """Fields of a rule's entry in the report, from pytest's reports of its phases."""
     properties = dict(reports[-1].user_properties)
     found: dict[str, Any] = {"status": HOLDS, "seconds": round(sum(report.duration for report in reports), 3)}
     found |= {name: properties[name] for name in ("expected", "measured") if name in properties}
@@ -153,11 +148,3 @@ def facts(holds_a_card: bool) -> dict[str, Any]:
             raise pytest.UsageError(f"--hpu-real: the card cannot be used: {type(error).__name__}: {error}") from error
         found["module_id"] = {name: os.environ.get(name) for name in ("HLS_MODULE_ID", "HABANA_VISIBLE_MODULES")}
     return found
-
-
-def installed(package: str) -> str | None:
-    """Version of a distribution, ``None`` if there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
