@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint.integrity.fault import listed
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError, ConfigError, Problem, nearest_names
 from lightning_megatron.finite import amount, not_finite
 
 _SHOWN_NAMES = 8
-_SHOWN_FAULTS = 10
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,7 @@ class WeightMap:
             repeats = {name: foreign[file_names[name]] for name in rule.repeats if name in file_names}
             found[rule.native] = LazyTensor(shape, joined.dtype, partial(_joined, rule, parts, repeats))
         if faults:
-            more = [f"... and {len(faults) - _SHOWN_FAULTS} more"] if len(faults) > _SHOWN_FAULTS else []
-            text = ["the tensors do not fit the model:", *faults[:_SHOWN_FAULTS], *more]
-            raise CheckpointError("\n  - ".join(text))
+            raise CheckpointError(f"the tensors do not fit the model:\n{listed(faults)}")
         return found
 
     def to_foreign(self, native: Mapping[str, LazyTensor]) -> Iterator[Split]:
