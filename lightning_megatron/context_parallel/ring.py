@@ -48,24 +48,7 @@ def ring_attention(
     sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the whole sequence.
-
-    Args:
-        q: ``[S/R, B, N, D]``, this rank's zigzag shard.
-        k: ``[S/R, B, G, D]``.
-        v: ``[S/R, B, G, V]``.
-        axis: context-parallel ranks.
-        core: attention on one rank; unused, see
-            :class:`~lightning_megatron.context_parallel.attention.ContextAttention`.
-        causal: True if a token sees only the tokens before it and itself.
-        dropout: must be 0.
-        key_mask: ``[B, S]``, True for keys that are seen; ``None`` for all.
-        rule: rule of the scores.
-        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
-        documents: documents of the whole sequences; attention stays inside each. ``None`` for none.
-
-    Returns:
-        ``[S/R, B, N, V]``.
+    """Attention to the whole sequence, with the arguments of :class:`~.attention.ContextAttention`.
 
     Raises:
         ValueError: for dropout, since merging needs the sum of exponentials before weights are dropped.
