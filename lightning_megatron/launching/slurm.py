@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 
 from lightning_megatron.launching.job import MODULE, TrainingJob, exports
 
@@ -176,7 +175,9 @@ def _recipe_lines(job: TrainingJob) -> list[str]:
         'words+=(--trainer.num_nodes "$SLURM_JOB_NUM_NODES" --trainer.devices "$DEVICES")',
         'if [[ -n ${DATA_PATH:-} ]]; then\n    words+=(--data.data_path "$DATA_PATH")\nfi',
     ]
-    return [*lines, *_more_words(job.arguments)]
+    if job.arguments:
+        lines.append(f"words+=({' '.join(map(shlex.quote, job.arguments))})")
+    return lines
 
 
 def _start_lines(job: TrainingJob) -> list[str]:
@@ -188,10 +189,6 @@ def _start_lines(job: TrainingJob) -> list[str]:
         "    words+=(--ckpt_path last) # of this run, not the weights that it began with",
         "fi",
     ]
-
-
-def _more_words(arguments: Sequence[str]) -> list[str]:
-    return [f"words+=({' '.join(map(shlex.quote, arguments))})"] if arguments else []
 
 
 def _container(job: TrainingJob) -> str:

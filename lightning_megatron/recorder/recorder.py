@@ -44,16 +44,17 @@ class ActionLog:
         microbatch: number of the micro-batch within the step; -1 for none.
         stage: pipeline stage that is running; -1 for none.
         clock: clock for waits; ``None`` if they are not timed.
+        count: number of actions so far.
     """
 
     __slots__ = (
-        "_count",
         "_counts",
         "_depth",
         "_ring",
         "_stack",
         "_thread",
         "clock",
+        "count",
         "microbatch",
         "recorder",
         "stage",
@@ -65,13 +66,8 @@ class ActionLog:
         self.step, self.microbatch, self.stage = 0, -1, -1
         self.clock: WaitClock | None = None
         self.write_to(recorder.file["threads"][thread])
-        self._count = self._depth = 0
+        self.count = self._depth = 0
         self._counts = [0] * 64
-
-    @property
-    def count(self) -> int:
-        """Number of actions so far."""
-        return self._count
 
     @property
     def waiting_since(self) -> int:
@@ -104,8 +100,8 @@ class ActionLog:
         Returns:
             A token for :meth:`wait` and :meth:`end`.
         """
-        number = self._count
-        self._count = number + 1
+        number = self.count
+        self.count = number + 1
         now = time_ns()
         within = 0
         if group and peer < 0:
@@ -130,7 +126,7 @@ class ActionLog:
     def wait(self, token: int) -> int:
         """Record that this thread now waits for an asynchronous action; returns a token for :meth:`end`."""
         number, depth = token >> 4, self._depth
-        if depth >= _DEPTH or self._count - number > _LAST:
+        if depth >= _DEPTH or self.count - number > _LAST:
             return token
         _TIME(self._ring, number % _LAST * _SIZE + file_format.WAITING_AT, time_ns())
         _NUMBER(self._stack, depth * _SIZE, number + 1)
@@ -140,7 +136,7 @@ class ActionLog:
     def end(self, token: int) -> None:
         """Record the end of an action and of those nested in it."""
         number, depth = token >> 4, token & _NO_DEPTH
-        if self._count - number <= _LAST:
+        if self.count - number <= _LAST:
             _TIME(self._ring, number % _LAST * _SIZE + file_format.ENDED_AT, time_ns())
         if depth != _NO_DEPTH:
             while self._depth > depth:
@@ -294,10 +290,6 @@ class Recorder:
             cause = cause.__cause__ or cause.__context__
         self._failed = error
         return True
-
-    def forget(self) -> None:
-        """Release the remembered error and the stack frames that it holds."""
-        self._failed = None
 
     def close(self, remove: bool = False) -> None:
         """Close the file.

@@ -59,11 +59,7 @@ def compared(
 ) -> tuple[Manifest | None, list[Fault]]:
     """The manifest of a checkpoint, ``None`` for a single file, and the faults of :func:`faults_of`.
 
-    Args:
-        path: the checkpoint.
-        mesh: the ranks that share the reading.
-        check: the extent of the check.
-        known: its manifest, if this process has already checked it by ``"sizes"``; that check is then skipped.
+    The check by ``"sizes"`` is skipped with ``known``, the manifest of a checkpoint that has already passed it here.
     """
 
     def look() -> tuple[Manifest | None, _Found]:
