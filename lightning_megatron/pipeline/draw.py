@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def draw_text(simulation: Simulation, width: int = 120) -> str:
     shortest = min((slot.end - slot.start for slot in slots if slot.end > slot.start), default=1.0)
     scale = max((width - margin) / (simulation.step_time or 1.0), 2 / shortest)
     several = any(slot.action.stage != rank for rank, row in enumerate(simulation.timeline) for slot in row)
-    forms = [_with_stage] * several + [_without_stage, _kind]
+    forms: list[Callable[[Action], str]] = [str] * several + [_without_stage, _kind]
     widest = max(len(forms[0](slot.action)) for slot in slots)
     scale = min(int(scale * shortest), widest + 2) / shortest  # whole columns, so that equal times look equal
     widths = [(slot.action, round(slot.end * scale) - round(slot.start * scale) - 1) for slot in slots]
@@ -43,10 +44,6 @@ def draw_text(simulation: Simulation, width: int = 120) -> str:
             line = line.ljust(start) + ("|" + name(slot.action).ljust(end - start - 1, "-"))[: end - start]
         lines.append(line + "|")
     return "\n".join(lines)
-
-
-def _with_stage(action: Action) -> str:
-    return str(action)
 
 
 def _without_stage(action: Action) -> str:

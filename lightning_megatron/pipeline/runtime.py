@@ -28,8 +28,6 @@ from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.recorder.recorder import ActionLog
 from lightning_megatron.weight_grad_store import PendingWeightGrads, WeightGradStore
 
-__all__ = ["PeerLostError", "PipelineRuntime", "StageWork", "evaluation_plan", "training_plan"]
-
 
 class StageWork(Protocol):
     """Interface of the model for the interpreter."""

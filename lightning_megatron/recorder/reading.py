@@ -217,7 +217,6 @@ class FailureProbe:
 
     Args:
         folder: folder of the run.
-        rank: rank to check.
 
     Attributes:
         rank: rank to check.

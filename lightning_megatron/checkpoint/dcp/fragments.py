@@ -145,7 +145,7 @@ class FragmentSavePlanner(SavePlanner):
         items = []
         for key, value in self._state.items():
             if isinstance(value, LazyTensor):
-                items.append(_shard(key, value, value.box))
+                items.append(_shard(key, value, Box.whole(value.shape)))
             elif isinstance(value, Fragment):
                 items += [_shard(key, value, chunk.box) for chunk in value.chunks if chunk.write]
             else:

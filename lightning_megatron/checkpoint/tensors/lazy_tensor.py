@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.params import Box
 
 _SHOWN = 8
 
@@ -28,11 +27,6 @@ class LazyTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     materialize: Callable[[], Tensor]
-
-    @property
-    def box(self) -> Box:
-        """The box of the whole tensor."""
-        return Box.whole(self.shape)
 
     def on_meta(self) -> Tensor:
         """A tensor on the meta device, to work out shapes and dtypes without memory."""
