@@ -156,11 +156,7 @@ def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 
 
 class _All:
-    """Several collectives as one.
-
-    Args:
-        works: the collectives.
-    """
+    """Several collectives as one."""
 
     def __init__(self, works: Sequence[TorchWork]) -> None:
         self._works = works

@@ -158,10 +158,6 @@ class Cluster:
 def cluster_of(section: object, variables: Mapping[str, str] = os.environ) -> Cluster:
     """A cluster from the ``cluster`` section of a recipe, in which ``${NAME}`` stands for a variable.
 
-    Args:
-        section: contents of the section.
-        variables: environment variables of the process.
-
     Raises:
         ConfigError: with every unknown key, every invalid value, and every variable that is not set.
     """

@@ -96,13 +96,7 @@ exit "$status\""""
 
 
 def batch_script(job: TrainingJob, script: str = "pretrain.sbatch", origin: str = "") -> str:
-    """A batch script.
-
-    Args:
-        job: the job.
-        script: file name of the script, for its usage.
-        origin: command that makes this text, for its head.
-    """
+    """A batch script; its head tells its file name, ``script``, and the command that makes it, ``origin``."""
     cluster = job.cluster
     head = ["#!/bin/bash", *_directives(job)]
     more = "#   HF_DIR            Hugging Face directory whose weights the run begins with\n" if job.from_hf else ""

@@ -55,12 +55,7 @@ def _kind(action: Action) -> str:
 
 
 def draw_png(simulation: Simulation, path: str | Path, title: str = "") -> None:
-    """Write the timeline as a PNG; later chunks of a rank are lighter, the number is the micro-batch.
-
-    Args:
-        simulation: the schedule in time.
-        path: file to write.
-        title: title above the picture.
+    """Write the timeline as a PNG, below a title; later chunks of a rank are lighter, the number is the micro-batch.
 
     Raises:
         ImportError: if matplotlib is missing, with the command that installs it.

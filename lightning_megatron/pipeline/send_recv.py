@@ -47,9 +47,6 @@ def add_transfers(schedule: Sequence[Sequence[Action]]) -> list[list[Step]]:
     A receive is placed where its message is sent in simulated time (forward 1, backward 2). A rank posts its transfers
     without waiting, computes meanwhile, and waits only before the action that needs the message.
 
-    Args:
-        schedule: actions of every pipeline rank.
-
     Raises:
         DeadlockError: if the actions cannot all run in the order given.
     """

@@ -144,12 +144,7 @@ class ActionLog:
                 _NUMBER(self._stack, self._depth * _SIZE, 0)
 
     def during(self, kind: int, detail: str = "") -> Span:
-        """Context manager that records a phase.
-
-        Args:
-            kind: kind of the phase.
-            detail: further description, such as a path.
-        """
+        """Context manager that records a phase; ``detail`` describes it further, such as by a path."""
         return Span(self, kind, detail)
 
     def keep_failed(self, error: BaseException) -> None:
@@ -211,12 +206,7 @@ class Recorder:
         return self._groups.get(name, 0)
 
     def open(self, folder: str | os.PathLike[str], rank: int, world_size: int) -> None:
-        """Create the file of this rank and write to it from now on.
-
-        Args:
-            folder: folder of this run; created if it is missing.
-            rank: rank of this process.
-            world_size: ranks of the job.
+        """Create the file of this rank, and the folder of the run if it is missing, and write to it from now on.
 
         Raises:
             OSError: if the file cannot be created.
@@ -239,11 +229,7 @@ class Recorder:
         self._failed = None
 
     def describe(self, about: Mapping[str, Any]) -> None:
-        """Write a description of this rank beside its file: host, device, groups.
-
-        Args:
-            about: values for a JSON file.
-        """
+        """Write a description of this rank beside its file, as JSON: host, device, groups."""
         self._about |= about
         if self.folder is not None:
             path = about_path(self.folder, self._rank)
@@ -292,11 +278,7 @@ class Recorder:
         return True
 
     def close(self, remove: bool = False) -> None:
-        """Close the file.
-
-        Args:
-            remove: True to remove the file, too.
-        """
+        """Close the file; ``remove`` deletes it, too."""
         folder, self.folder, self._failed = self.folder, None, None
         if folder is not None:
             self._write_to(bytearray(file_format.FILE.itemsize))

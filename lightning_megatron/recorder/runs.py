@@ -40,11 +40,7 @@ def remove_finished(folder: Path) -> None:
 
 
 def remove_old(root: str | os.PathLike[str]) -> None:
-    """Remove the folders of earlier runs, except those of the newest failed runs.
-
-    Args:
-        root: ``default_root_dir``.
-    """
+    """Remove the folders of earlier runs below a ``default_root_dir``, except those of the newest failed runs."""
     folder = Path(os.path.abspath(root)) / FOLDER
     if not folder.is_dir():
         return

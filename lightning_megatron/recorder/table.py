@@ -58,13 +58,7 @@ def last_actions(view: RankView, count: int) -> str:
 
 
 def as_json(views: Sequence[RankView], diagnosis: Diagnosis, last: int) -> dict[str, Any]:
-    """Table and last actions as values for JSON.
-
-    Args:
-        views: views of all ranks.
-        diagnosis: diagnosis of them.
-        last: number of last actions to include for each rank.
-    """
+    """Table, and the ``last`` actions of each rank, as values for JSON."""
     return {
         "culprits": list(diagnosis.culprits),
         "is_fact": diagnosis.is_fact,

@@ -105,9 +105,6 @@ def in_order_of_definition(stages: Sequence[Sequence[str]]) -> list[str]:
 
     Each stage's order is kept. Of two names that are equal up to their first number, such as those of layers, the one
     with the smaller number comes first; otherwise that of the earlier stage.
-
-    Args:
-        stages: names on each rank.
     """
     found: dict[str, None] = {}
     rest = [deque(names) for names in dict.fromkeys(map(tuple, stages))]

@@ -65,11 +65,7 @@ class SingleFile:
 
     @classmethod
     def open(cls, path: Path, weights_only: bool) -> SingleFile:
-        """Read everything but the values of tensors.
-
-        Args:
-            path: the file.
-            weights_only: True to refuse a file that holds objects.
+        """Read everything but the values of tensors; ``weights_only`` refuses a file that holds objects.
 
         Raises:
             CheckpointError: if it is no such file.
@@ -151,11 +147,7 @@ class SingleFile:
 
 @dataclass(frozen=True)
 class FilePart:
-    """Values of a file for a state, by the keys of this package's checkpoints.
-
-    Attributes:
-        values: the values.
-    """
+    """Values of a file for a state, by the keys of this package's checkpoints."""
 
     values: Mapping[str, Any]
 

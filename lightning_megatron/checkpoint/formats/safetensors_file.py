@@ -49,13 +49,7 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file.
-
-    Attributes:
-        dtype: its dtype.
-        shape: its shape.
-        start: its first byte, from the beginning of the file.
-    """
+    """A tensor of a file; ``start`` is its first byte, from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -38,11 +38,7 @@ _STORED = (8, 0, 0, 33)  # checksums follow; not compressed; time and date, of 1
 
 
 class ArchiveWriter:
-    """Writes tensors one after the other into a file so that ``torch.load`` reads each of them.
-
-    Args:
-        stream: the file.
-    """
+    """Writes tensors one after the other into a file so that ``torch.load`` reads each of them."""
 
     def __init__(self, stream: HashedStream) -> None:
         self._stream = stream
@@ -119,13 +115,7 @@ class _Archive:
 
 @dataclass(frozen=True)
 class Values:
-    """Position of a tensor's contiguous values in a file.
-
-    Attributes:
-        start: first byte, counted from the beginning of the file.
-        dtype: their dtype.
-        shape: shape of the tensor.
-    """
+    """Position of a tensor's contiguous values in a file; ``start`` counts bytes from its beginning."""
 
     start: int
     dtype: torch.dtype
@@ -133,11 +123,7 @@ class Values:
 
 
 class ValueFinder:
-    """Finds the values of the archives in a file; many archives begin with the same bytes.
-
-    Args:
-        stream: the file.
-    """
+    """Finds the values of the archives in a file; many archives begin with the same bytes."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream

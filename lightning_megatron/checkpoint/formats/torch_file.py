@@ -42,10 +42,7 @@ _LOCAL_HEADER, _ZIP64_FIELD, _FIELD_HEAD = 30, 20, 4  # bytes of the parts of a 
 class TensorSlot:
     """A tensor in an object that :class:`TorchFile` writes; its values are written later.
 
-    Attributes:
-        key: name by which the writer knows it.
-        dtype: its dtype.
-        shape: its shape.
+    ``key`` is the name by which the writer knows it.
     """
 
     key: str

@@ -56,10 +56,7 @@ def transposed(native: str, foreign: str) -> WeightRule:
 def stacked(native: str, *foreign: str, lead: tuple[int, ...] = ()) -> WeightRule:
     """Foreign tensors stacked along new first dimensions of ours: gate and up ``[2, F, H]``, experts' ``[E, 2, F, H]``.
 
-    Args:
-        native: our name.
-        foreign: foreign names.
-        lead: sizes of the new dimensions; empty for a single one.
+    ``lead`` has the sizes of the new dimensions; empty for a single one.
     """
     lead = lead or (len(foreign),)
 
@@ -120,14 +117,7 @@ def split_qkv(fused: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, T
 
 
 def paired(native: str, foreign: str, *, heads: int, turned: int) -> WeightRule:
-    """Heads whose last ``turned`` rows are rotated in adjacent pairs there, and here as one half with the other.
-
-    Args:
-        native: our name.
-        foreign: foreign name.
-        heads: number of heads.
-        turned: number of rotated rows, at the end of each head.
-    """
+    """Heads whose last ``turned`` rows are rotated in adjacent pairs there, and here as one half with the other."""
 
     def reorder(x: Tensor, pairs: tuple[int, int]) -> Tensor:
         rows = x.unflatten(0, (heads, -1))

@@ -62,13 +62,7 @@ def damaged(path: Path, item: Item) -> bool:
 
 
 def content_faults(path: Path, metadata: Metadata, lengths: Mapping[str, int]) -> list[Fault]:
-    """Missing and surplus items of a checkpoint whose files are intact.
-
-    Args:
-        path: the checkpoint.
-        metadata: its table of contents.
-        lengths: bytes of each of its files.
-    """
+    """Missing and surplus items of a checkpoint whose files are intact; ``lengths`` are their bytes."""
     return _cover_faults(metadata) + _place_faults(metadata, lengths) + _optimizer_faults(path, metadata)
 
 

@@ -38,12 +38,7 @@ _Offer = tuple[str, Box, bool]
 
 @dataclass
 class HostMemory:
-    """Host memory of this rank that an export or import takes beside the state itself.
-
-    Attributes:
-        now: bytes in use.
-        peak: maximum of bytes in use.
-    """
+    """Host memory of this rank that an export or import takes beside the state itself: bytes now and at the peak."""
 
     now: int = 0
     peak: int = 0

@@ -126,11 +126,7 @@ def _refuse_missing(directory: Path, ranks: Mapping[Place, Any]) -> None:
 
 
 def _shards(chunks: Mapping[Place, Sequence[Mapping[str, Any]]]) -> dict[str, list[_Shard]]:
-    """Shards of each whole tensor by its name, in the order of tensor-parallel ranks.
-
-    Args:
-        chunks: the models of each rank's file.
-    """
+    """Shards of each whole tensor by its name, in the order of tensor-parallel ranks."""
     stages = sorted({place[1] for place in chunks})
     count = len(chunks[0, 0, 0])
     order = [(v, p) for v in range(count) for p in stages]

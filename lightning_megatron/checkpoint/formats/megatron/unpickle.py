@@ -46,9 +46,7 @@ class StandIn:
 def load_file(file: Path, *, allow_pickle: bool) -> dict[str, Any]:
     """The dictionary in a file that ``torch.save`` wrote; tensors are mapped, and read when they are used.
 
-    Args:
-        file: the file.
-        allow_pickle: True to read other objects too, as stand-ins.
+    With ``allow_pickle`` other objects are read too, as stand-ins.
 
     Raises:
         CheckpointError: if it is no such file, or holds objects and ``allow_pickle`` is not set.
