@@ -60,10 +60,7 @@ class Directory:
     def open(cls, path: Path, layout: Mapping[str, Any], weights_only: bool) -> Directory:
         """Read everything but tensors of a checkpoint without faults.
 
-        Args:
-            path: the checkpoint.
-            layout: fields of the layout at the save.
-            weights_only: True to refuse a ``meta.pt`` that holds objects.
+        ``weights_only`` refuses a ``meta.pt`` that holds objects; ``layout`` has the fields of the layout at the save.
 
         Raises:
             CheckpointError: if it is no checkpoint.

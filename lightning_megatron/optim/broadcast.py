@@ -18,10 +18,6 @@ def broadcast_params(named_params: Iterable[tuple[str, nn.Parameter, ParamSpec]]
 
     Copies are equal already in a model that is built after all processes have set the same seed. A model that a script
     builds earlier is initialized differently in each process; ``DistributedDataParallel`` broadcasts such a model too.
-
-    Args:
-        named_params: name, parameter and spec of every parameter of this rank.
-        mesh: this rank's mesh.
     """
     for _, param, spec in named_params:
         whole_over_tp = spec.tp_dim is None

@@ -242,12 +242,7 @@ class Recorder:
         self.file["detail"] = file_format.as_text(text, "detail")
 
     def set_state(self, state: State, text: str = "") -> None:
-        """Write the state in which the run of this rank has ended.
-
-        Args:
-            state: new state; ignored unless the present state is RUNNING.
-            text: text of the error.
-        """
+        """Write the state in which the run of this rank has ended, and the text of its error, unless one is written."""
         if self.state == State.RUNNING:
             self.file["error"] = file_format.as_text(text, "error")
             self.file["header"]["since"] = time_ns()

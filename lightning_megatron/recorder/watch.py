@@ -119,11 +119,7 @@ class PeerWatch:
         return views
 
     def blame(self, doing: str) -> str:
-        """Report the rank to blame for a failed collective, and return the text of the error.
-
-        Args:
-            doing: description of the failed action.
-        """
+        """Report the rank to blame for a failed action, and return the text of the error."""
         self._recorder.set_state(State.LOST, doing)
         begun = time.monotonic()
         while True:

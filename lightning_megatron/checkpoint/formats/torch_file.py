@@ -112,9 +112,6 @@ class TorchFile:
 class Pickled:
     """The pickle of an object, in which storages of tensors have numbers.
 
-    Args:
-        content: containers, plain values, tensors and slots.
-
     Attributes:
         pickle: the pickle, as ``torch.save`` makes it.
         numbers: number of each slot.

@@ -131,10 +131,6 @@ def record(file: Path) -> FileRecord:
 def records(directory: Path, written: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
     """Records of files that have just been written, by name, after a check that the file system shows them.
 
-    Args:
-        directory: their directory.
-        written: the records, as they were made while the files were written.
-
     Raises:
         CheckpointError: if one is missing or truncated.
     """

@@ -48,11 +48,7 @@ def in_dtype(tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> di
 def cast(name: str, value: Tensor, dtype: torch.dtype, others: Iterable[tuple[str, Tensor]]) -> Tensor:
     """A tensor in another dtype.
 
-    Args:
-        name: its name, for the error.
-        value: the tensor.
-        dtype: the new dtype.
-        others: names and values that are cast to it too; they are read only for the error text.
+    ``others`` are cast to it too; they are read only for the error text.
 
     Raises:
         CheckpointError: naming the tensors of which a finite value becomes infinite or NaN.
