@@ -42,14 +42,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Directory:
-    """An opened checkpoint directory whose files have been checked.
-
-    Attributes:
-        path: its path.
-        metadata: names, shapes and places of its tensors.
-        meta: content of ``meta.pt``.
-        layout: fields of the layout at the save.
-    """
+    """An opened checkpoint directory whose files have been checked, with the fields of the layout at the save."""
 
     path: Path
     metadata: Metadata

@@ -22,10 +22,7 @@ from lightning_megatron.pipeline.simulate import simulate
 class Transfer(NamedTuple):
     """One end of a message, written as torch.distributed.pipelining writes it: ``0SEND_F3``, ``1RECV_F3``.
 
-    Attributes:
-        message: message to send or receive.
-        peer: pipeline rank at the other end.
-        sends: True at the end that sends.
+    ``peer`` is the pipeline rank at the other end.
     """
 
     message: Message

@@ -25,12 +25,7 @@ _PICKLES = 5  # of a file from before torch 1.6: magic number, version, machine,
 
 
 class StandIn:
-    """Stand-in for an object whose class is not imported.
-
-    Attributes:
-        given: arguments of its constructor.
-        state: its pickled state.
-    """
+    """Stand-in for an object whose class is not imported: its constructor's arguments, and its pickled state."""
 
     def __init__(self, *given: Any) -> None:
         self.given = given
