@@ -24,7 +24,6 @@ from torch.futures import Future
 from lightning_megatron.checkpoint.formats.tensor_archive import ValueFinder, Values
 from lightning_megatron.checkpoint.integrity.metadata_file import Place
 from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_packed_items
-from lightning_megatron.comm.p2p import as_bytes
 from lightning_megatron.errors import CheckpointError
 
 _THREADS = 4
@@ -173,7 +172,7 @@ def _fill(stream: Any, box: _Read, scratch: Tensor) -> None:
     count = scratch.numel() // box.row_bytes
     if box.is_one_range_of_the_file and box.target.is_contiguous():
         stream.seek(box.values.start + box.offsets[0] * box.row_bytes)
-        _read_into(stream, as_bytes(box.target).numpy().data, box.file)
+        _read_into(stream, _bytes_of(box.target), box.file)
     elif box.is_one_range_of_the_file and box.has_long_rows and _READS_VECTORS:
         _read_rows(stream, box)
     elif not count:  # not even one row at a time
@@ -205,7 +204,7 @@ def _read_and_copy(stream: Any, box: _Read, scratch: Tensor, count: int) -> None
     for first in range(0, box.target.shape[0], count):
         part = box.target[first : first + count]
         content = scratch[: len(part) * box.row_bytes]
-        _read_into(stream, as_bytes(content).numpy().data, box.file)
+        _read_into(stream, _bytes_of(content), box.file)
         rows = content.view(box.values.dtype).view(len(part), *box.values.shape[1:])
         for dim, (offset, size) in enumerate(zip(box.offsets[1:], part.shape[1:], strict=True), 1):
             rows = rows.narrow(dim, offset, size)
@@ -218,6 +217,10 @@ def _copy(rows: Tensor, target: Tensor, box: _Read) -> None:
         target.view(numbers).numpy()[...] = rows.view(numbers).numpy()
     else:
         target.copy_(rows)
+
+
+def _bytes_of(memory: Tensor) -> memoryview:
+    return memory.view(_NUMBERS[memory.element_size()]).numpy().data.cast("B")
 
 
 def _read_into(stream: Any, memory: memoryview, file: Path) -> None:
