@@ -85,7 +85,7 @@ class Switch(Callback):
         for name, method in REAL.items():
             setattr(ActionLog, name, method if on else nothing)
         action_log = trainer.strategy.mesh.recorder.main
-        self.actions.append(action_log._count)
+        self.actions.append(action_log.count)
         action_log._depth = 0
         self._clock = action_log.clock or self._clock
         action_log.clock = self._clock if on else None

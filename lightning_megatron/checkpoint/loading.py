@@ -42,14 +42,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Directory:
-    """An opened checkpoint directory whose files have been checked.
-
-    Attributes:
-        path: its path.
-        metadata: names, shapes and places of its tensors.
-        meta: content of ``meta.pt``.
-        layout: fields of the layout at the save.
-    """
+    """An opened checkpoint directory whose files have been checked, with the fields of the layout at the save."""
 
     path: Path
     metadata: Metadata
@@ -60,10 +53,7 @@ class Directory:
     def open(cls, path: Path, layout: Mapping[str, Any], weights_only: bool) -> Directory:
         """Read everything but tensors of a checkpoint without faults.
 
-        Args:
-            path: the checkpoint.
-            layout: fields of the layout at the save.
-            weights_only: True to refuse a ``meta.pt`` that holds objects.
+        ``weights_only`` refuses a ``meta.pt`` that holds objects; ``layout`` has the fields of the layout at the save.
 
         Raises:
             CheckpointError: if it is no checkpoint.

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint.integrity.fault import listed
 from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
 from lightning_megatron.checkpoint.tensors.keys import Key
 from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.comm.objects import all_gather_object
-from lightning_megatron.comm.p2p import receive, send
+from lightning_megatron.comm.p2p import as_bytes, receive, send
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
@@ -82,10 +83,10 @@ def _carry(
         if receiver == sender:
             _fill(offer.box, data, lacking[offer.key])
         else:
-            send(data.detach().cpu().contiguous().view(-1).view(torch.uint8), mesh.host, receiver)
+            send(as_bytes(data), mesh.host, receiver)
     elif mesh.rank == receiver:
         data = torch.empty(offer.box.sizes, dtype=offer.dtype, device="cpu")
-        receive(data.view(-1).view(torch.uint8), mesh.host, sender)
+        receive(as_bytes(data), mesh.host, sender)
         _fill(offer.box, data, lacking[offer.key])
 
 
@@ -131,5 +132,4 @@ def _refuse_misfit(shapes: Sequence[tuple[Mapping[str, tuple[int, ...]], Mapping
     ]
     faults += [f"{key}: not in the new model" for key in held if key not in wanted]
     if faults:
-        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        raise CheckpointError("\n  - ".join(["the new model's tensors differ:", *faults[:_SHOWN], *more]))
+        raise CheckpointError(f"the new model's tensors differ:\n{listed(faults, _SHOWN)}")

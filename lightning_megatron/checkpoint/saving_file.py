@@ -22,7 +22,7 @@ from lightning_megatron.checkpoint.formats.meta import NOTE
 from lightning_megatron.checkpoint.formats.torch_file import TensorSlot, TorchFile
 from lightning_megatron.checkpoint.integrity.fault import listed
 from lightning_megatron.checkpoint.saving import PendingSave
-from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment, cover_fault
+from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment, cover_fault, part_of
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object, gather_object
 from lightning_megatron.comm.p2p import as_bytes, receive, send
@@ -108,7 +108,7 @@ class PendingFile(PendingSave):
         whole = torch.zeros(slot.shape, dtype=slot.dtype)
         for rank, boxes in enumerate(by_rank):
             for number, box in enumerate(boxes):
-                place = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+                place = part_of(whole, box)
                 data = torch.empty(place.nbytes, dtype=torch.uint8) if rank else _bytes_of(own[number], faults)
                 if rank and data.numel():
                     receive(data, mesh.host, rank)

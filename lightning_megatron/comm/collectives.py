@@ -83,7 +83,7 @@ class Pending:
 MAX, SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM
 
 
-def _start(kind: Kind, axis: Axis, result: Tensor, function: Callable[..., dist.Work | None], *args: Tensor) -> Pending:
+def _start(kind: Kind, axis: Axis, result: Tensor, function: Callable[..., dist.Work | None], *args: Any) -> Pending:
     call = axis.call(kind, result)
     return Pending(result, call.issue(function, *args, group=axis.group, async_op=True), call)
 
@@ -97,8 +97,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
 
 def start_all_reduce_in_place(x: Tensor, axis: Axis, operation: Any = SUM) -> Pending:
     """Begin the sum, or another reduction, of ``x`` over the axis into ``x``."""
-    call = axis.call(Kind.ALL_REDUCE, x)
-    return Pending(x, call.issue(dist.all_reduce, x, operation, group=axis.group, async_op=True), call)
+    return _start(Kind.ALL_REDUCE, axis, x, dist.all_reduce, x, operation)
 
 
 def all_reduce_in_place(x: Tensor, axis: Axis, operation: Any = SUM) -> Tensor:
@@ -157,11 +156,7 @@ def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 
 
 class _All:
-    """Several collectives as one.
-
-    Args:
-        works: the collectives.
-    """
+    """Several collectives as one."""
 
     def __init__(self, works: Sequence[TorchWork]) -> None:
         self._works = works

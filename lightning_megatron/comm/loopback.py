@@ -52,13 +52,9 @@ class LoopbackPort:
             self._socket = None
 
     def store(self, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
-        """The store of a job whose ranks are all on this machine.
+        """The store of a job whose ranks are all on this machine; rank 0 listens on the port.
 
-        Args:
-            port: port on which rank 0 listens.
-            rank: rank of this process.
-            world_size: number of processes.
-            timeout: time after which waiting for another process fails.
+        Waiting for another process fails after the timeout.
 
         Raises:
             OSError: if rank 0 cannot listen on the port.

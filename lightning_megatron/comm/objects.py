@@ -55,12 +55,7 @@ def broadcast_pickled(value: Any, axis: Axis, source: int, device: torch.device 
 
 
 def barrier(axis: Axis, device: torch.device) -> None:
-    """Wait for all ranks of the axis.
-
-    Args:
-        axis: the ranks; all ranks, if it has no group.
-        device: device of this rank.
-    """
+    """Wait for all ranks of the axis; of the job, if it has no group."""
     axis.call(Kind.BARRIER).run(dist.barrier, axis.group, device_ids=barrier_device_ids(device))
 
 

@@ -44,9 +44,7 @@ class Meeting:
     def all_say(self, own: str, limit: timedelta) -> bool:
         """Submit a text; True if rank 0 finds that all ranks submit the same one in time. A rank need not call this.
 
-        Args:
-            own: this rank's text.
-            limit: time that this rank waits for the others.
+        It waits for the others as long as the limit allows.
         """
         said, ranks = PrefixStore("all say", self._store), [str(rank) for rank in range(self._size)]
         said.set(str(self._rank), own)

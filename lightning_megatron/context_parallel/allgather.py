@@ -31,26 +31,10 @@ def gathered_attention(
     sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the whole sequence.
+    """Attention to the whole sequence, with the arguments of :class:`~.attention.ContextAttention`.
 
     One all-gather in forward and one reduce-scatter in backward. Every rank holds all keys and values, which are small
     if many query heads share them (https://arxiv.org/abs/2407.21783, section 3.3.2, does this for LLaMA 3).
-
-    Args:
-        q: ``[S/R, B, N, D]``, this rank's zigzag shard.
-        k: ``[S/R, B, G, D]``.
-        v: ``[S/R, B, G, V]``.
-        axis: context-parallel ranks.
-        core: attention on one rank; used with dropout only.
-        causal: True if a token sees only the tokens before it and itself.
-        dropout: probability of dropping an attention weight.
-        key_mask: ``[B, S]``, True for keys that are seen; ``None`` for all.
-        rule: rule of the scores.
-        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
-        documents: documents of the whole sequences; attention stays inside each. ``None`` for none.
-
-    Returns:
-        ``[S/R, B, N, V]``.
     """
     both = gather_context(torch.cat((k, v), dim=-1), axis)  # [S, B, G, D + V]
     keys, values = both.split((k.shape[-1], v.shape[-1]), dim=-1)

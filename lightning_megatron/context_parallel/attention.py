@@ -22,11 +22,24 @@ CoreAttention = Callable[..., Tensor]
 
 
 class ContextAttention(Protocol):
-    """Attention of queries and keys ``[S/R, B, heads, D]`` and values ``[S/R, B, heads, V]``, zigzag shards.
+    """Attention of this rank's queries to the whole sequence.
 
-    ``core`` is attention on one rank. ``a2a`` always calls it, ``all_gather`` with dropout, ``p2p`` never: it merges
-    blocks of keys, and not every kernel returns the log-sum-exp that merging needs. ``key_mask`` is that of the whole
-    sequence, ``[B, S]``, equal on all ranks; ``documents`` are those of the whole sequences.
+    Args:
+        q: ``[S/R, B, N, D]``, this rank's zigzag shard.
+        k: ``[S/R, B, G, D]``.
+        v: ``[S/R, B, G, V]``.
+        axis: context-parallel ranks.
+        core: attention on one rank. ``a2a`` always calls it, ``all_gather`` with dropout, ``p2p`` never: it merges
+            blocks of keys, and not every kernel returns the log-sum-exp that merging needs.
+        causal: True if a token sees only the tokens before it and itself.
+        dropout: probability of dropping an attention weight.
+        key_mask: ``[B, S]``, True for keys that are seen, equal on all ranks; ``None`` for all.
+        rule: rule of the scores.
+        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
+        documents: documents of the whole sequences; attention stays inside each. ``None`` for none.
+
+    Returns:
+        ``[S/R, B, N, V]``.
     """
 
     def __call__(  # noqa: D102

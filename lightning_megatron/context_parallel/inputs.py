@@ -15,12 +15,7 @@ from lightning_megatron.mesh import Axis
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """Rule by which whole sequences become shards.
-
-    Attributes:
-        axis: context-parallel ranks.
-        multiple: sequences are padded at their end to a multiple of this.
-    """
+    """Rule by which whole sequences, padded at their end to a multiple, become shards of context-parallel ranks."""
 
     axis: Axis
     multiple: int

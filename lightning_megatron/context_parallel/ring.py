@@ -48,24 +48,7 @@ def ring_attention(
     sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the whole sequence.
-
-    Args:
-        q: ``[S/R, B, N, D]``, this rank's zigzag shard.
-        k: ``[S/R, B, G, D]``.
-        v: ``[S/R, B, G, V]``.
-        axis: context-parallel ranks.
-        core: attention on one rank; unused, see
-            :class:`~lightning_megatron.context_parallel.attention.ContextAttention`.
-        causal: True if a token sees only the tokens before it and itself.
-        dropout: must be 0.
-        key_mask: ``[B, S]``, True for keys that are seen; ``None`` for all.
-        rule: rule of the scores.
-        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
-        documents: documents of the whole sequences; attention stays inside each. ``None`` for none.
-
-    Returns:
-        ``[S/R, B, N, V]``.
+    """Attention to the whole sequence, with the arguments of :class:`~.attention.ContextAttention`.
 
     Raises:
         ValueError: for dropout, since merging needs the sum of exponentials before weights are dropped.
@@ -74,6 +57,10 @@ def ring_attention(
         raise ValueError("attention on a ring cannot drop weights: use cp_comm_type='a2a' or 'all_gather'")
     out, lse = _Ring.apply(q, k, v, axis, causal, rule, key_mask, documents)
     return with_sinks(out, lse, sinks)
+
+
+_Place = tuple[slice, slice]
+"""Tokens and samples of a tensor."""
 
 
 class _Seen(NamedTuple):
@@ -131,15 +118,27 @@ def _moved(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
 
 
-def _steps(
-    axis: Axis, source: int, length: int, causal: bool, rule: ScoreRule, documents: Documents | None
-) -> list[_Seen]:
-    """Attention calls of this rank for the keys of ``source``."""
+def _calls(
+    axis: Axis,
+    source: int,
+    length: int,
+    causal: bool,
+    rule: ScoreRule,
+    key_mask: Tensor | None,
+    documents: Documents | None,
+) -> Iterator[tuple[_Place, _Place, dict[str, Any]]]:
+    """Attention calls of this rank for the keys of ``source``: places of queries and keys, and further arguments."""
     if documents is not None:
-        return list(seen_in_documents(axis, source, length, documents))
-    if rule.by_distance and causal:
-        return list(seen_chunks(axis, source, length, rule.window))
-    return [seen_at(axis.rank, source, length, causal)]
+        calls = seen_in_documents(axis, source, length, documents)
+    elif rule.by_distance and causal:
+        calls = seen_chunks(axis, source, length, rule.window)
+    else:
+        calls = iter([seen_at(axis.rank, source, length, causal)])
+    mask = None if key_mask is None else shard_of(key_mask, source, axis.size, 1)
+    for queries, keys, masked, first_query, samples in calls:
+        own_mask = None if mask is None else mask[samples, keys]
+        how = {"causal": masked, "first_query": first_query, "rule": rule, "key_mask": own_mask}
+        yield (queries, samples), (keys, samples), how
 
 
 def _keys_of_all(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -168,12 +167,9 @@ class _Ring(torch.autograd.Function):
     ) -> Any:
         total = PartialAttention.nothing(q, v.shape[-1])
         for source, keys, values in _keys_of_all(k, v, axis):
-            mask = None if key_mask is None else shard_of(key_mask, source, axis.size, 1)
-            for rows, seen, masked, first, some in _steps(axis, source, q.shape[0], causal, rule, documents):
-                how: dict[str, Any] = {"causal": masked, "first_query": first, "rule": rule}
-                how["key_mask"] = None if mask is None else mask[some, seen]
-                part = attention_forward(q[rows, some], keys[seen, some], values[seen, some], **how)
-                merge_partials_(PartialAttention(total.out[rows, some], total.lse[rows, some]), part)
+            for rows, seen, how in _calls(axis, source, q.shape[0], causal, rule, key_mask, documents):
+                part = attention_forward(q[rows], keys[seen], values[seen], **how)
+                merge_partials_(PartialAttention(total.out[rows], total.lse[rows]), part)
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse)
         ctx.axis, ctx.causal, ctx.rule, ctx.key_mask, ctx.documents = axis, causal, rule, key_mask, documents
@@ -194,27 +190,16 @@ class _Ring(torch.autograd.Function):
         travelling: Rotation | None = None
         for source, keys, values in _keys_of_all(k, v, axis):
             parts = []
-            mask = None if ctx.key_mask is None else shard_of(ctx.key_mask, source, axis.size, 1)
-            steps = _steps(axis, source, q.shape[0], ctx.causal, ctx.rule, ctx.documents)
-            for rows, seen, masked, first, some in steps:
-                how: dict[str, Any] = {"causal": masked, "first_query": first, "rule": ctx.rule}
-                how["key_mask"] = None if mask is None else mask[some, seen]
-                of_queries, of_keys = (rows, some), (seen, some)
-                given = (
-                    grad[of_queries],
-                    q[of_queries],
-                    keys[of_keys],
-                    values[of_keys],
-                    lse[of_queries],
-                    delta[of_queries],
-                )
+            calls = _calls(axis, source, q.shape[0], ctx.causal, ctx.rule, ctx.key_mask, ctx.documents)
+            for rows, seen, how in calls:
+                given = grad[rows], q[rows], keys[seen], values[seen], lse[rows], delta[rows]
                 dq_part, *d_keys = attention_backward(*given, **how)
-                dq[of_queries] += dq_part
-                parts.append((of_keys, d_keys))
+                dq[rows] += dq_part
+                parts.append((seen, d_keys))
             others = own if source == axis.rank else torch.zeros_like(own) if travelling is None else travelling.wait()
-            for of_keys, d_keys in parts:
+            for seen, d_keys in parts:
                 for gradient, part in zip(others.split(sizes, dim=-1), d_keys, strict=True):
-                    gradient[of_keys] += part
+                    gradient[seen] += part
             if source != axis.rank:
                 travelling = start_rotation(others, axis)
         if travelling is not None:

@@ -35,25 +35,9 @@ def ulysses_attention(
     sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the whole sequence.
+    """Attention to the whole sequence, with the arguments of :class:`~.attention.ContextAttention`.
 
     If the key/value heads do not split over the ranks, each is repeated as often as needed; the query heads must split.
-
-    Args:
-        q: ``[S/R, B, N, D]``, this rank's zigzag shard.
-        k: ``[S/R, B, G, D]``.
-        v: ``[S/R, B, G, V]``.
-        axis: context-parallel ranks.
-        core: attention on one rank.
-        causal: True if a token sees only the tokens before it and itself.
-        dropout: probability of dropping an attention weight.
-        key_mask: ``[B, S]``, True for keys that are seen; ``None`` for all.
-        rule: rule of the scores.
-        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
-        documents: documents of the whole sequences; attention stays inside each. ``None`` for none.
-
-    Returns:
-        ``[S/R, B, N, V]``.
     """
     repeats = axis.size // math.gcd(k.shape[2], axis.size)
     if repeats > 1:

@@ -9,11 +9,7 @@ from lightning_megatron.errors import DataError
 
 
 def require_space(needed: int, output_prefix: str | Path) -> int:
-    """Free bytes on the disk of the output.
-
-    Args:
-        needed: bytes of the output.
-        output_prefix: prefix of its files.
+    """Free bytes on the disk of the output, whose files begin with the prefix.
 
     Raises:
         DataError: if there are fewer than needed.

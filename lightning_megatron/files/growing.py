@@ -23,15 +23,7 @@ except ImportError:  # not on Windows
 
 
 class GrowingFile:
-    """A temporary file next to ``final``, with the permissions of an ordinary new file.
-
-    Args:
-        final: path that :meth:`publish` gives it.
-
-    Attributes:
-        path: temporary path.
-        stream: binary stream of the file, open for writing.
-    """
+    """A temporary file next to ``final``, open for writing, with the permissions of an ordinary new file."""
 
     def __init__(self, final: Path) -> None:
         self._final = final

@@ -18,9 +18,6 @@ def holding(path: Path) -> Iterator[bool]:
     """Hold a lock on a file, created if necessary; yields ``False`` if another process holds it.
 
     On a file system without locks it always yields ``True``.
-
-    Args:
-        path: the file.
     """
     with path.open("ab") as stream:
         try:

@@ -20,11 +20,7 @@ _PAUSE = 0.002
 
 
 class MappedFiles:
-    """Lengths of files that this process has mapped; unpickling reads them again.
-
-    Args:
-        paths: the files.
-    """
+    """Lengths of files that this process has mapped; unpickling reads them again."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._known = {path: _Length.of(path) for path in paths}

@@ -11,9 +11,6 @@ from contextlib import contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Add a file's name to errors of the system that have none.
 
-    Args:
-        path: the file.
-
     Raises:
         OSError: the error, with the name.
     """

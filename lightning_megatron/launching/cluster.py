@@ -27,16 +27,12 @@ def _name_problems(name: str) -> list[Problem]:
     return [Problem("name", name, reason, (nearest,) if _NAME.fullmatch(nearest) else ())]
 
 
-def _size_problems(name: str) -> Check:
-    def problems(text: str | None) -> list[Problem]:
-        try:
-            if text is not None:
-                parse_bytes(text)
-        except ValueError as error:
-            return [Problem(name, text, str(error))]
-        return []
-
-    return Check(problems)
+def _size_problems(text: str) -> list[Problem]:
+    try:
+        parse_bytes(text)
+    except ValueError as error:
+        return [Problem("shared_memory", text, str(error))]
+    return []
 
 
 def _mount_problems(mounts: list[str]) -> list[Problem]:
@@ -150,7 +146,7 @@ class Cluster:
         "port": at_least(1024),
         "ssh_port": at_least(1),
         "mounts": Check(_mount_problems),
-        "shared_memory": _size_problems("shared_memory"),
+        "shared_memory": Check(_size_problems),
     }
 
     @property
@@ -161,10 +157,6 @@ class Cluster:
 
 def cluster_of(section: object, variables: Mapping[str, str] = os.environ) -> Cluster:
     """A cluster from the ``cluster`` section of a recipe, in which ``${NAME}`` stands for a variable.
-
-    Args:
-        section: contents of the section.
-        variables: environment variables of the process.
 
     Raises:
         ConfigError: with every unknown key, every invalid value, and every variable that is not set.

@@ -33,13 +33,7 @@ def hosts_of(job: TrainingJob) -> list[Host]:
 
 
 def torchrun_words(job: TrainingJob, hosts: Sequence[Host], node: int) -> list[str]:
-    """Words of ``torchrun`` on one machine.
-
-    Args:
-        job: the job.
-        hosts: machines of the job.
-        node: number of this machine.
-    """
+    """Words of ``torchrun`` on one machine, the host of number ``node``."""
     place = ["--nnodes", str(len(hosts)), "--nproc-per-node", str(job.cluster.devices_per_node)]
     if len(hosts) == 1:
         place.append("--standalone")

@@ -48,15 +48,15 @@ def option_of(config: str) -> str:
     return "--config" if is_file(config) else "--recipe"
 
 
-def shell_line(words: Sequence[str], indent: str = "", width: int = _WIDTH) -> str:
+def shell_line(words: Sequence[str]) -> str:
     """A command for a shell, broken before options where it is long."""
     lines: list[list[str]] = [[]]
     for word in words:
-        length = len(indent) + sum(len(shlex.quote(each)) + 1 for each in lines[-1])
-        if lines[-1] and word.startswith("-") and length + len(word) + 20 > width:
+        length = sum(len(shlex.quote(each)) + 1 for each in lines[-1])
+        if lines[-1] and word.startswith("-") and length + len(word) + 20 > _WIDTH:
             lines.append([])
         lines[-1].append(shlex.quote(word))
-    return f" \\\n{indent}    ".join(" ".join(line) for line in lines)
+    return " \\\n    ".join(" ".join(line) for line in lines)
 
 
 def exports(pairs: Iterable[tuple[str, str]]) -> list[str]:

@@ -206,7 +206,7 @@ def _pod(job: TrainingJob, container: Manifest) -> Manifest:
         "terminationGracePeriodSeconds": cluster.grace,
         "containers": [container],
         "volumes": [
-            _claimed(cluster),
+            {"name": "training", "persistentVolumeClaim": {"claimName": section.claim}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}},
         ],
     }
@@ -216,7 +216,3 @@ def _pod(job: TrainingJob, container: Manifest) -> Manifest:
     if cluster.device == "gaudi":
         pod["hostIPC"] = True
     return pod
-
-
-def _claimed(cluster: Cluster) -> Manifest:
-    return {"name": "training", "persistentVolumeClaim": {"claimName": cluster.kubernetes.claim}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 
 from lightning_megatron.launching.job import MODULE, TrainingJob, exports
 
@@ -97,13 +96,7 @@ exit "$status\""""
 
 
 def batch_script(job: TrainingJob, script: str = "pretrain.sbatch", origin: str = "") -> str:
-    """A batch script.
-
-    Args:
-        job: the job.
-        script: file name of the script, for its usage.
-        origin: command that makes this text, for its head.
-    """
+    """A batch script; its head tells its file name, ``script``, and the command that makes it, ``origin``."""
     cluster = job.cluster
     head = ["#!/bin/bash", *_directives(job)]
     more = "#   HF_DIR            Hugging Face directory whose weights the run begins with\n" if job.from_hf else ""
@@ -176,7 +169,9 @@ def _recipe_lines(job: TrainingJob) -> list[str]:
         'words+=(--trainer.num_nodes "$SLURM_JOB_NUM_NODES" --trainer.devices "$DEVICES")',
         'if [[ -n ${DATA_PATH:-} ]]; then\n    words+=(--data.data_path "$DATA_PATH")\nfi',
     ]
-    return [*lines, *_more_words(job.arguments)]
+    if job.arguments:
+        lines.append(f"words+=({' '.join(map(shlex.quote, job.arguments))})")
+    return lines
 
 
 def _start_lines(job: TrainingJob) -> list[str]:
@@ -188,10 +183,6 @@ def _start_lines(job: TrainingJob) -> list[str]:
         "    words+=(--ckpt_path last) # of this run, not the weights that it began with",
         "fi",
     ]
-
-
-def _more_words(arguments: Sequence[str]) -> list[str]:
-    return [f"words+=({' '.join(map(shlex.quote, arguments))})"] if arguments else []
 
 
 def _container(job: TrainingJob) -> str:

@@ -22,9 +22,5 @@ _Dumper.add_representer(str, _text)
 
 
 def yaml_text(contents: Any) -> str:
-    """A manifest as text.
-
-    Args:
-        contents: mappings, lists, texts and numbers.
-    """
+    """A manifest as text."""
     return yaml.dump(contents, Dumper=_Dumper, sort_keys=False, width=120)

@@ -22,12 +22,7 @@ BUSY_MIB = 2048
 
 
 def container(root: Path = Path("/"), variables: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Findings about the container that this process runs in.
-
-    Args:
-        root: root of the file system.
-        variables: environment of the process.
-    """
+    """Findings about the container that this process runs in."""
     return [
         compiler_path(root, variables),
         logs(root, variables),

@@ -35,9 +35,6 @@ def read_hosts(path: str | os.PathLike[str]) -> list[Host]:
 
     A line is ``NAME``, ``NAME slots=8`` (Open MPI, DeepSpeed) or ``NAME:8`` (MPICH, Intel MPI); ``#`` begins a comment.
 
-    Args:
-        path: the file.
-
     Raises:
         ConfigError: with every line that is not understood, and every machine that is named twice.
         OSError: if the file cannot be read.
@@ -67,12 +64,7 @@ def read_hosts(path: str | os.PathLike[str]) -> list[Host]:
 
 
 def slots_of(hosts: Sequence[Host], world_size: int, source: str) -> int:
-    """Processes of each machine of a job.
-
-    Args:
-        hosts: machines of the job.
-        world_size: number of ranks.
-        source: name of the file or argument that lists the machines.
+    """Processes of each machine of a job; errors name the source, a file or an argument.
 
     Raises:
         ConfigError: if the slots do not add up to the ranks, or differ from machine to machine.

@@ -8,9 +8,5 @@ _OF_A_JOB = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "W
 
 
 def own_environment(**more: str) -> dict[str, str]:
-    """Environment for a job of its own, without the variables that launchers and Trainers leave in this process.
-
-    Args:
-        **more: additional variables.
-    """
+    """Environment for a job of its own: ``more``, and all but what launchers and Trainers leave in this process."""
     return {name: value for name, value in os.environ.items() if name not in _OF_A_JOB} | more

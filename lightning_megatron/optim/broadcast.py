@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.comm.collectives import broadcast_in_place
-from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import ParamSpec
 
 
@@ -18,19 +18,11 @@ def broadcast_params(named_params: Iterable[tuple[str, nn.Parameter, ParamSpec]]
 
     Copies are equal already in a model that is built after all processes have set the same seed. A model that a script
     builds earlier is initialized differently in each process; ``DistributedDataParallel`` broadcasts such a model too.
-
-    Args:
-        named_params: name, parameter and spec of every parameter of this rank.
-        mesh: this rank's mesh.
     """
     for _, param, spec in named_params:
         whole_over_tp = spec.tp_dim is None
         dense = (mesh.dp_cp, mesh.tp) if whole_over_tp else (mesh.dp_cp,)
         expert = (mesh.edp, mesh.etp) if whole_over_tp else (mesh.edp,)
         for axis in expert if spec.is_expert else dense:
-            _broadcast(param, axis)
-
-
-def _broadcast(param: nn.Parameter, axis: Axis) -> None:
-    if axis.size > 1:
-        broadcast_in_place(param.data, axis, 0)
+            if axis.size > 1:
+                broadcast_in_place(param.data, axis, 0)

@@ -66,7 +66,6 @@ class MainParamGroups:
         self._leave()
         if self._depth == 0:
             self._forget_kernels()
-        if self._depth == 0:
             self._after()
 
     def _forget_kernels(self) -> None:

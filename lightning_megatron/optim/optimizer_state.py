@@ -27,14 +27,7 @@ STEP = "step"
 def shards_of(
     main: MainValues, part: MainParam, state: Mapping[str, Any], group: Mapping[str, Any]
 ) -> Iterator[ParamShard]:
-    """The shards that this rank owns of the parameters of ``part``, in buffer order.
-
-    Args:
-        main: main values of a bucket.
-        part: a range of the main values.
-        state: the optimizer's state of that range.
-        group: the optimizer's group with the range.
-    """
+    """The shards that this rank owns of the parameters of ``part``, in buffer order; ``state`` is the optimizer's."""
     if state and STEP in group:
         state = {**state, STEP: float(group[STEP])}
     for slot in part.slots:
@@ -65,17 +58,13 @@ def state_like(main: Tensor, state: Mapping[str, Any], owner: Tensor) -> dict[st
 
 
 def allocate_state(optimizer: Optimizer, mains: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Give every main parameter that has no state the state that its optimizer would create for it.
+    """Give every main parameter, listed by group, that has no state the state that its optimizer would create for it.
 
     Only the optimizer knows the names, dtypes and shapes of its state. So a copy of it takes one step on parameters of
     one element, with value and gradient zero, and the resulting state is expanded to the size of the main parameters.
     Weights are not changed, and the optimizer's hooks do not run. ``step`` is reset to zero. Moments are zero as in a
     fresh optimizer. The few values that a step changes even with a zero gradient (``mu_product`` of NAdam, ``eta`` of
     ASGD) are those after one step, until a checkpoint overwrites them.
-
-    Args:
-        optimizer: the user's optimizer.
-        mains: main parameters of each of its groups.
     """
     probes = {main: nn.Parameter(torch.zeros_like(main[:1])) for group in mains for main in group}
     scratch = copy.copy(optimizer)  # torch's own copy protocol: groups and state, no hooks

@@ -27,12 +27,7 @@ class ReplicaError(RuntimeError):
 
 
 class ReplicaCheck:
-    """Compares gradients over tensor-parallel ranks in the first steps, and costs nothing afterwards.
-
-    Args:
-        sharded: the optimizer with the gradients.
-        mesh: this rank's mesh.
-    """
+    """Compares gradients over tensor-parallel ranks in the first steps, and costs nothing afterwards."""
 
     def __init__(self, sharded: ShardedOptimizer, mesh: ParallelMesh) -> None:
         self._sharded, self._mesh = sharded, mesh

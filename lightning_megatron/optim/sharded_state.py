@@ -26,10 +26,6 @@ class ShardedState:
     Attributes:
         optimizer: the user's optimizer.
         is_flat: True if main parameters are flat shares of buckets, False if each has the shape of its parameter.
-
-    Args:
-        optimizer: the user's optimizer.
-        is_flat: True if main parameters are flat shares of buckets, False if each has the shape of its parameter.
     """
 
     def __init__(self, optimizer: Optimizer, is_flat: bool) -> None:

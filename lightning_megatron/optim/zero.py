@@ -55,9 +55,7 @@ class ShardedOptimizer(ShardedState):
     Parameters that are unfrozen, and groups that are added, join at the next step.
 
     Attributes:
-        optimizer: the user's optimizer.
         buffers: flat parameters and gradients, one buffer for each kind of parameter.
-        is_flat: True if main parameters are flat shares of buckets, False if each has the shape of its parameter.
         grad_factor: factor on the gradients in :meth:`finish_grad_sync`, for a loss whose denominator is known only
             after the last forward (a number of tokens); ``None`` for no factor. Reset at the start of an accumulation.
         compare_values: True if a step searches for values written in place through ``param.data``, which costs some

@@ -16,13 +16,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One stage at work on one micro-batch, written as torch.distributed.pipelining writes it: ``2F0``, ``1B3``.
-
-    Attributes:
-        stage: global stage number.
-        kind: kind of work that the stage does.
-        microbatch: number of the micro-batch within the step.
-    """
+    """One stage at work on one micro-batch, written as torch.distributed.pipelining writes it: ``2F0``, ``1B3``."""
 
     stage: int
     kind: Kind
@@ -37,13 +31,7 @@ Schedule = list[list[Action]]
 
 
 class Message(NamedTuple):
-    """A tensor that one stage sends to its neighbour: an activation downstream or a gradient upstream.
-
-    Attributes:
-        source: stage that sends.
-        destination: stage that receives, ``source + 1`` or ``source - 1``.
-        microbatch: micro-batch that it belongs to.
-    """
+    """A tensor that one stage sends to its neighbour: an activation downstream or a gradient upstream."""
 
     source: int
     destination: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def draw_text(simulation: Simulation, width: int = 120) -> str:
     shortest = min((slot.end - slot.start for slot in slots if slot.end > slot.start), default=1.0)
     scale = max((width - margin) / (simulation.step_time or 1.0), 2 / shortest)
     several = any(slot.action.stage != rank for rank, row in enumerate(simulation.timeline) for slot in row)
-    forms = [_with_stage] * several + [_without_stage, _kind]
+    forms: list[Callable[[Action], str]] = [str] * several + [_without_stage, _kind]
     widest = max(len(forms[0](slot.action)) for slot in slots)
     scale = min(int(scale * shortest), widest + 2) / shortest  # whole columns, so that equal times look equal
     widths = [(slot.action, round(slot.end * scale) - round(slot.start * scale) - 1) for slot in slots]
@@ -45,10 +46,6 @@ def draw_text(simulation: Simulation, width: int = 120) -> str:
     return "\n".join(lines)
 
 
-def _with_stage(action: Action) -> str:
-    return str(action)
-
-
 def _without_stage(action: Action) -> str:
     return f"{action.kind}{action.microbatch}"
 
@@ -58,12 +55,7 @@ def _kind(action: Action) -> str:
 
 
 def draw_png(simulation: Simulation, path: str | Path, title: str = "") -> None:
-    """Write the timeline as a PNG; later chunks of a rank are lighter, the number is the micro-batch.
-
-    Args:
-        simulation: the schedule in time.
-        path: file to write.
-        title: title above the picture.
+    """Write the timeline as a PNG, below a title; later chunks of a rank are lighter, the number is the micro-batch.
 
     Raises:
         ImportError: if matplotlib is missing, with the command that installs it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_megatron.errors import ConfigError, Problem, nearest_to, problems_of, raise_if_any
@@ -20,7 +20,18 @@ _LONGEST = 10_000
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """The user's choice of a partition; the attributes are arguments of :func:`partition`."""
+    """The user's choice of a partition.
+
+    Attributes:
+        first_stage_layers: layers of stage 0, which also embeds; the other stages share the rest evenly.
+        last_stage_layers: layers of the last stage, which also computes the loss.
+        count_embedding: True to count the embedding as one layer of an even partition.
+        count_loss: True to count the loss as one layer of an even partition.
+        layout: every stage spelled out: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages, ``*3`` repeats
+            the preceding item, parentheses group, commas and spaces are ignored: ``"Et*3|(tt|)*29,t|L"``.
+            As in Megatron's ``--pipeline-model-parallel-layout``. Or ``"balanced"``: the last stage gets fewer layers,
+            by the work of output layer and loss.
+    """
 
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
@@ -33,14 +44,17 @@ class LayerSplit:
         """True if every stage gets the same number."""
         return self == LayerSplit()
 
-    def stages(self, num_layers: int, pp: int, vpp: int, loss_cost: float = 1.0) -> tuple[StageLayers, ...]:
-        """Layers of each stage.
+    def stages(self, num_layers: int, pp: int, vpp: int = 1, loss_cost: float = 1.0) -> tuple[StageLayers, ...]:
+        """Divide ``num_layers`` layers into ``pp * vpp`` stages.
 
         Args:
             num_layers: layers of the whole model.
             pp: pipeline ranks.
             vpp: chunks a rank holds.
             loss_cost: work of output layer and loss, in layers, for a balanced layout.
+
+        Returns:
+            One entry per stage, by stage number.
 
         Raises:
             ConfigError: with every fault of the choice.
@@ -54,60 +68,23 @@ class LayerSplit:
 
 @lru_cache(maxsize=4096)
 def _stages(split: LayerSplit, num_layers: int, pp: int, vpp: int, loss_cost: float) -> tuple[StageLayers, ...]:
-    return partition(num_layers, pp, vpp, loss_cost=loss_cost, **asdict(split))
-
-
-def partition(
-    num_layers: int,
-    pp: int,
-    vpp: int = 1,
-    *,
-    first_stage_layers: int | None = None,
-    last_stage_layers: int | None = None,
-    count_embedding: bool = False,
-    count_loss: bool = False,
-    layout: str | None = None,
-    loss_cost: float = 1.0,
-) -> tuple[StageLayers, ...]:
-    """Divide ``num_layers`` layers into ``pp * vpp`` stages.
-
-    Args:
-        num_layers: layers of the whole model.
-        pp: pipeline ranks.
-        vpp: chunks a rank holds.
-        first_stage_layers: layers of stage 0, which also embeds; the other stages share the rest evenly.
-        last_stage_layers: layers of the last stage, which also computes the loss.
-        count_embedding: True to count the embedding as one layer of an even partition.
-        count_loss: True to count the loss as one layer of an even partition.
-        layout: every stage spelled out: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages, ``*3`` repeats
-            the preceding item, parentheses group, commas and spaces are ignored: ``"Et*3|(tt|)*29,t|L"``.
-            As in Megatron's ``--pipeline-model-parallel-layout``. Or ``"balanced"``: the last stage gets fewer layers,
-            by ``loss_cost``.
-        loss_cost: work of output layer and loss, in layers, for a balanced layout.
-
-    Returns:
-        One entry per stage, by stage number.
-
-    Raises:
-        ConfigError: with every fault of the choice.
-    """
-    uneven = {"first_stage_layers": first_stage_layers, "last_stage_layers": last_stage_layers}
-    counted = {"count_embedding": count_embedding, "count_loss": count_loss}
+    uneven = {"first_stage_layers": split.first_stage_layers, "last_stage_layers": split.last_stage_layers}
+    counted = {"count_embedding": split.count_embedding, "count_loss": split.count_loss}
     raise_if_any(
         Problem(name, size, "a size must be at least 1", (1,))
         for name, size in {"num_layers": num_layers, "pp": pp, "vpp": vpp}.items()
         if size < 1
     )
-    if layout is not None:
+    if split.layout is not None:
         reason = "the layout already defines the number of layers of every stage: leave one of the two out"
         given = {n: v for n, v in uneven.items() if v is not None} | {n: v for n, v in counted.items() if v}
         raise_if_any(Problem(name, value, reason) for name, value in given.items())
-        by_work = layout == BALANCED
-        sizes = (
-            _balanced_sizes(num_layers, pp * vpp, loss_cost) if by_work else _layout_sizes(layout, num_layers, pp, vpp)
-        )
-    elif first_stage_layers is None and last_stage_layers is None:
-        sizes = _even_sizes(num_layers, pp * vpp, count_embedding, count_loss)
+        if split.layout == BALANCED:
+            sizes = _balanced_sizes(num_layers, pp * vpp, loss_cost)
+        else:
+            sizes = _layout_sizes(split.layout, num_layers, pp, vpp)
+    elif split.first_stage_layers is None and split.last_stage_layers is None:
+        sizes = _even_sizes(num_layers, pp * vpp, split.count_embedding, split.count_loss)
     else:
         reason = "first_stage_layers and last_stage_layers already define those stages: leave one of the two out"
         raise_if_any(Problem(name, value, reason, (False,)) for name, value in counted.items() if value)

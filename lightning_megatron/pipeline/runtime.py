@@ -28,8 +28,6 @@ from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.recorder.recorder import ActionLog
 from lightning_megatron.weight_grad_store import PendingWeightGrads, WeightGradStore
 
-__all__ = ["PeerLostError", "PipelineRuntime", "StageWork", "evaluation_plan", "training_plan"]
-
 
 class StageWork(Protocol):
     """Interface of the model for the interpreter."""
@@ -65,10 +63,11 @@ def evaluation_plan(pp: int, vpp: int, num_microbatches: int, rank: int) -> tupl
     return tuple(add_transfers(forward_only(pp, vpp, num_microbatches))[rank])
 
 
+@dataclass(frozen=True, eq=False)
 class PipelineRuntime:
     """Executes a plan on one rank.
 
-    Args:
+    Attributes:
         axis: pipeline axis.
         num_stages: stages of the whole pipeline.
         device: device of the activations.
@@ -76,12 +75,11 @@ class PipelineRuntime:
         weight_grads: store of the weight gradients that layers defer, for schedules that split a backward.
     """
 
-    def __init__(
-        self, axis: Axis, num_stages: int, device: torch.device, dtype: torch.dtype, weight_grads: WeightGradStore
-    ) -> None:
-        self._axis, self._num_stages = axis, num_stages
-        self._device, self._dtype = device, dtype
-        self._weight_grads = weight_grads
+    axis: Axis
+    num_stages: int
+    device: torch.device
+    dtype: torch.dtype
+    weight_grads: WeightGradStore
 
     def run(
         self,
@@ -103,14 +101,14 @@ class PipelineRuntime:
         trains = any(action.kind != "F" for action in actions)
         # Last action of each kind on each stage: weight gradients come from B, or partly from I and partly from W.
         final = {(action.stage, action.kind): action for action in actions}
-        run = _Run(self._axis, self._num_stages, self._device, self._dtype, self._weight_grads, work)
+        run = _Run(self, work)
         execute = {"B": run.backward, "I": run.input_backward, "W": run.weight_backward}
         for step in plan:
             try:
                 if isinstance(step, Transfer):
                     run.post(step)
                     continue
-                with _written_down(step, self._axis.action_log):
+                with _written_down(step, self.axis.action_log):
                     if step.kind == "F":
                         run.forward(step, keep=trains)
                     elif final[step.stage, step.kind] == step:
@@ -118,9 +116,9 @@ class PipelineRuntime:
                             execute[step.kind](step)
                     else:
                         execute[step.kind](step)
-                    mark_step(self._device)
+                    mark_step(self.device)
             except Exception as error:
-                _note(error, f"on pipeline rank {self._axis.rank} of {self._axis.size}, at {step}")
+                _note(error, f"on pipeline rank {self.axis.rank} of {self.axis.size}, at {step}")
                 raise
         run.finish()
 
@@ -167,21 +165,14 @@ _MOST_SENDING = 4
 class _Run:
     """State of one step: messages that have arrived or are being sent, and activations that wait for their backward."""
 
-    def __init__(
-        self,
-        axis: Axis,
-        num_stages: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        weight_grads: WeightGradStore,
-        work: StageWork,
-    ) -> None:
-        self._axis, self._num_stages, self._device, self._dtype = axis, num_stages, device, dtype
-        self._weight_grads, self._work = weight_grads, work
+    def __init__(self, runtime: PipelineRuntime, work: StageWork) -> None:
+        self._axis, self._num_stages = runtime.axis, runtime.num_stages
+        self._device, self._dtype = runtime.device, runtime.dtype
+        self._weight_grads, self._work = runtime.weight_grads, work
         self._arriving: dict[Message, Pending] = {}
         self._ready: dict[Message, Tensor] = {}
         self._sending: list[tuple[Transfer, Pending]] = []
-        self._may_ask = not collective_traits(device).is_done_waits
+        self._may_ask = not collective_traits(self._device).is_done_waits
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._weights: dict[tuple[int, int], PendingWeightGrads] = {}
 

@@ -22,10 +22,7 @@ from lightning_megatron.pipeline.simulate import simulate
 class Transfer(NamedTuple):
     """One end of a message, written as torch.distributed.pipelining writes it: ``0SEND_F3``, ``1RECV_F3``.
 
-    Attributes:
-        message: message to send or receive.
-        peer: pipeline rank at the other end.
-        sends: True at the end that sends.
+    ``peer`` is the pipeline rank at the other end.
     """
 
     message: Message
@@ -46,9 +43,6 @@ def add_transfers(schedule: Sequence[Sequence[Action]]) -> list[list[Step]]:
 
     A receive is placed where its message is sent in simulated time (forward 1, backward 2). A rank posts its transfers
     without waiting, computes meanwhile, and waits only before the action that needs the message.
-
-    Args:
-        schedule: actions of every pipeline rank.
 
     Raises:
         DeadlockError: if the actions cannot all run in the order given.

@@ -81,11 +81,7 @@ class Simulation:
 
 
 class DeadlockError(ValueError):
-    """A schedule in which every unfinished rank waits for another one.
-
-    Attributes:
-        waits: one sentence per waiting rank.
-    """
+    """A schedule in which every unfinished rank waits for another one; ``waits`` has a sentence for each."""
 
     def __init__(self, waits: Sequence[str]) -> None:
         self.waits = tuple(waits)

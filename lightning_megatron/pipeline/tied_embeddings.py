@@ -31,12 +31,7 @@ def sum_tied_gradients(gradients: Mapping[str, Tensor], ends: Axis) -> None:
 
 
 def tied_names(own: Sequence[str], mesh: ParallelMesh) -> frozenset[str]:
-    """Names of the parameters that both the first and the last stage hold. Every rank must call this.
-
-    Args:
-        own: names of this rank's tied parameters; only the last stage has any.
-        mesh: mesh of this rank.
-    """
+    """Names of the tied parameters that both the first and the last stage hold. Every rank must call this."""
     if mesh.pp.size == 1:
         return frozenset(own)
     if mesh.rehearsed is not None:
@@ -83,11 +78,7 @@ class SharedParameters:
 
     @torch.no_grad()
     def share_values(self, params: Mapping[str, Tensor]) -> None:
-        """Copy the values of the first stage that holds them to all others; every stage calls this.
-
-        Args:
-            params: parameters of this stage, by name.
-        """
+        """Copy the values of the first stage that holds them to all others; every stage calls this."""
         for name in self.names:
             own = params.get(name)
             device = next(iter(params.values())).device
@@ -98,12 +89,7 @@ class SharedParameters:
                 own.copy_(value)
 
     def sum_gradients(self, gradients: Mapping[str, Tensor], device: torch.device) -> None:
-        """Sum gradients over the stages in place; every stage calls this, even one without a shared parameter.
-
-        Args:
-            gradients: gradients of the shared parameters that this stage holds.
-            device: device of the gradients.
-        """
+        """Sum gradients over the stages in place; every stage calls this, even one without a shared parameter."""
         if not self.names:
             return
         zeros = (torch.zeros(self._shapes[name], device=device) for name in self.names if name not in gradients)

@@ -33,12 +33,7 @@ class Report:
 
 
 def check_schedule(schedule: Sequence[Sequence[Action]], forward_only: bool = False) -> Report:
-    """Prove that a schedule can run, or list its faults.
-
-    Args:
-        schedule: actions of every pipeline rank.
-        forward_only: True for a schedule of an evaluation, without backwards.
-    """
+    """Prove that a schedule can run, or list its faults; one of an evaluation is ``forward_only``."""
     faults = _complete(schedule, forward_only)
     if not faults:
         faults = _ordered(schedule)

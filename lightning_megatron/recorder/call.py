@@ -106,12 +106,7 @@ class Call:
 
 
 def peer_lost_error(action_log: ActionLog | None, doing: str) -> PeerLostError:
-    """Error for a rank whose collective or message failed because of another rank.
-
-    Args:
-        action_log: log of the thread that waited.
-        doing: description of the failed action.
-    """
+    """Error for a rank whose collective or message, which ``doing`` describes, failed because of another rank."""
     blame = None if action_log is None else action_log.recorder.blame
     if blame is None:
         said = "a peer has failed, exited or fallen behind; see the output of that rank for the reason"

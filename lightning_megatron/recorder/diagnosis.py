@@ -31,11 +31,7 @@ class Diagnosis:
 
 
 def diagnose(views: Sequence[RankView]) -> Diagnosis:
-    """Find the ranks to blame.
-
-    Args:
-        views: views of all ranks.
-    """
+    """Find the ranks to blame, from the views of all ranks."""
     by_rank = {view.rank: view for view in views}
     if failed := _failed(views):
         return Diagnosis(tuple(failed), True, _about(by_rank[failed[0]]))

@@ -154,13 +154,7 @@ def read_run(folder: Path, live: bool = True) -> list[RankView]:
 
 
 def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
-    """Read one rank; ``None`` if it has no file, or its file has another format.
-
-    Args:
-        folder: folder of the run.
-        rank: rank to read.
-        live: see :func:`read_run`.
-    """
+    """Read one rank; ``None`` if it has no file, or its file has another format. ``live`` as in :func:`read_run`."""
     try:
         raw = ring_path(folder, rank).read_bytes()
     except OSError:
@@ -213,15 +207,7 @@ def _inspected(pid: int, start: int, noted: Process) -> Process:
 
 
 class FailureProbe:
-    """Cheap, repeatable check of one rank for failure, which reads only the header of its file.
-
-    Args:
-        folder: folder of the run.
-        rank: rank to check.
-
-    Attributes:
-        rank: rank to check.
-    """
+    """Cheap, repeatable check of one rank for failure, which reads only the header of its file in the run's folder."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank

@@ -44,16 +44,17 @@ class ActionLog:
         microbatch: number of the micro-batch within the step; -1 for none.
         stage: pipeline stage that is running; -1 for none.
         clock: clock for waits; ``None`` if they are not timed.
+        count: number of actions so far.
     """
 
     __slots__ = (
-        "_count",
         "_counts",
         "_depth",
         "_ring",
         "_stack",
         "_thread",
         "clock",
+        "count",
         "microbatch",
         "recorder",
         "stage",
@@ -65,13 +66,8 @@ class ActionLog:
         self.step, self.microbatch, self.stage = 0, -1, -1
         self.clock: WaitClock | None = None
         self.write_to(recorder.file["threads"][thread])
-        self._count = self._depth = 0
+        self.count = self._depth = 0
         self._counts = [0] * 64
-
-    @property
-    def count(self) -> int:
-        """Number of actions so far."""
-        return self._count
 
     @property
     def waiting_since(self) -> int:
@@ -104,8 +100,8 @@ class ActionLog:
         Returns:
             A token for :meth:`wait` and :meth:`end`.
         """
-        number = self._count
-        self._count = number + 1
+        number = self.count
+        self.count = number + 1
         now = time_ns()
         within = 0
         if group and peer < 0:
@@ -130,7 +126,7 @@ class ActionLog:
     def wait(self, token: int) -> int:
         """Record that this thread now waits for an asynchronous action; returns a token for :meth:`end`."""
         number, depth = token >> 4, self._depth
-        if depth >= _DEPTH or self._count - number > _LAST:
+        if depth >= _DEPTH or self.count - number > _LAST:
             return token
         _TIME(self._ring, number % _LAST * _SIZE + file_format.WAITING_AT, time_ns())
         _NUMBER(self._stack, depth * _SIZE, number + 1)
@@ -140,7 +136,7 @@ class ActionLog:
     def end(self, token: int) -> None:
         """Record the end of an action and of those nested in it."""
         number, depth = token >> 4, token & _NO_DEPTH
-        if self._count - number <= _LAST:
+        if self.count - number <= _LAST:
             _TIME(self._ring, number % _LAST * _SIZE + file_format.ENDED_AT, time_ns())
         if depth != _NO_DEPTH:
             while self._depth > depth:
@@ -148,12 +144,7 @@ class ActionLog:
                 _NUMBER(self._stack, self._depth * _SIZE, 0)
 
     def during(self, kind: int, detail: str = "") -> Span:
-        """Context manager that records a phase.
-
-        Args:
-            kind: kind of the phase.
-            detail: further description, such as a path.
-        """
+        """Context manager that records a phase; ``detail`` describes it further, such as by a path."""
         return Span(self, kind, detail)
 
     def keep_failed(self, error: BaseException) -> None:
@@ -215,12 +206,7 @@ class Recorder:
         return self._groups.get(name, 0)
 
     def open(self, folder: str | os.PathLike[str], rank: int, world_size: int) -> None:
-        """Create the file of this rank and write to it from now on.
-
-        Args:
-            folder: folder of this run; created if it is missing.
-            rank: rank of this process.
-            world_size: ranks of the job.
+        """Create the file of this rank, and the folder of the run if it is missing, and write to it from now on.
 
         Raises:
             OSError: if the file cannot be created.
@@ -243,11 +229,7 @@ class Recorder:
         self._failed = None
 
     def describe(self, about: Mapping[str, Any]) -> None:
-        """Write a description of this rank beside its file: host, device, groups.
-
-        Args:
-            about: values for a JSON file.
-        """
+        """Write a description of this rank beside its file, as JSON: host, device, groups."""
         self._about |= about
         if self.folder is not None:
             path = about_path(self.folder, self._rank)
@@ -260,12 +242,7 @@ class Recorder:
         self.file["detail"] = file_format.as_text(text, "detail")
 
     def set_state(self, state: State, text: str = "") -> None:
-        """Write the state in which the run of this rank has ended.
-
-        Args:
-            state: new state; ignored unless the present state is RUNNING.
-            text: text of the error.
-        """
+        """Write the state in which the run of this rank has ended, and the text of its error, unless one is written."""
         if self.state == State.RUNNING:
             self.file["error"] = file_format.as_text(text, "error")
             self.file["header"]["since"] = time_ns()
@@ -295,16 +272,8 @@ class Recorder:
         self._failed = error
         return True
 
-    def forget(self) -> None:
-        """Release the remembered error and the stack frames that it holds."""
-        self._failed = None
-
     def close(self, remove: bool = False) -> None:
-        """Close the file.
-
-        Args:
-            remove: True to remove the file, too.
-        """
+        """Close the file; ``remove`` deletes it, too."""
         folder, self.folder, self._failed = self.folder, None, None
         if folder is not None:
             self._write_to(bytearray(file_format.FILE.itemsize))

@@ -39,13 +39,8 @@ def remove_finished(folder: Path) -> None:
         _remove(folder)
 
 
-def remove_old(root: str | os.PathLike[str], keep: int = KEPT) -> None:
-    """Remove the folders of earlier runs, except those of the newest failed runs.
-
-    Args:
-        root: ``default_root_dir``.
-        keep: number of failed runs to keep.
-    """
+def remove_old(root: str | os.PathLike[str]) -> None:
+    """Remove the folders of earlier runs below a ``default_root_dir``, except those of the newest failed runs."""
     folder = Path(os.path.abspath(root)) / FOLDER
     if not folder.is_dir():
         return
@@ -53,7 +48,7 @@ def remove_old(root: str | os.PathLike[str], keep: int = KEPT) -> None:
     for run in over:
         if all(view.state == State.FINISHED for view in read_run(run)):
             _remove(run)
-    for run in [run for run in over if run.is_dir()][keep:]:
+    for run in [run for run in over if run.is_dir()][KEPT:]:
         _remove(run)
 
 

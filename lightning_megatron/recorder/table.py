@@ -14,13 +14,7 @@ _COLUMNS = ("rank", "host", "device", "pid", "state", "action", "since")
 
 
 def render(views: Sequence[RankView], diagnosis: Diagnosis, now: int) -> str:
-    """Render the table as text.
-
-    Args:
-        views: views of all ranks.
-        diagnosis: diagnosis of them; the culprits come first.
-        now: time of the report, in nanoseconds of the clock.
-    """
+    """Render the table as text, culprits first; ``now`` is the time of the report, in nanoseconds of the clock."""
     order = [*diagnosis.culprits, *(view.rank for view in views if view.rank not in diagnosis.culprits)]
     by_rank = {view.rank: view for view in views}
     rows = [_row(by_rank[rank], now) for rank in order[:_SHOWN]]
@@ -58,13 +52,7 @@ def last_actions(view: RankView, count: int) -> str:
 
 
 def as_json(views: Sequence[RankView], diagnosis: Diagnosis, last: int) -> dict[str, Any]:
-    """Table and last actions as values for JSON.
-
-    Args:
-        views: views of all ranks.
-        diagnosis: diagnosis of them.
-        last: number of last actions to include for each rank.
-    """
+    """Table, and the ``last`` actions of each rank, as values for JSON."""
     return {
         "culprits": list(diagnosis.culprits),
         "is_fact": diagnosis.is_fact,

@@ -119,11 +119,7 @@ class PeerWatch:
         return views
 
     def blame(self, doing: str) -> str:
-        """Report the rank to blame for a failed collective, and return the text of the error.
-
-        Args:
-            doing: description of the failed action.
-        """
+        """Report the rank to blame for a failed action, and return the text of the error."""
         self._recorder.set_state(State.LOST, doing)
         begun = time.monotonic()
         while True:
@@ -138,12 +134,7 @@ class PeerWatch:
         return f"{doing}: {diagnosis.reason or 'found no other rank that is dead, stopped or behind'}"
 
     def report(self, views: Sequence[RankView], diagnosis: Diagnosis) -> None:
-        """Log the table on the lowest surviving rank, and one line on the others or if the culprit raised; only once.
-
-        Args:
-            views: views of all ranks.
-            diagnosis: diagnosis of them.
-        """
+        """Log the table on the lowest surviving rank, one line on the others or if the culprit raised; only once."""
         with self._reporting:
             if self._has_reported:
                 return

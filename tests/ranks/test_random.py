@@ -19,7 +19,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.models.transformer import Block
-from lightning_megatron.pipeline.partition import partition
+from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.recompute import recomputed
 from lightning_megatron.testing.parity import whole_parameters
 
@@ -70,7 +70,7 @@ def test_one_seed_gives_the_same_whole_weights_on_every_layout(ranks, tp):
 
 def weights_of_parts(tp: int) -> list[tuple[Any, float]]:
     """Each stage of a pipeline of three, built alone."""
-    return [initial_weights(tp, LLAMA, torch.float32, parts=[stage]) for stage in partition(3, 3)]
+    return [initial_weights(tp, LLAMA, torch.float32, parts=[stage]) for stage in LayerSplit().stages(3, 3)]
 
 
 def test_a_rank_that_builds_some_layers_gives_them_the_same_weights(ranks):

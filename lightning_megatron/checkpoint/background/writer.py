@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_megatron.checkpoint.background.host_copy import HostCopy, StateCopy
 from lightning_megatron.checkpoint.directory.atomic_dir import (
@@ -29,6 +30,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.recorder.file_format import Kind
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class BackgroundWriter:
@@ -78,12 +80,7 @@ class BackgroundWriter:
 
         self.wait()
         replicas = pending.guard is not None and pending.guard.replicas
-        try:
-            self._copy = begun = on_all_ranks(self._mesh, pending.action, copied)
-        except CheckpointError:
-            if self._mesh.rank == 0:
-                discard(pending.temporary)
-            raise
+        self._copy = begun = _or_discarded(self._mesh, pending, copied)
         self._pending = pending
         self._links = links_in(pending.path.parent) if self._mesh.rank == 0 else {}
         self._is_durable.clear()
@@ -161,7 +158,8 @@ class BackgroundWriter:
         """Body of the writer thread."""
         try:
             with self._own_mesh.host.during(Kind.WRITE, str(pending.path)):
-                self._copied(pending, begun).write(self._own_mesh)
+                state = _or_discarded(self._own_mesh, pending, begun.finish)
+                replace(pending, state=state).write(self._own_mesh)
             if self._own_mesh.host_group is not None:
                 drain_group(self._own_mesh.host_group)
             self._is_durable.set()
@@ -172,14 +170,6 @@ class BackgroundWriter:
             self._error.__cause__ = error
         finally:
             begun.release()
-
-    def _copied(self, pending: PendingSave, begun: StateCopy) -> PendingSave:
-        try:
-            return replace(pending, state=on_all_ranks(self._own_mesh, pending.action, begun.finish))
-        except CheckpointError:
-            if self._mesh.rank == 0:
-                discard(pending.temporary)
-            raise
 
     def _follow(self) -> None:
         """Point links to the checkpoint that is durable now, and remove their old targets."""
@@ -200,6 +190,16 @@ class BackgroundWriter:
         if self._remover is not None:
             self._remover.join()
             self._remover = None
+
+
+def _or_discarded(mesh: ParallelMesh, pending: PendingSave, step: Callable[[], T]) -> T:
+    """Result of a step of a save on all ranks; if it fails, what the save has written is deleted."""
+    try:
+        return on_all_ranks(mesh, pending.action, step)
+    except CheckpointError:
+        if mesh.rank == 0:
+            discard(pending.temporary)
+        raise
 
 
 def _remove_all(paths: list[Path]) -> None:

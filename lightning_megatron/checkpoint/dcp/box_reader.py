@@ -37,14 +37,7 @@ _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _Read:
-    """A box to read.
-
-    Attributes:
-        file: file that holds the tensor.
-        values: place of the whole tensor.
-        offsets: offsets of the box in the tensor.
-        target: memory of the box.
-    """
+    """A box to read: at ``offsets`` of a whole tensor, whose ``values`` lie in a file, into the memory ``target``."""
 
     file: Path
     values: Values

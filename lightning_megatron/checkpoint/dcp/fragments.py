@@ -48,7 +48,7 @@ from lightning_megatron.checkpoint.dcp.box_reader import BoxReader
 from lightning_megatron.checkpoint.dcp.box_writer import BoxWriter
 from lightning_megatron.checkpoint.integrity.manifest import FileRecord, record, records
 from lightning_megatron.checkpoint.integrity.metadata_file import METADATA
-from lightning_megatron.checkpoint.tensors.fragment import Fragment, cover_fault
+from lightning_megatron.checkpoint.tensors.fragment import Fragment, cover_fault, part_of
 from lightning_megatron.checkpoint.tensors.keys import Key
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.tensors.state_dict import State
@@ -145,7 +145,7 @@ class FragmentSavePlanner(SavePlanner):
         items = []
         for key, value in self._state.items():
             if isinstance(value, LazyTensor):
-                items.append(_shard(key, value, value.box))
+                items.append(_shard(key, value, Box.whole(value.shape)))
             elif isinstance(value, Fragment):
                 items += [_shard(key, value, chunk.box) for chunk in value.chunks if chunk.write]
             else:
@@ -248,9 +248,7 @@ class FragmentLoadPlanner(LoadPlanner):
         index = read_item.dest_index
         assert index.index is not None
         data = self._state[index.fqn].chunks[index.index].data
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            data = data.narrow(dim, offset, length)
-        return data
+        return part_of(data, Box(read_item.dest_offsets, read_item.lengths))
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing to do: :meth:`resolve_tensor` gave the memory itself."""

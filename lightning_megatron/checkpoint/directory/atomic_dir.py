@@ -197,21 +197,17 @@ def swap_entries(a: Path, b: Path) -> bool:
 
 def sync_file(file: Path) -> None:
     """Wait until a file is on the disk."""
-    _sync(file, os.O_RDONLY)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_directory(directory: Path) -> None:
     """Wait until the names in a directory are on the disk."""
     if os.name == "posix":
-        _sync(directory, os.O_RDONLY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_file(directory)
 
 
 def delete(path: Path) -> None:

@@ -67,7 +67,7 @@ class FolderLock:
             OSError: if the folder cannot be written.
         """
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-        begun = time.monotonic()
+        begun, has_said = time.monotonic(), False
         while not self._try():
             note, age = self._look()
             if note is None:
@@ -78,9 +78,9 @@ class FolderLock:
             elif (waited := time.monotonic() - begun) >= patience:
                 raise FolderInUseError(_refusal(self.folder, whose, waited, self._lock))
             else:
-                if say is not _silent:
+                if not has_said:
                     say(f"waiting up to {patience:.0f} s for {whose}: it saves in {self.folder}")
-                    say = _silent
+                    has_said = True
                 time.sleep(min(_LOOK, patience))
         self._beats = threading.Thread(target=self._beat, name=f"keeping {self.folder}", daemon=True)
         self._beats.start()
@@ -187,6 +187,3 @@ def _refusal(folder: Path, whose: str, waited: float, lock: Path) -> str:
         f"replace each other's: wait for it to end, end it, or give ModelCheckpoint another dirpath. If you are sure "
         f"that it has died, on another machine, delete {lock}"
     )
-
-
-def _silent(text: str) -> None: ...

@@ -58,12 +58,9 @@ class RankPart(NamedTuple):
 
 
 def content_of_file(meta: Mapping[str, Any], parts: Sequence[RankPart], *, has_stages: bool) -> dict[str, Any]:
-    """Lightning's dictionary, with slots in the place of tensors.
+    """Lightning's dictionary, with slots in the place of tensors, from the parts of all ranks.
 
-    Args:
-        meta: everything but the model and the state of optimizers.
-        parts: parts of all ranks.
-        has_stages: True if the model is divided over pipeline stages.
+    ``meta`` has everything but the model and the state of optimizers.
     """
     values: dict[str, Any] = {key: value for part in parts for key, value in part.plain.items()}
     own = {key: value for key, value in values.items() if Key.parse(key).is_of_rank}
@@ -105,9 +102,6 @@ def in_order_of_definition(stages: Sequence[Sequence[str]]) -> list[str]:
 
     Each stage's order is kept. Of two names that are equal up to their first number, such as those of layers, the one
     with the smaller number comes first; otherwise that of the earlier stage.
-
-    Args:
-        stages: names on each rank.
     """
     found: dict[str, None] = {}
     rest = [deque(names) for names in dict.fromkeys(map(tuple, stages))]

@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint.formats.meta import NOTE
 from lightning_megatron.checkpoint.integrity.fault import Fault
 from lightning_megatron.checkpoint.integrity.manifest import Progress
 from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_odd, refuse_packed
-from lightning_megatron.checkpoint.tensors.fragment import Fragment
+from lightning_megatron.checkpoint.tensors.fragment import Fragment, part_of
 from lightning_megatron.checkpoint.tensors.keys import (
     MAIN,
     MODEL,
@@ -36,7 +36,7 @@ from lightning_megatron.checkpoint.tensors.keys import (
 )
 from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.params import NO_PARAMETER
+from lightning_megatron.params import NO_PARAMETER, Box
 
 MODEL_STATE, OPTIMIZERS = "state_dict", "optimizer_states"
 _BLOCK = 1 << 20
@@ -65,11 +65,7 @@ class SingleFile:
 
     @classmethod
     def open(cls, path: Path, weights_only: bool) -> SingleFile:
-        """Read everything but the values of tensors.
-
-        Args:
-            path: the file.
-            weights_only: True to refuse a file that holds objects.
+        """Read everything but the values of tensors; ``weights_only`` refuses a file that holds objects.
 
         Raises:
             CheckpointError: if it is no such file.
@@ -151,11 +147,7 @@ class SingleFile:
 
 @dataclass(frozen=True)
 class FilePart:
-    """Values of a file for a state, by the keys of this package's checkpoints.
-
-    Attributes:
-        values: the values.
-    """
+    """Values of a file for a state, by the keys of this package's checkpoints."""
 
     values: Mapping[str, Any]
 
@@ -171,8 +163,7 @@ class FilePart:
                 state[key] = self.values[key]
                 continue
             for chunk in value.chunks:
-                bounds = zip(chunk.box.offsets, chunk.box.sizes, strict=True)
-                chunk.data.copy_(self.values[key][tuple(slice(o, o + n) for o, n in bounds)])
+                chunk.data.copy_(part_of(self.values[key], chunk.box))
 
 
 def record_faults(path: Path, rank: int, ranks: int) -> list[Fault]:
@@ -226,11 +217,9 @@ def _stripped(value: Any, true: tuple[int, ...] | None) -> Any:
     """A tensor without the padding of the vocabulary, which is zero in parameters and in optimizer state."""
     if true is None or not torch.is_tensor(value) or value.dim() != len(true) or tuple(value.shape) == true:
         return value
-    inner = value
-    for dim, size in enumerate(true):
-        if size > value.shape[dim]:
-            return value
-        inner = inner.narrow(dim, 0, size)
+    if any(size > held for size, held in zip(true, value.shape, strict=True)):
+        return value
+    inner = part_of(value, Box.whole(true))
     return inner if torch.count_nonzero(value) == torch.count_nonzero(inner) else value
 
 

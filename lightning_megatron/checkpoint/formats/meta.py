@@ -43,9 +43,7 @@ def is_plain(value: Any) -> bool:
 def is_surely_plain(value: Any, depth: int = 20) -> bool:
     """True for lists, tuples and dicts of numbers, strings and tensors, which are plain without a trial save.
 
-    Args:
-        value: any value.
-        depth: number of nested containers that are inspected.
+    ``depth`` is the number of nested containers that are inspected.
     """
     kind = type(value)
     if kind in (str, float, bool, type(None)):

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_megatron.checkpoint.directory.atomic_dir import sync_directory, sync_file
+from lightning_megatron.checkpoint.tensors.fragment import part_of
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.params import Box
@@ -48,13 +49,7 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file.
-
-    Attributes:
-        dtype: its dtype.
-        shape: its shape.
-        start: its first byte, from the beginning of the file.
-    """
+    """A tensor of a file; ``start`` is its first byte, from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -180,7 +175,4 @@ def read_part(path: Path, entry: Entry, box: Box) -> Tensor:
 
 def _mapped(file: Path, entry: Entry, box: Box, mode: str) -> Tensor:
     mapped = np.memmap(file, np.uint8, mode, entry.start, (entry.num_bytes,))  # type: ignore[call-overload]
-    view = torch.from_numpy(mapped).view(entry.dtype).view(entry.shape)
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        view = view.narrow(dim, offset, size)
-    return view
+    return part_of(torch.from_numpy(mapped).view(entry.dtype).view(entry.shape), box)

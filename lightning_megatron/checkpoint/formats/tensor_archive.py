@@ -12,8 +12,6 @@ machine's byte order. torch writes and reads the others.
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import pickletools
 import struct
 import sys
@@ -26,25 +24,11 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint.formats.torch_file import STORAGE_CLASSES, STORAGES, Pickled, TensorSlot
 from lightning_megatron.checkpoint.integrity.hashed_files import HashedStream
 from lightning_megatron.checkpoint.integrity.metadata_file import Place
 from lightning_megatron.checkpoint.integrity.unpacked_size import FileSlice
 
-_STORAGES: dict[str, torch.dtype] = {
-    "torch DoubleStorage": torch.float64,
-    "torch FloatStorage": torch.float32,
-    "torch HalfStorage": torch.float16,
-    "torch BFloat16Storage": torch.bfloat16,
-    "torch LongStorage": torch.int64,
-    "torch IntStorage": torch.int32,
-    "torch ShortStorage": torch.int16,
-    "torch CharStorage": torch.int8,
-    "torch ByteStorage": torch.uint8,
-    "torch BoolStorage": torch.bool,
-    "torch ComplexFloatStorage": torch.complex64,
-    "torch ComplexDoubleStorage": torch.complex128,
-}
-STORAGE_CLASSES = {dtype: getattr(torch, name.partition(" ")[2]) for name, dtype in _STORAGES.items()}
 _LONGEST = 1 << 16  # bytes of a description
 _LARGEST = 1 << 31  # bytes of values; more would need another form of archive
 _LOCAL, _SUMS = struct.Struct("<4s5H3L2H"), struct.Struct("<4s3L")
@@ -54,11 +38,7 @@ _STORED = (8, 0, 0, 33)  # checksums follow; not compressed; time and date, of 1
 
 
 class ArchiveWriter:
-    """Writes tensors one after the other into a file so that ``torch.load`` reads each of them.
-
-    Args:
-        stream: the file.
-    """
+    """Writes tensors one after the other into a file so that ``torch.load`` reads each of them."""
 
     def __init__(self, stream: HashedStream) -> None:
         self._stream = stream
@@ -87,22 +67,9 @@ class ArchiveWriter:
 def _head(tensor: Tensor) -> _Archive:
     """The files of an archive before that of the values."""
     archive = _Archive()
-    archive.add("data.pkl", _pickled(tensor.view(-1).view(tensor.shape)))  # strides of dimensions of size 1 may be any
+    archive.add("data.pkl", Pickled(TensorSlot("", tensor.dtype, tuple(tensor.shape))).pickle)
     archive.add("byteorder", sys.byteorder.encode())
     return archive
-
-
-def _pickled(tensor: Tensor) -> bytes:
-    """The pickle that ``torch.save`` makes: the storage is named, and lies in a file of the archive."""
-    content = io.BytesIO()
-    named = "storage", STORAGE_CLASSES[tensor.dtype], "0", "cpu", tensor.numel()
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> Any:
-            return named if isinstance(value, torch.TypedStorage) else None
-
-    Pickler(content, protocol=2).dump(tensor)
-    return content.getvalue()
 
 
 class _Archive:
@@ -148,13 +115,7 @@ class _Archive:
 
 @dataclass(frozen=True)
 class Values:
-    """Position of a tensor's contiguous values in a file.
-
-    Attributes:
-        start: first byte, counted from the beginning of the file.
-        dtype: their dtype.
-        shape: shape of the tensor.
-    """
+    """Position of a tensor's contiguous values in a file; ``start`` counts bytes from its beginning."""
 
     start: int
     dtype: torch.dtype
@@ -162,11 +123,7 @@ class Values:
 
 
 class ValueFinder:
-    """Finds the values of the archives in a file; many archives begin with the same bytes.
-
-    Args:
-        stream: the file.
-    """
+    """Finds the values of the archives in a file; many archives begin with the same bytes."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -216,7 +173,7 @@ def _description(pickled: bytes) -> tuple[torch.dtype, tuple[int, ...]]:
     is_dense = offset == 0 and count == prod(shape) and is_in_order
     if function != "torch._utils _rebuild_tensor_v2" or key != "0" or not is_dense:
         raise ValueError("not a plain tensor")
-    return _STORAGES[kind], shape
+    return STORAGES[kind], shape
 
 
 def _calls(pickled: bytes) -> Any:

@@ -15,7 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.formats.tensor_archive import STORAGE_CLASSES
+from lightning_megatron.comm.p2p import as_bytes
+
+STORAGES: dict[str, torch.dtype] = {
+    "torch DoubleStorage": torch.float64,
+    "torch FloatStorage": torch.float32,
+    "torch HalfStorage": torch.float16,
+    "torch BFloat16Storage": torch.bfloat16,
+    "torch LongStorage": torch.int64,
+    "torch IntStorage": torch.int32,
+    "torch ShortStorage": torch.int16,
+    "torch CharStorage": torch.int8,
+    "torch ByteStorage": torch.uint8,
+    "torch BoolStorage": torch.bool,
+    "torch ComplexFloatStorage": torch.complex64,
+    "torch ComplexDoubleStorage": torch.complex128,
+}
+"""Dtypes by the names of their storages in a pickle; those of other dtypes are named by their bytes."""
+STORAGE_CLASSES = {dtype: getattr(torch, name.partition(" ")[2]) for name, dtype in STORAGES.items()}
 
 _ALIGNMENT = 64  # bytes, as in torch's files
 _LOCAL_HEADER, _ZIP64_FIELD, _FIELD_HEAD = 30, 20, 4  # bytes of the parts of a zip archive before a file's content
@@ -25,10 +42,7 @@ _LOCAL_HEADER, _ZIP64_FIELD, _FIELD_HEAD = 30, 20, 4  # bytes of the parts of a 
 class TensorSlot:
     """A tensor in an object that :class:`TorchFile` writes; its values are written later.
 
-    Attributes:
-        key: name by which the writer knows it.
-        dtype: its dtype.
-        shape: its shape.
+    ``key`` is the name by which the writer knows it.
     """
 
     key: str
@@ -46,6 +60,13 @@ class _Storage:
     number: int
     slot: TensorSlot
 
+    @property
+    def name(self) -> tuple[Any, ...]:
+        """The name that ``torch.save`` gives it."""
+        if (kind := STORAGE_CLASSES.get(self.slot.dtype)) is None:
+            return "storage", torch.UntypedStorage, str(self.number), "cpu", self.slot.nbytes
+        return "storage", kind, str(self.number), "cpu", prod(self.slot.shape)
+
 
 class TorchFile:
     """Writes an object so that ``torch.load`` reads it, with tensors in the place of slots.
@@ -59,7 +80,7 @@ class TorchFile:
     """
 
     def __init__(self, path: Path, content: Any) -> None:
-        found = _Pickled(content)
+        found = Pickled(content)
         self.slots = list(found.numbers)
         self._numbers = iter(found.numbers.values())
         self._archive = zipfile.ZipFile(path, "w")
@@ -67,11 +88,11 @@ class TorchFile:
         self._write("byteorder", sys.byteorder.encode())
         self._write("version", b"3\n")
         for number, value in found.values.items():
-            self._write(f"data/{number}", _bytes_of(value))
+            self._write(f"data/{number}", as_bytes(value).numpy().data)
 
     def add(self, value: Tensor) -> None:
         """Write the values of the next slot."""
-        self._write(f"data/{next(self._numbers)}", _bytes_of(value))
+        self._write(f"data/{next(self._numbers)}", as_bytes(value).numpy().data)
 
     def close(self) -> None:
         """End the file."""
@@ -88,11 +109,11 @@ class TorchFile:
             stream.write(content)
 
 
-class _Pickled:
+class Pickled:
     """The pickle of an object, in which storages of tensors have numbers.
 
     Attributes:
-        pickle: the pickle.
+        pickle: the pickle, as ``torch.save`` makes it.
         numbers: number of each slot.
         values: tensors of the object itself, by number.
     """
@@ -107,7 +128,7 @@ class _Pickled:
                 return outer._reduced(value) if isinstance(value, TensorSlot | Tensor) else NotImplemented
 
             def persistent_id(self, value: Any) -> Any:
-                return _name_of(value) if isinstance(value, _Storage) else None
+                return value.name if isinstance(value, _Storage) else None
 
         Pickler(stream, protocol=2).dump(content)
         self.pickle = stream.getvalue()
@@ -124,14 +145,3 @@ class _Pickled:
         function, (_, _, _, _, _, _, *more) = torch.empty(0, dtype=slot.dtype).__reduce_ex__(2)
         strides = tuple(prod(slot.shape[dim + 1 :]) for dim in range(len(slot.shape)))
         return function, (_Storage(number, slot), 0, slot.shape, strides, False, OrderedDict(), *more)
-
-
-def _name_of(storage: _Storage) -> tuple[Any, ...]:
-    slot = storage.slot
-    if (kind := STORAGE_CLASSES.get(slot.dtype)) is None:
-        return "storage", torch.UntypedStorage, str(storage.number), "cpu", slot.nbytes
-    return "storage", kind, str(storage.number), "cpu", prod(slot.shape)
-
-
-def _bytes_of(value: Tensor) -> Any:
-    return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint.integrity.fault import listed
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError, ConfigError, Problem, nearest_names
 from lightning_megatron.finite import amount, not_finite
 
 _SHOWN_NAMES = 8
-_SHOWN_FAULTS = 10
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,7 @@ def transposed(native: str, foreign: str) -> WeightRule:
 def stacked(native: str, *foreign: str, lead: tuple[int, ...] = ()) -> WeightRule:
     """Foreign tensors stacked along new first dimensions of ours: gate and up ``[2, F, H]``, experts' ``[E, 2, F, H]``.
 
-    Args:
-        native: our name.
-        foreign: foreign names.
-        lead: sizes of the new dimensions; empty for a single one.
+    ``lead`` has the sizes of the new dimensions; empty for a single one.
     """
     lead = lead or (len(foreign),)
 
@@ -120,14 +117,7 @@ def split_qkv(fused: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, T
 
 
 def paired(native: str, foreign: str, *, heads: int, turned: int) -> WeightRule:
-    """Heads whose last ``turned`` rows are rotated in adjacent pairs there, and here as one half with the other.
-
-    Args:
-        native: our name.
-        foreign: foreign name.
-        heads: number of heads.
-        turned: number of rotated rows, at the end of each head.
-    """
+    """Heads whose last ``turned`` rows are rotated in adjacent pairs there, and here as one half with the other."""
 
     def reorder(x: Tensor, pairs: tuple[int, int]) -> Tensor:
         rows = x.unflatten(0, (heads, -1))
@@ -209,9 +199,7 @@ class WeightMap:
             repeats = {name: foreign[file_names[name]] for name in rule.repeats if name in file_names}
             found[rule.native] = LazyTensor(shape, joined.dtype, partial(_joined, rule, parts, repeats))
         if faults:
-            more = [f"... and {len(faults) - _SHOWN_FAULTS} more"] if len(faults) > _SHOWN_FAULTS else []
-            text = ["the tensors do not fit the model:", *faults[:_SHOWN_FAULTS], *more]
-            raise CheckpointError("\n  - ".join(text))
+            raise CheckpointError(f"the tensors do not fit the model:\n{listed(faults)}")
         return found
 
     def to_foreign(self, native: Mapping[str, LazyTensor]) -> Iterator[Split]:

@@ -57,11 +57,7 @@ def _sums_of(span: FileRange) -> bytes:
 
 
 class BlockSums:
-    """The checksums of a file that is written piece by piece.
-
-    Attributes:
-        length: number of bytes so far.
-    """
+    """The checksums of a file that is written piece by piece, with ``length`` bytes so far."""
 
     def __init__(self) -> None:
         self.length = 0

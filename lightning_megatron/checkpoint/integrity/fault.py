@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SHOWN = 3
-_LISTED = 10
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class Fault:
         return f"{self.file}: {self.what} ({', '.join(self.tensors[:_SHOWN])}{more})"
 
 
-def listed(faults: Sequence[object]) -> str:
+def listed(faults: Sequence[object], most: int = 10) -> str:
     """The first faults, one a line."""
-    shown = [f"  - {fault}" for fault in faults[:_LISTED]]
-    if len(faults) > _LISTED:
-        shown.append(f"  - ... and {len(faults) - _LISTED} more")
+    shown = [f"  - {fault}" for fault in faults[:most]]
+    if len(faults) > most:
+        shown.append(f"  - ... and {len(faults) - most} more")
     return "\n".join(shown)

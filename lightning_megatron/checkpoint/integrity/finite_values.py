@@ -13,11 +13,7 @@ from lightning_megatron.finite import amount, not_finite
 
 
 def refuse_nonfinite(state: State, params: Collection[str]) -> None:
-    """Check this rank's parameters and optimizer state; buffers may hold any values.
-
-    Args:
-        state: state of a checkpoint.
-        params: names of the parameters in it.
+    """Check this rank's parameters, which have the names ``params``, and optimizer state; buffers may hold any values.
 
     Raises:
         CheckpointError: naming each that is not finite.

@@ -20,11 +20,8 @@ class HashedStream(io.BufferedIOBase):
     """A new file. Memory that has been written may be reused after each call.
 
     One thread hashes the bytes while the system copies them. Another one syncs the file every now and then, so that the
-    ``fsync`` at the end finds most bytes on the disk.
-
-    Args:
-        path: the file.
-        threads: pool of two threads or more, which other files may use at other times.
+    ``fsync`` at the end finds most bytes on the disk. So the pool of ``threads`` needs two or more; other files may use
+    them at other times.
     """
 
     def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:

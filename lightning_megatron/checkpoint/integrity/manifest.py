@@ -83,7 +83,7 @@ class Manifest:
         content = {"format": FORMAT, **asdict(self)}
         if self.progress is None:
             del content["progress"]
-        digest = _digest(json.dumps(content, sort_keys=True).encode())
+        digest = hash_of(json.dumps(content, sort_keys=True).encode())
         return json.dumps({**content, "digest": digest}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
@@ -131,10 +131,6 @@ def record(file: Path) -> FileRecord:
 def records(directory: Path, written: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
     """Records of files that have just been written, by name, after a check that the file system shows them.
 
-    Args:
-        directory: their directory.
-        written: the records, as they were made while the files were written.
-
     Raises:
         CheckpointError: if one is missing or truncated.
     """
@@ -148,10 +144,6 @@ def _length(file: Path) -> int:
     return file.stat().st_size if file.is_file() else -1
 
 
-def hash_of(sums: bytes) -> str:
-    """The hash of a file, from the checksums of all its blocks."""
-    return _digest(sums)
-
-
-def _digest(content: bytes) -> str:
+def hash_of(content: bytes) -> str:
+    """The hash of a text, or of a file, from the checksums of all its blocks."""
     return hashlib.blake2b(content, digest_size=32).hexdigest()

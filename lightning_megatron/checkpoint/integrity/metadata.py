@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -55,9 +54,7 @@ def damaged(path: Path, item: Item) -> bool:
     if not (path / item.file).is_file():  # a pipe would wait to be opened
         return True
     try:
-        with (path / item.file).open("rb") as stream:
-            stream.seek(item.start)
-            content = stream.read(item.end - item.start)
+        content = _content(path, item)
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             return len(content) != item.end - item.start or archive.testzip() is not None
     except Exception:  # zipfile and its decoders may raise anything for a broken archive
@@ -65,13 +62,7 @@ def damaged(path: Path, item: Item) -> bool:
 
 
 def content_faults(path: Path, metadata: Metadata, lengths: Mapping[str, int]) -> list[Fault]:
-    """Missing and surplus items of a checkpoint whose files are intact.
-
-    Args:
-        path: the checkpoint.
-        metadata: its table of contents.
-        lengths: bytes of each of its files.
-    """
+    """Missing and surplus items of a checkpoint whose files are intact; ``lengths`` are their bytes."""
     return _cover_faults(metadata) + _place_faults(metadata, lengths) + _optimizer_faults(path, metadata)
 
 
@@ -120,7 +111,8 @@ def _optimizer_faults(path: Path, metadata: Metadata) -> list[Fault]:
             faults.append(Fault(METADATA, f"{family} has no param_groups", (groups_of(family),)))
             continue
         try:
-            names = {name for group in _value(path, item) for name in group["params"]}
+            groups = torch.load(io.BytesIO(_content(path, item)), map_location="cpu", weights_only=True)
+            names = {name for group in groups for name in group["params"]}
         except Exception as error:  # whatever was written there instead
             faults.append(Fault(item.file, f"cannot be read: {error}", (item.key,)))
             continue
@@ -161,8 +153,7 @@ def _shapes_of_state(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict
     return found
 
 
-def _value(path: Path, item: Item) -> Sequence[Mapping[str, Any]]:
+def _content(path: Path, item: Item) -> bytes:
     with (path / item.file).open("rb") as stream:
         stream.seek(item.start)
-        content = stream.read(item.end - item.start)
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return stream.read(item.end - item.start)

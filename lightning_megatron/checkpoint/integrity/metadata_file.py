@@ -72,13 +72,7 @@ class _Sealed(type):
 
 
 class PickledObject(metaclass=_Sealed):
-    """An object of the file: the name of its class, its arguments and its state.
-
-    Attributes:
-        name: module and name of the class or function that the file names.
-        given: the positional arguments.
-        state: the value that ``__setstate__`` would get.
-    """
+    """An object of the file: module and name of its class, positional arguments, and the state to be set."""
 
     name = ""
     given: tuple[Any, ...]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import blake2b
 
-import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.integrity.fault import Fault
@@ -13,6 +12,7 @@ from lightning_megatron.checkpoint.tensors.fragment import Fragment
 from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import gather_object
+from lightning_megatron.comm.p2p import as_bytes
 from lightning_megatron.mesh import ParallelMesh
 
 Digests = Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], bytes]
@@ -55,5 +55,4 @@ def replica_faults(by_rank: list[Digests]) -> list[Fault]:
 
 
 def _digest(data: Tensor) -> bytes:
-    content = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return blake2b(content.numpy().data, digest_size=8).digest()
+    return blake2b(as_bytes(data).numpy().data, digest_size=8).digest()

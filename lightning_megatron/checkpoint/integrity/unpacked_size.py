@@ -94,12 +94,7 @@ def _refuse_packed(stream: Any, length: int, name: str) -> None:
 
 
 class FileSlice(io.RawIOBase):
-    """A part of a file, read like a file.
-
-    Args:
-        stream: the file.
-        place: the part.
-    """
+    """A part of a file, read like a file."""
 
     def __init__(self, stream: IO[bytes], place: Place) -> None:
         self._stream, self._place, self._at = stream, place, 0

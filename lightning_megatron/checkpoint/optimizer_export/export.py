@@ -18,6 +18,7 @@ from lightning_megatron.checkpoint.directory.atomic_dir import sync_file
 from lightning_megatron.checkpoint.formats import safetensors_file
 from lightning_megatron.checkpoint.formats.meta import refuse_objects
 from lightning_megatron.checkpoint.formats.safetensors_file import Entry
+from lightning_megatron.checkpoint.integrity.fault import listed
 from lightning_megatron.checkpoint.optimizer_export.memory_levels import StateHolders, collecting_steps
 from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
 from lightning_megatron.checkpoint.tensors.state_dict import State
@@ -28,7 +29,6 @@ from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
 
-_SHOWN = 10
 T = TypeVar("T")
 _Kind = tuple[torch.dtype, tuple[int, ...]]
 _Place = tuple[str, Box]
@@ -38,12 +38,7 @@ _Offer = tuple[str, Box, bool]
 
 @dataclass
 class HostMemory:
-    """Host memory of this rank that an export or import takes beside the state itself.
-
-    Attributes:
-        now: bytes in use.
-        peak: maximum of bytes in use.
-    """
+    """Host memory of this rank that an export or import takes beside the state itself: bytes now and at the peak."""
 
     now: int = 0
     peak: int = 0
@@ -263,8 +258,7 @@ def _refuse_misfit(state: State, entries: Mapping[str, Entry]) -> None:
         elif isinstance(value, Fragment) and entries[key].shape != value.shape:
             faults.append(f"{key}: shape {entries[key].shape} in the file, {value.shape} in the model")
     if faults:
-        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        raise CheckpointError("\n  - ".join(["the file does not fit:", *faults[:_SHOWN], *more]))
+        raise CheckpointError(f"the file does not fit:\n{listed(faults)}")
 
 
 def _packed(state: State) -> dict[str, Tensor]:

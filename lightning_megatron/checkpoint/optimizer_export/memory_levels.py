@@ -41,13 +41,8 @@ class StateHolders:
 def collecting_steps(layout: ParallelLayout, ranks_per_node: int, level: str) -> list[list[StateHolders]]:
     """The groups of a job in steps; groups of one step are in host memory at the same time.
 
-    Args:
-        layout: resolved layout.
-        ranks_per_node: number of processes on a node.
-        level: name in ``MEMORY_LEVELS``.
-
     Raises:
-        ConfigError: for another name.
+        ConfigError: for a level that is not in ``MEMORY_LEVELS``.
     """
     if level not in MEMORY_LEVELS:
         near = nearest_names(level, list(MEMORY_LEVELS))

@@ -39,14 +39,9 @@ class _Found(NamedTuple):
 
 
 def faults_of(path: Path, mesh: ParallelMesh, check: Check = "hashes") -> list[Fault]:
-    """Files that differ from what was written; the same list on all ranks. Every rank must call this.
+    """Files that differ from what was written; the same list on all ranks. All call this, and share the reading.
 
     For a single file of Lightning's: the records whose check sums are wrong.
-
-    Args:
-        path: the checkpoint.
-        mesh: the ranks that share the reading.
-        check: the extent of the check.
 
     Raises:
         CheckpointError: on every rank, if there is no checkpoint, or a rank cannot read it.
@@ -59,11 +54,7 @@ def compared(
 ) -> tuple[Manifest | None, list[Fault]]:
     """The manifest of a checkpoint, ``None`` for a single file, and the faults of :func:`faults_of`.
 
-    Args:
-        path: the checkpoint.
-        mesh: the ranks that share the reading.
-        check: the extent of the check.
-        known: its manifest, if this process has already checked it by ``"sizes"``; that check is then skipped.
+    The check by ``"sizes"`` is skipped with ``known``, the manifest of a checkpoint that has already passed it here.
     """
 
     def look() -> tuple[Manifest | None, _Found]:
@@ -88,9 +79,7 @@ def compared(
 def ranges_by_rank(lengths: Mapping[str, int], num_ranks: int) -> list[list[tuple[str, int, int]]]:
     """File ranges for each rank: name, first byte and end. Their lengths differ by one block at most.
 
-    Args:
-        lengths: bytes of each file, by name.
-        num_ranks: number of ranks.
+    ``lengths`` are the bytes of each file, by name.
     """
     names = sorted(lengths, key=_by_numbers)
     blocks = [-(-lengths[name] // BLOCK) for name in names]

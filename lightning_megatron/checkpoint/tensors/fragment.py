@@ -34,7 +34,7 @@ class FlatBox:
     def view(self, flat: Tensor) -> Tensor:
         """The elements of the box as a view of the flat range."""
         padded = flat[self.start : self.start + prod(self.shape)].view(self.shape)
-        return _narrowed(padded, self.box.sizes)
+        return part_of(padded, Box.whole(self.box.sizes))
 
 
 def boxes_of_range(
@@ -83,10 +83,11 @@ def _inside_row(
         yield (row, *offsets), (1, *sizes)
 
 
-def _narrowed(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    for dim, size in enumerate(sizes):
-        x = x.narrow(dim, 0, size)
-    return x
+def part_of(whole: Tensor, box: Box) -> Tensor:
+    """The elements of a box as a view of the whole tensor."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Fragment:
             raise ValueError(
                 f"a local tensor of shape {local_shape} is no slice of one of shape {spec.global_shape} {how}"
             )
-        data = _narrowed(local.detach(), box.sizes)
+        data = part_of(local.detach(), Box.whole(box.sizes))
         keep = not box.is_empty or 0 in spec.global_shape  # a tensor without elements still has a name and a shape
         return cls(spec.global_shape, local.dtype, (Chunk(box, data, write),) if keep else ())
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.params import Box
 
 _SHOWN = 8
 
@@ -28,11 +27,6 @@ class LazyTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     materialize: Callable[[], Tensor]
-
-    @property
-    def box(self) -> Box:
-        """The box of the whole tensor."""
-        return Box.whole(self.shape)
 
     def on_meta(self) -> Tensor:
         """A tensor on the meta device, to work out shapes and dtypes without memory."""
@@ -54,11 +48,7 @@ def in_dtype(tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> di
 def cast(name: str, value: Tensor, dtype: torch.dtype, others: Iterable[tuple[str, Tensor]]) -> Tensor:
     """A tensor in another dtype.
 
-    Args:
-        name: its name, for the error.
-        value: the tensor.
-        dtype: the new dtype.
-        others: names and values that are cast to it too; they are read only for the error text.
+    ``others`` are cast to it too; they are read only for the error text.
 
     Raises:
         CheckpointError: naming the tensors of which a finite value becomes infinite or NaN.

@@ -25,9 +25,9 @@ from lightning_megatron.lightning.step.per_token_loss import LogsTokenMean, Toke
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.broadcast import broadcast_params
 from lightning_megatron.optim.buffers.slot import Slot
+from lightning_megatron.optim.clip import norms_by_name
 from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.finite_check import FiniteCheck
-from lightning_megatron.optim.norms import norms_by_name
 from lightning_megatron.optim.replicas import ReplicaCheck
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs

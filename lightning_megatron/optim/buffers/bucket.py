@@ -28,8 +28,10 @@ class Bucket:
         key: the key of the buffer.
         slots: the parameters.
         start: first element of the bucket in the buffer.
-        params: ``[n]``, the parameters, padded.
-        grads: ``[n]``, their accumulated gradients.
+        params: ``[n]``, the parameters, padded: the bucket's range of the flat parameters.
+        grads: ``[n]``, their accumulated gradients: the bucket's range of the flat gradients.
+        axis: the ranks that share gradients.
+        sharded: True if each rank owns one share, False if each owns all.
         own_start: first element in the buffer of the share that this rank owns.
         own_params: ``[n / ranks]`` (``[n]`` unsharded), a view of ``params``.
         own_grads: this rank's view of ``grads``; the mean over the axis once a reduction is finished.
@@ -37,12 +39,6 @@ class Bucket:
         is_mean: True if gradients have been reduced; none may be added before :meth:`undo_mean`.
 
     Args:
-        key: the key of the buffer.
-        slots: the parameters.
-        start: first element of the bucket in the buffer.
-        params: ``[n]``, the bucket's range of the flat parameters.
-        grads: ``[n]``, the bucket's range of the flat gradients.
-        axis: the ranks that share gradients.
         shard: True if each rank owns one share, False if each owns all.
         mean_over: number of ranks over whose gradients the mean is taken. It exceeds the size of the axis for experts,
             whose gradients already include the tokens of other ranks.

@@ -43,11 +43,6 @@ def plan_buckets(sizes: Sequence[int], bucket_size: int, ranks: int) -> list[Buc
     """Group parameters, in the order given, into buckets of at least ``bucket_size`` elements (the last may be less).
 
     A parameter is never split over buckets. A bucket is padded so that it consists of ``ranks`` equal aligned shares.
-
-    Args:
-        sizes: elements of each parameter.
-        bucket_size: elements after which a bucket is closed.
-        ranks: number of ranks that share a bucket.
     """
     plans: list[BucketPlan] = []
     start = offset = first = 0

@@ -31,7 +31,6 @@ class FlatBuffer:
         buckets: ranges of both tensors, each communicated in one collective.
 
     Args:
-        key: properties that the parameters have in common.
         owned: the parameters, in order of definition, all on one device.
         axis: the ranks that share gradients.
         config: the optimizer's switches.

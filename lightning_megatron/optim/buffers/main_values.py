@@ -52,7 +52,6 @@ class MainValues:
         parts: the tensors that the optimizer sees, views of ``flat``.
 
     Args:
-        bucket: the bucket.
         dtype: dtype of the values; ``None`` for the parameters' own.
         whole: True to show the optimizer each parameter in its shape (the model's own ones where dtypes agree).
     """

@@ -112,12 +112,7 @@ class GradReducer:
             self._start_ready(self._missing)
 
     def place(self, bucket: Bucket, slot: Slot) -> GradPlace | None:
-        """Place to which a layer's backward adds a gradient itself; ``None`` if the gradient must pass the hook.
-
-        Args:
-            bucket: bucket of the parameter.
-            slot: slot of the parameter.
-        """
+        """Place to which a layer's backward adds a gradient itself; ``None`` if the gradient must pass the hook."""
         is_sent_now = self._in_last_backward and self._overlap and any(b.axis.size > 1 for b in self._buckets)
         if is_sent_now or self.complete or bucket.reduce_started:
             return None
@@ -298,9 +293,6 @@ class _Gate:
 
     Compiled code reads only ``waits``, and the wait itself stays outside of the graph. To avoid a graph break at every
     module, the outermost module of a compiled part waits for all parameters of the part.
-
-    Args:
-        module: the module.
 
     Attributes:
         called: True if the module was called with gradients.

@@ -73,12 +73,7 @@ KNOWN: tuple[KnownOptimizer, ...] = (
 
 
 def update_scope(optimizer: Optimizer, elementwise: Sequence[OptimizerRef] = ()) -> UpdateScope:
-    """The update scope of ``optimizer``; the whole model for an unknown one.
-
-    Args:
-        optimizer: the user's optimizer.
-        elementwise: optimizers that the user declares element-wise.
-    """
+    """The update scope of ``optimizer``: the whole model if it is neither known nor named in ``elementwise``."""
     if is_fused_adamw(optimizer) or _computes_like(type(optimizer), ELEMENTWISE):
         return UpdateScope.ELEMENT
     if any(_is(type(optimizer), given) for given in elementwise):

@@ -14,7 +14,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
-from lightning_megatron.pipeline.partition import partition
+from lightning_megatron.pipeline.partition import LayerSplit
 
 VOCAB = 23
 GPT = TransformerConfig(2, 16, 4, VOCAB, 12, init_std=0.3)
@@ -182,7 +182,7 @@ def test_a_copy_of_a_model_is_a_model_of_its_own(model):
 
 
 def test_names_of_parameters_carry_the_global_number_of_their_layer():
-    second_half = partition(4, 2)[1]
+    second_half = LayerSplit().stages(4, 2)[1]
     part = GPTModel(LLAMA.replace(num_layers=4), parts=[second_half])
     names = {name.split(".")[1] for name, _ in part.named_parameters() if name.startswith("layers.")}
     assert names == {"2", "3"}

@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.presets import preset
-from lightning_megatron.pipeline.partition import parse_layout, partition
+from lightning_megatron.pipeline.partition import LayerSplit, parse_layout
 from lightning_megatron.stage import StageLayers
+
+
+def partition(*args: int, loss_cost: float = 1.0, **split: Any) -> tuple[StageLayers, ...]:
+    return LayerSplit(**split).stages(*args, loss_cost=loss_cost)
 
 
 def sizes(*args: Any, **kwargs: Any) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.safetensors_file import read_lazily
+from lightning_megatron.checkpoint.integrity.fault import listed
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, is_plain_name
 from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_odd, refuse_packed
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
@@ -22,7 +23,6 @@ from lightning_megatron.files.small import read_object
 CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
-_SHOWN = 10
 
 
 def is_hf_directory(path: str | os.PathLike[str]) -> bool:
@@ -98,8 +98,7 @@ def _indexed(header: Callable[[Path], dict[str, LazyTensor]], index: Path) -> di
 
 
 def _misfits(faults: Sequence[str]) -> CheckpointError:
-    more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-    return CheckpointError("\n  - ".join(["the files do not fit together:", *faults[:_SHOWN], *more]))
+    return CheckpointError(f"the files do not fit together:\n{listed(faults)}")
 
 
 def _pickled(file: Path) -> dict[str, LazyTensor]:

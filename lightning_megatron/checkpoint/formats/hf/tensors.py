@@ -39,10 +39,7 @@ from lightning_megatron.errors import Problem, raise_if_any
 def weight_map(family: Family, config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]]) -> WeightMap:
     """Rules that convert weights between a Hugging Face model of the family and ours.
 
-    Args:
-        family: the family.
-        config: configuration of the model.
-        shapes: shapes of all its weights by global name.
+    ``shapes`` are those of all its weights, by global name.
 
     Raises:
         ConfigError: naming parameters for which the family has no tensors.
@@ -68,14 +65,9 @@ def row_rule(data: TensorRule, config: TransformerConfig) -> WeightRule:
 
 
 def whole_rules(family: Family, config: TransformerConfig, names: Set[str]) -> Iterator[TensorRule]:
-    """The rules of a family, with full names, for the weights that the model has.
+    """The rules of a family, with full names, for the weights that the model has, by their global ``names``.
 
     Adjacent rules with a layer number are expanded layer by layer.
-
-    Args:
-        family: the family.
-        config: configuration of the model.
-        names: global names of all its weights.
     """
     has_gates = config.activation in GATED
     fitting = (template for template in family.tensors.rules if template.gated in (None, has_gates))

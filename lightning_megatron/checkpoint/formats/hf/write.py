@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, SAFETENSO
 from lightning_megatron.checkpoint.formats.safetensors_file import header_bytes, num_bytes
 from lightning_megatron.checkpoint.formats.weight_map import Split
 from lightning_megatron.checkpoint.tensors.lazy_tensor import cast
+from lightning_megatron.comm.p2p import as_bytes
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files.writing import writing
 
@@ -106,12 +107,8 @@ def _write_shard(file: Path, shard: Shard, values: Iterator[tuple[str, Tensor]])
         with file.open("wb") as stream:
             stream.write(header_bytes(shard))
             for dtype, _ in shard.values():
-                _write_tensor(stream, cast(*next(values), dtype, values))
+                stream.write(as_bytes(cast(*next(values), dtype, values)).numpy().data)
         sync_file(file)
-
-
-def _write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
-    stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _write_file(file: Path, content: Path | Mapping[str, Any]) -> None:

@@ -6,11 +6,8 @@ from Megatron's command line; ``sizes`` compares a configuration with the tensor
 """
 
 from lightning_megatron.checkpoint.formats.megatron.arguments import config_from_arguments
-from lightning_megatron.checkpoint.formats.megatron.directory import (
-    MegatronCheckpoint,
-    is_megatron_directory,
-    open_megatron,
-)
+from lightning_megatron.checkpoint.formats.megatron.directory import is_megatron_directory, open_megatron
+from lightning_megatron.checkpoint.formats.megatron.legacy import MegatronCheckpoint
 from lightning_megatron.checkpoint.formats.megatron.sizes import size_problems
 
 __all__ = [

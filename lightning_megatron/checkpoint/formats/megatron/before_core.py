@@ -61,10 +61,6 @@ def core_names(model: Mapping[str, Any]) -> dict[str, Any]:
 def qkv_order(content: Mapping[str, Any], file: object) -> QKVOrder:
     """The order of the rows of queries, keys and values in a file from before megatron-core.
 
-    Args:
-        content: content of the file.
-        file: its path, for error texts.
-
     Raises:
         CheckpointError: for an unknown version.
     """

@@ -4,40 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.formats.megatron.before_core import QKVOrder
-from lightning_megatron.checkpoint.formats.megatron.legacy import read_legacy
+from lightning_megatron.checkpoint.formats.hf.directory import read_json_object
+from lightning_megatron.checkpoint.formats.megatron.legacy import MegatronCheckpoint, read_legacy
 from lightning_megatron.checkpoint.formats.megatron.torch_dist import COMMON, read_torch_dist
 from lightning_megatron.checkpoint.formats.megatron.unpickle import command_line, load_file
 from lightning_megatron.checkpoint.integrity.manifest import MANIFEST
-from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files.small import read_object
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _METADATA = "metadata.json"
 _RANKS = "mp_rank_*"
 _LONGEST = 64  # bytes of the file that names the last iteration
-
-
-@dataclass(frozen=True)
-class MegatronCheckpoint:
-    """A checkpoint of Megatron.
-
-    Attributes:
-        tensors: tensors of the model by the names of ``names.py``, read when they are materialized.
-        arguments: Megatron's command line; ``None`` if it is not there, or was not read.
-        is_old: True if it is from before megatron-core.
-        qkv_order: order of the rows of queries, keys and values.
-    """
-
-    tensors: dict[str, LazyTensor]
-    arguments: dict[str, Any] | None
-    is_old: bool = False
-    qkv_order: QKVOrder = "head"
 
 
 def is_megatron_directory(path: str | os.PathLike[str]) -> bool:
@@ -85,16 +65,12 @@ def open_megatron(path: str | os.PathLike[str], *, allow_pickle: bool = False) -
         _refuse_other_backend(directory / _METADATA)
         return MegatronCheckpoint(read_torch_dist(directory), _common_arguments(directory, allow_pickle))
     if any(directory.glob(_RANKS)):
-        found = read_legacy(directory, allow_pickle=allow_pickle)
-        return MegatronCheckpoint(found.tensors, found.arguments, found.is_old, found.qkv_order)
+        return read_legacy(directory, allow_pickle=allow_pickle)
     raise CheckpointError(f"{directory} is no checkpoint of Megatron: it has neither {_METADATA} nor {_RANKS}")
 
 
 def _refuse_other_backend(file: Path) -> None:
-    try:
-        backend = read_object(file).get("sharded_backend")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    backend = read_json_object(file).get("sharded_backend")
     if backend != "torch_dist":
         raise CheckpointError(f"{file}: the format is {backend!r}; torch_dist and torch can be read")
 

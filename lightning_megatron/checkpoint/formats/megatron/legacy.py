@@ -50,23 +50,23 @@ class _Shard:
 
 
 @dataclass(frozen=True)
-class Legacy:
-    """A checkpoint of this format.
+class MegatronCheckpoint:
+    """A checkpoint of Megatron in either format.
 
     Attributes:
-        tensors: whole tensors of the model, merged when they are materialized.
-        arguments: Megatron's command line; ``None`` if the files have none.
+        tensors: tensors of the model by the names of ``names.py``, read and merged when they are materialized.
+        arguments: Megatron's command line; ``None`` if it is not there, or was not read.
         is_old: True if it is from before megatron-core.
         qkv_order: order of the rows of queries, keys and values.
     """
 
     tensors: dict[str, LazyTensor]
     arguments: dict[str, Any] | None
-    is_old: bool
-    qkv_order: QKVOrder
+    is_old: bool = False
+    qkv_order: QKVOrder = "head"
 
 
-def read_legacy(directory: Path, *, allow_pickle: bool) -> Legacy:
+def read_legacy(directory: Path, *, allow_pickle: bool) -> MegatronCheckpoint:
     """Open a checkpoint of this format.
 
     Raises:
@@ -89,7 +89,7 @@ def read_legacy(directory: Path, *, allow_pickle: bool) -> Legacy:
     _refuse_missing(directory, ranks)
     shards = _shards(ranks)
     tensors = {name: _merged(name, parts, _is_gated(name, shards), order) for name, parts in shards.items()}
-    return Legacy(tensors, arguments, is_old, order)
+    return MegatronCheckpoint(tensors, arguments, is_old, order)
 
 
 def _refuse_other_experts(directory: Path, arguments: Mapping[str, Any]) -> None:
@@ -126,11 +126,7 @@ def _refuse_missing(directory: Path, ranks: Mapping[Place, Any]) -> None:
 
 
 def _shards(chunks: Mapping[Place, Sequence[Mapping[str, Any]]]) -> dict[str, list[_Shard]]:
-    """Shards of each whole tensor by its name, in the order of tensor-parallel ranks.
-
-    Args:
-        chunks: the models of each rank's file.
-    """
+    """Shards of each whole tensor by its name, in the order of tensor-parallel ranks."""
     stages = sorted({place[1] for place in chunks})
     count = len(chunks[0, 0, 0])
     order = [(v, p) for v in range(count) for p in stages]

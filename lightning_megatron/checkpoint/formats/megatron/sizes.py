@@ -18,12 +18,7 @@ _OUTPUT = "output_layer.weight"
 
 
 def size_problems(tensors: Mapping[str, LazyTensor], config: TransformerConfig) -> list[Problem]:
-    """Fields of the configuration whose values the tensors contradict.
-
-    Args:
-        tensors: tensors of the checkpoint, by the names of ``names.py``.
-        config: configuration of the model.
-    """
+    """Fields of the configuration whose values the tensors, by the names of ``names.py``, contradict."""
     found = {
         "num_layers": _count(rf"{re.escape(LAYERS)}(\d+)\.", tensors),
         "num_experts": _count(r"\.mlp\.experts\.(\d+)\.", tensors),

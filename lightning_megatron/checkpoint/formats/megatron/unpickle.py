@@ -25,12 +25,7 @@ _PICKLES = 5  # of a file from before torch 1.6: magic number, version, machine,
 
 
 class StandIn:
-    """Stand-in for an object whose class is not imported.
-
-    Attributes:
-        given: arguments of its constructor.
-        state: its pickled state.
-    """
+    """Stand-in for an object whose class is not imported: its constructor's arguments, and its pickled state."""
 
     def __init__(self, *given: Any) -> None:
         self.given = given
@@ -46,9 +41,7 @@ class StandIn:
 def load_file(file: Path, *, allow_pickle: bool) -> dict[str, Any]:
     """The dictionary in a file that ``torch.save`` wrote; tensors are mapped, and read when they are used.
 
-    Args:
-        file: the file.
-        allow_pickle: True to read other objects too, as stand-ins.
+    With ``allow_pickle`` other objects are read too, as stand-ins.
 
     Raises:
         CheckpointError: if it is no such file, or holds objects and ``allow_pickle`` is not set.

@@ -22,10 +22,7 @@ from lightning_megatron.errors import Problem, raise_if_any
 def megatron_weight_map(config: TransformerConfig, names: Set[str], order: QKVOrder = "head") -> WeightMap:
     """Rules that convert a decoder of megatron-core to our model of this configuration.
 
-    Args:
-        config: configuration of the model.
-        names: global names of all its parameters.
-        order: order of the rows of queries, keys and values.
+    ``names`` are the global names of all its parameters.
 
     Raises:
         ConfigError: naming parameters that megatron-core does not have.
