@@ -77,11 +77,6 @@ def placement_of(module: nn.Module | None) -> Placement | None:
 def store_placement(module: nn.Module, placement: Placement, previous: Placement | None) -> None:
     """Store the placement of a module's parallel layers, once its model is built.
 
-    Args:
-        module: module of the user.
-        placement: placement by this Trainer.
-        previous: placement of its layers at the start of this Trainer.
-
     Raises:
         ConfigError: naming layers that an earlier Trainer built for other ranks.
     """
@@ -127,18 +122,11 @@ def _layout_text(layout: ParallelLayout) -> str:
 def carry_over(
     module: nn.Module, model: nn.Module, previous: Placement, built: nn.Module, placement: Placement
 ) -> None:
-    """Copy the weights of a model to its replacement in another placement; all ranks call this.
+    """Copy the weights of a model to ``built``, of the same configuration, in another placement; all ranks call this.
 
     Besides parameters and buffers it copies ``requires_grad`` and the training mode. Parameters of the module outside
     its model exist on every pipeline stage; only the last stage, which has the loss, trains them, so the others copy
     its values.
-
-    Args:
-        module: module of the user.
-        model: old model.
-        previous: placement of the old model.
-        built: new model, of the same configuration.
-        placement: placement of the new model.
 
     Raises:
         ConfigError: if weights are on ranks that do not take part.

@@ -70,11 +70,7 @@ def _has_values(given: object) -> bool:
 
 
 class Outline:
-    """A whole model without memory, and the changes that a user makes to it before it is built for a layout.
-
-    Args:
-        model: the model, on the meta device.
-    """
+    """A whole model on the meta device, and the changes that a user makes to it before it is built for a layout."""
 
     def __init__(self, model: nn.Module) -> None:
         for part in model.modules():

@@ -27,14 +27,7 @@ def export_optimizers(
     *,
     sharded: bool,
 ) -> HostMemory:
-    """Write main values, per-element state, steps and groups; all ranks call this.
-
-    Args:
-        path: the file.
-        optimizers: the distributed optimizers.
-        through: mesh and plan of collection.
-        sharded: True if data-parallel ranks hold different shards.
-    """
+    """Write main values, per-element state, steps and groups; all ranks call this."""
     _refuse_whole(optimizers)
     state, experts = _state(optimizers, through.mesh, sharded)
     for key, value in state.items():

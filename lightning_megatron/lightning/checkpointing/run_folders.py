@@ -22,11 +22,7 @@ PATIENCE = DEAD_AFTER + 30.0
 
 
 class RunFolders:
-    """The folders of a Trainer's checkpoint callbacks, while it fits. Only rank 0 uses it.
-
-    Args:
-        trainer: Trainer whose callbacks save.
-    """
+    """The folders of a Trainer's checkpoint callbacks, while it fits. Only rank 0 uses it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -44,10 +40,7 @@ class RunFolders:
         return list(dict.fromkeys(folder for folder, _ in self._places()))
 
     def hold(self, patience: float = 0.0) -> None:
-        """Lock the folders against other runs until :meth:`release`.
-
-        Args:
-            patience: seconds to wait for another run to end.
+        """Lock the folders until :meth:`release`; wait up to ``patience`` seconds for another run to end.
 
         Raises:
             FolderInUseError: if another run saves there; the text names it.
@@ -97,12 +90,7 @@ class RunFolders:
         return None
 
     def next_progress(self, before: checkpoint.Progress | None, step: int) -> checkpoint.Progress:
-        """Progress of the next save.
-
-        Args:
-            before: progress of the checkpoint that the run was resumed from; ``None`` for a new run.
-            step: number of steps now.
-        """
+        """Progress of the next save, at this step of a run that was resumed from ``before``, if any."""
         known = [one.progress for one in self.found() if one.progress is not None]
         if before is not None and all(before >= other for other in known):
             return checkpoint.Progress(before.generation, step)

@@ -224,12 +224,7 @@ def load_optimizers(
 ) -> None:
     """Fill the optimizers, and the parameters from main values; all ranks call this.
 
-    Args:
-        opened: the checkpoint, as :func:`load_model` has opened it.
-        module: the user's module.
-        optimizers: the distributed optimizers.
-        sharded: True if data-parallel ranks hold different shards of optimizer state.
-        finite: True to refuse optimizer state that is NaN or infinite.
+    :func:`load_model` has opened the checkpoint. :func:`save_trainer_checkpoint` explains ``sharded`` and ``finite``.
     """
     mesh, meta = opened.mesh, opened.meta
     rejoin_groups(meta, module, optimizers)

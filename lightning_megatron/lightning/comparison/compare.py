@@ -20,28 +20,19 @@ _LONGEST = 60
 class RankComparison:
     """Compares ranks through the store, since process groups of ranks with other settings could hang.
 
-    Args:
-        store: store of the rendezvous; ``None`` for a single rank.
-        rank: rank of this process.
-        world_size: number of ranks.
-        may_differ: names of facts that are left out, with ``*`` and ``?`` as wildcards.
+    Facts of the names in ``may_differ`` are left out, see :func:`is_left_out`.
     """
 
-    def __init__(self, store: Store | None, rank: int, world_size: int, may_differ: Sequence[str]) -> None:
-        self._meeting = None if store is None else Meeting(store, rank, world_size, "comparison")
+    def __init__(self, store: Store, rank: int, world_size: int, may_differ: Sequence[str]) -> None:
+        self._meeting = Meeting(store, rank, world_size, "comparison")
         self._may_differ = tuple(may_differ)
 
     def compare(self, statement: Statement) -> None:
         """Compare the statements of all ranks. Every rank must call this.
 
-        Args:
-            statement: statement of this rank.
-
         Raises:
             ConfigError: on all ranks, with every difference and the ranks that have each value.
         """
-        if self._meeting is None:
-            return
         groups = {"": statement.shared, **statement.within}
         text = json.dumps({"groups": groups, "may_differ": self._may_differ})
         if found := json.loads(self._meeting.judged(text, _judge)):
@@ -55,11 +46,7 @@ the first rank; the ranks that have each value."""
 
 
 def differences(facts: Mapping[int, Facts]) -> list[Difference]:
-    """Find the facts that differ between ranks.
-
-    Args:
-        facts: facts of each rank.
-    """
+    """Find the facts that differ between ranks."""
     found: dict[tuple[str, tuple[str, ...]], Difference] = {}
     for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
         values = {rank: of_rank.get(name, NOTHING) for rank, of_rank in facts.items()}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -77,16 +78,7 @@ def start_statement(
     module: LightningModule | None,
     objects: Sequence[object] = (),
 ) -> Statement:
-    """Facts of a run that are known before its ranks communicate.
-
-    Args:
-        settings: arguments of the strategy.
-        layout: layout that results from them.
-        rank: rank of this process.
-        world_size: number of ranks.
-        module: user's module, attached to its Trainer.
-        objects: arguments of the Trainer's call: data module, path of a checkpoint.
-    """
+    """Facts of a run that are known before its ranks communicate; a module is attached to its Trainer by now."""
     strategy = {name: value for name, value in settings.items() if name not in _PLACES}
     shared = dict(flat("strategy", strategy))
     local: Facts = {}
@@ -110,14 +102,7 @@ def start_statement(
 def optimizer_statement(
     module: nn.Module, optimizers: Iterable[Optimizer], schedulers: Iterable[Any], stage: int
 ) -> Statement:
-    """Facts at the start of training: global shapes of the model's parameters, optimizers and their settings.
-
-    Args:
-        module: user's module with its model.
-        optimizers: user's optimizers.
-        schedulers: user's schedulers, in Lightning's configurations.
-        stage: pipeline stage; its ranks hold the same layers.
-    """
+    """Facts at the start of training: global shapes of the model's parameters, optimizers and their settings."""
     shared: Facts = {}
     held: Facts = {
         f"model.{name}": f"{list(spec.global_shape)} {param.dtype}{'' if param.requires_grad else ', frozen'}"
@@ -143,14 +128,7 @@ def loader_statement(loader: Any, stage: str, replica: int, *, may_be_empty: boo
         replica: replica of this rank.
         may_be_empty: True if some ranks may have no batches while others have.
     """
-    try:
-        length = len(loader)
-    except (TypeError, NotImplementedError):
-        length = None
-    try:
-        samples = len(loader.dataset)
-    except (AttributeError, TypeError, NotImplementedError):
-        samples = None
+    length, samples = sized_len(loader), sized_len(getattr(loader, "dataset", None))
     shared: Facts = {"trainer.stage": stage} | ({} if may_be_empty else {f"{stage}_dataloader.is_empty": length == 0})
     held = {"length": length, "samples": samples, "batch_size": getattr(loader, "batch_size", None)}
     return Statement(shared, {f"replica {replica}": dict(flat(f"{stage}_dataloader", held))})

@@ -101,12 +101,7 @@ class PlaceProbe:
     Each rank writes a file into each folder, or into its nearest parent that exists, and removes it. Where ranks are on
     several machines or have different paths, every rank looks for the file of rank 0.
 
-    Args:
-        store: store of the rendezvous.
-        rank: rank of this process.
-        world_size: number of ranks.
-        may_differ: names of places that are left out, with ``*`` and ``?`` as wildcards.
-        host: name of this machine, and of its view of file systems.
+    Places of the names in ``may_differ`` are left out, see :func:`is_left_out`.
     """
 
     def __init__(

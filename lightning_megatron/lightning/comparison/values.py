@@ -28,13 +28,7 @@ _LONGEST_LIST = 64
 
 
 def flat(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Plain]]:
-    """Flatten a value to plain values with dotted names; an object without plain content becomes the name of its class.
-
-    Args:
-        name: name of the value.
-        value: any value.
-        depth: depth of nesting inside another value.
-    """
+    """Flatten a value to plain values with dotted names; an object without plain content becomes its class's name."""
     if value is None or isinstance(value, bool | int | float | str):
         yield name, _scalar(value)
     elif depth > _DEEPEST or isinstance(value, nn.Module):

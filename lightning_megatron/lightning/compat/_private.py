@@ -188,11 +188,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 
 
 def trainer_argument(argument: str) -> Any:
-    """An argument of the Trainer that is being constructed; ``None`` if none is being constructed.
-
-    Args:
-        argument: name in ``Trainer.__init__``.
-    """
+    """An argument of the Trainer that is being constructed; ``None`` if none is being constructed."""
     # Read off the stack, since Lightning has no public way: its connector reads a strategy's accelerator, does not tell
     # it the user's choice, raises if there are both, and does not record if "cpu" was named by the user or by "auto".
     # The choices of "auto" are fixed in Lightning: AcceleratorRegistry cannot add to them.

@@ -116,9 +116,6 @@ def preferred_accelerator(parallel_devices: list[torch.device] | None) -> Accele
 
     Lightning uses the strategy's accelerator, and raises an error if the user has named one as well.
 
-    Args:
-        parallel_devices: devices that the user gave the strategy.
-
     Raises:
         ConfigError: if the user has named Gaudi, and there is none.
     """

@@ -22,14 +22,7 @@ def rank_problems(
     devices_per_node: int,
     variables: Mapping[str, str] = os.environ,
 ) -> list[Problem]:
-    """Faults of ranks that another program has started.
-
-    Args:
-        environment: cluster environment of the Trainer.
-        nodes: the Trainer's ``num_nodes``.
-        devices_per_node: the Trainer's ``devices``.
-        variables: environment variables of the process.
-    """
+    """Faults of ranks that another program has started."""
     if environment is None or not environment.creates_processes_externally:
         return []
     world, rank = environment.world_size(), environment.global_rank()

@@ -56,9 +56,6 @@ class MPIRanks:
     def found(cls, variables: Mapping[str, str]) -> MPIRanks | None:
         """The numbers of this process; ``None`` if no ``mpirun`` has started it, or it is the only one.
 
-        Args:
-            variables: environment variables of the process.
-
         Raises:
             ConfigError: for numbers that contradict each other.
         """
@@ -97,10 +94,6 @@ class MpirunEnvironment(GivenRanks):
     The rendezvous is at ``MASTER_ADDR`` and ``MASTER_PORT``, which ``mpirun -x`` exports to all ranks. Without these,
     it is on the loopback address if there is one machine, else on the first machine of the hostsfile, at a port derived
     from the job's name.
-
-    Args:
-        ranks: numbers of this process.
-        variables: environment variables of the process.
     """
 
     def __init__(self, ranks: MPIRanks, variables: Mapping[str, str] = os.environ) -> None:
@@ -160,10 +153,6 @@ def environment_of_ranks(
 
     Without mpi4py Lightning does not detect ``mpirun``, and takes each rank for the first process of a separate job. In
     a Slurm job it gives every rank the numbers of the Slurm task in which ``mpirun`` runs.
-
-    Args:
-        environment: environment that Lightning has chosen.
-        variables: environment variables of the process.
 
     Raises:
         ConfigError: for variables of ``mpirun`` that contradict each other.

@@ -55,11 +55,7 @@ class Children:
         self._are_ended.set()
 
     def end(self, grace: float = GRACE) -> list[int]:
-        """End the processes that do not end by themselves, and return their ranks.
-
-        Args:
-            grace: seconds to wait before that.
-        """
+        """End the processes that do not end by themselves within ``grace`` seconds, and return their ranks."""
         self._are_ended.set()
         with self._ending:
             if self._wait(grace):

@@ -131,11 +131,7 @@ class CheckedLauncher(SubprocessScriptLauncher):
 class JoinedLauncher(Launcher):
     """A launcher that starts nothing, for processes that torchrun, Slurm or MPI has started.
 
-    Args:
-        calls: calls into the strategy.
-        num_processes: processes on this node.
-        device: device of this process.
-        derives_address: True if the cluster environment derives the rendezvous address by itself.
+    With ``derives_address`` the cluster environment derives the rendezvous address by itself.
     """
 
     is_interactive_compatible = True
@@ -181,11 +177,7 @@ def look_at_files(objects: Sequence[object], trainer: Trainer | None) -> None:
 
 
 def share_cores(num_processes: int) -> None:
-    """Let torch compute on this process's share of the machine's cores, unless the user has given a number of threads.
-
-    Args:
-        num_processes: processes of the job on this machine.
-    """
+    """Let torch compute on this process's share of the cores, unless the user has given a number of threads."""
     if "OMP_NUM_THREADS" in os.environ:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -227,10 +219,6 @@ def launch_problems(environment: ClusterEnvironment | None, variables: Mapping[s
     """The fault of ranks that Lightning does not see, since another launcher has started them.
 
     Each of them would start a whole job of its own.
-
-    Args:
-        environment: cluster environment that Lightning has chosen.
-        variables: environment variables of the process.
     """
     if not isinstance(environment, LightningEnvironment) or environment.creates_processes_externally:
         return []

@@ -29,9 +29,6 @@ def warn_of_new_folder(trainer: Trainer) -> bool:
 
     Without a ``dirpath``, ``ModelCheckpoint`` saves, and Lightning looks, in the logger's folder, and most loggers make
     a new one for each run.
-
-    Args:
-        trainer: Trainer whose callbacks and logger decide on the folder.
     """
     savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
     logger = trainer.logger

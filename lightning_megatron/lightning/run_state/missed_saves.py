@@ -10,11 +10,7 @@ from lightning_megatron.lightning.compat._private import steps_between_saves
 
 
 def warn_of_missed_saves(trainer: Trainer) -> None:
-    """Warn, before a batch, if the step before it should have been saved but its metric was missing.
-
-    Args:
-        trainer: one that is training; all ranks look at the same step.
-    """
+    """Warn, before a batch, if the step before it (the same on all ranks) should have been saved but had no metric."""
     step = trainer.global_step
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback.monitor is None or step == 0:

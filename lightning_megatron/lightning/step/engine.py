@@ -59,12 +59,7 @@ class StepEngine:
         return self._boundary.loss_scale
 
     def plain_step(self, step: Callable[[], Any], scale: float) -> Any:
-        """Run one forward of a model without pipeline stages; the caller runs the backward.
-
-        Args:
-            step: the user's step.
-            scale: factor of the loss in the backward.
-        """
+        """Run one forward of a model without stages; the caller runs the backward, of ``scale`` times the loss."""
         with self._mesh.pp.during(Kind.FORWARD), self._boundary.at(0, None, scale) as backward_scale:
             output = step()
             scale_with_tokens(backward_scale, num_tokens_in(output))
@@ -99,7 +94,6 @@ class StepEngine:
         Returns:
             Output of one ``training_step`` on the whole batch, without its graph.
         """
-
         work = TrainingWork(module, micro_batches, rest, self._boundary, scale)
         layout, rank = self._mesh.layout, self._mesh.pp.rank
         plan = training_plan(self._schedule, layout.pp, layout.vpp, len(micro_batches), rank)
@@ -115,12 +109,7 @@ class StepEngine:
     ) -> Any:
         """Run an evaluation step on all micro-batches, and join the outputs.
 
-        Args:
-            module: the user's module.
-            name: name of the step method.
-            micro_batches: micro-batches of one batch.
-            rest: arguments that Lightning passes to the step after the batch.
-            broadcast: True to give the output to all stages; else only the last one has it.
+        ``broadcast`` gives the output to all stages; else only the last one has it. Others: see :meth:`train`.
         """
         work = EvaluationWork(module, getattr(module, name), micro_batches, rest, self._boundary)
         layout, axis = self._mesh.layout, self._mesh.pp

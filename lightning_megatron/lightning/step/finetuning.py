@@ -42,11 +42,6 @@ def rejoin_groups(
 
     Lightning puts the groups into the optimizers only after their state is loaded here; and it leaves the parameters
     frozen, so that a resumed run would not train them.
-
-    Args:
-        checkpoint: non-tensor content of the checkpoint.
-        module: the user's module.
-        optimizers: the distributed optimizers.
     """
     for callback in _callbacks(module):
         saved = checkpoint.get("callbacks", {}).get(callback.state_key, {})

@@ -26,10 +26,6 @@ class BlockGraphs:
     On a device that compiles for fixed shapes, which takes minutes, only these batches may compile: the first one of
     training and of each evaluation loader, and every batch whose shapes have occurred before. Another batch, such as
     the shorter last one of an epoch, uses an existing graph if one fits, and else runs eagerly.
-
-    Args:
-        compiles: True if ``torch.compile`` is used.
-        device: device of this process.
     """
 
     def __init__(self, compiles: bool = False, device: torch.device | None = None) -> None:

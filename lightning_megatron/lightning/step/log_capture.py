@@ -74,11 +74,7 @@ class _Line:
 
 
 class LogCapture:
-    """Collects ``log`` calls of a module during one step, to replay them once.
-
-    Args:
-        module: module; calls of its ``log`` (and so ``log_dict``) are collected.
-    """
+    """Collects the calls of ``log``, and so of ``log_dict``, of a module during one step, to replay them once."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
@@ -178,10 +174,6 @@ class LogSync:
     One tensor of fixed length is broadcast: a flag, then the totals and values. The flag is 1 if the header has changed
     since the last step of this name, or if there are too many numbers: then an object follows, with the header and the
     numbers that did not fit.
-
-    Args:
-        axis: ranks of the pipeline.
-        device: device of the tensor.
     """
 
     _CAPACITY = 63
@@ -211,8 +203,8 @@ class LogSync:
         broadcast_in_place(packed, self._axis, -1)
         excess: list[float] = []
         if bool(packed[0]):
-            sent = own, [float(number) for number in numbers[self._CAPACITY :]]
-            self._headers[step], excess = self._broadcast_header(sent)
+            sent = own, [float(number) for number in numbers[self._CAPACITY :]]  # only the last stage's is used
+            self._headers[step], excess = broadcast_pickled(sent, self._axis, self._axis.ranks[-1], self._device)
         header = self._headers.get(step, _UNTOLD)
         received = [*packed[1 : 1 + min(header.num_numbers, self._CAPACITY)].clone(), *excess]
         capture.replay(header.lines, received[header.num_totals :])
@@ -228,8 +220,3 @@ class LogSync:
         packed = self._empty()
         packed[: len(row)] = torch.stack([torch.as_tensor(v).to(self._device, torch.float32) for v in row])
         return packed
-
-    def _broadcast_header(self, sent: tuple[_Header | None, list[float]]) -> tuple[_Header, list[float]]:
-        """The last stage's header and its numbers beyond the tensor; what other stages send is ignored."""
-        header, excess = broadcast_pickled(sent, self._axis, self._axis.ranks[-1], self._device)
-        return header, excess

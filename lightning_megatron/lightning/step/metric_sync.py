@@ -19,12 +19,7 @@ from lightning_megatron.mesh import ParallelMesh
 
 
 class MetricSync:
-    """``distributed_available_fn`` and ``dist_sync_fn`` of torchmetrics objects.
-
-    Args:
-        mesh: mesh of this rank.
-        device: device of the metrics.
-    """
+    """``distributed_available_fn`` and ``dist_sync_fn`` of torchmetrics objects."""
 
     def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
         self._replicas, self._pipeline, self._device = mesh.dp, mesh.pp, device

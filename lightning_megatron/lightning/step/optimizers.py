@@ -58,11 +58,7 @@ class KeepsWithinStep(Protocol):
     """A module that caches values computed from parameters for all forwards of a step."""
 
     def begin_batch(self, first: bool) -> None:
-        """Prepare for the forwards of a batch.
-
-        Args:
-            first: True if parameters may have changed since the batch before.
-        """
+        """Prepare for the forwards of a batch; ``first`` if parameters may have changed since the one before."""
         ...
 
     def release(self) -> None:
@@ -71,11 +67,7 @@ class KeepsWithinStep(Protocol):
 
 
 class Holder:
-    """A module's weak reference to the owner of its optimizers; a copy refers to no owner.
-
-    Args:
-        owner: the owner.
-    """
+    """A module's weak reference to the owner of its optimizers; a copy refers to no owner."""
 
     def __init__(self, owner: object = None) -> None:
         self._owner = None if owner is None else ref(owner)
@@ -92,16 +84,10 @@ class Holder:
 class OptimizerSet:
     """One :class:`ShardedOptimizer` for each of the user's optimizers; none if ``configure_optimizers`` returned none.
 
-    Args:
-        module: the module that is trained.
-        optimizers: the user's optimizers.
-        mesh: this rank's mesh.
-        config: settings of the distributed optimizer.
-        check_finite: True to check losses, gradients and parameters for NaN and infinity before each step.
-
     Attributes:
         sharded: the distributed optimizers.
-        finite_checks: the checks for NaN and infinity, by optimizer.
+        finite_checks: checks of losses, gradients and parameters for NaN and infinity before each step, by optimizer;
+            none without ``check_finite``.
     """
 
     def __init__(
@@ -280,11 +266,7 @@ class OptimizerSet:
 
     @contextmanager
     def last_backward(self, last: bool = True) -> Iterator[None]:
-        """Context of the last backward of a step, during which complete gradients are sent.
-
-        Args:
-            last: False if it is not the last; then nothing is sent.
-        """
+        """Context of the last backward of a step, which sends complete gradients; of another one if not ``last``."""
         with ExitStack() as stack:
             for sharded in self.sharded:
                 stack.enter_context(sharded.last_backward(last))

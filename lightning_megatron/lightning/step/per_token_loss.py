@@ -46,11 +46,7 @@ def num_tokens_in(output: Any) -> Any:
 
 
 def check_all_alike(one: Any, other: Any) -> None:
-    """Refuse a mix of sums and means among the losses of one optimizer step.
-
-    Args:
-        one: number of tokens of a micro-batch or batch, or ``None``.
-        other: number of tokens of another one, or ``None``.
+    """Refuse a mix of sums, with a number of tokens, and means, with ``None``, in one optimizer step.
 
     Raises:
         MisconfigurationException: if just one of them is ``None``.
@@ -88,12 +84,7 @@ def tokens_before(module: object, batch: Any) -> Tensor | None:
 
 
 def scale_with_tokens(scale: BackwardScale, tokens: Any) -> None:
-    """Give auxiliary losses the same weight beside a sum over tokens as beside a mean.
-
-    Args:
-        scale: scale of the loss, which is multiplied by the number of tokens.
-        tokens: number of tokens over which the loss is a sum; ``None`` for a mean.
-    """
+    """Multiply the scale of auxiliary losses by the tokens of a sum, so that they weigh the same as beside a mean."""
     if tokens is not None:
         scale.value = scale.value * torch.as_tensor(tokens).detach().float()
 
@@ -117,10 +108,7 @@ class TokenCounter:
         self._total: Tensor | None = None
 
     def normalize(self, output: Any) -> Any:
-        """Count a batch, and turn its loss into a mean.
-
-        Args:
-            output: output of ``training_step`` for one replica's whole batch.
+        """Count one replica's whole batch by the output of its ``training_step``, and turn its loss into a mean.
 
         Returns:
             The output, with the mean loss of the batch over all replicas, and their number of tokens, in place of this

@@ -96,15 +96,7 @@ class _Work:
 
 
 class TrainingWork(_Work):
-    """``training_step`` on every micro-batch.
-
-    Args:
-        module: the user's module.
-        micro_batches: pieces of the batch with their weights.
-        rest: arguments that Lightning passes after the batch.
-        boundary: boundary of pipeline stages.
-        scale: factor of each loss in the backward, on top of its weight.
-    """
+    """``training_step`` on every micro-batch; in the backward each loss has a factor ``scale`` on top of its weight."""
 
     def __init__(
         self,
@@ -159,12 +151,9 @@ class TrainingWork(_Work):
         return [torch.stack(parts).sum() for parts in (self._losses, tokens) if parts]
 
     def output(self, totals: Sequence[Tensor]) -> Any:
-        """Output of one ``training_step`` on the whole batch, without its graph.
+        """Output of one ``training_step`` on the whole batch, without its graph, from the last stage's totals.
 
         Besides the loss and the number of tokens, entries of a dict exist on the last stage only.
-
-        Args:
-            totals: totals of the last stage.
         """
         if not totals:
             return None

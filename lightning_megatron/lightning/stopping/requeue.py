@@ -35,10 +35,6 @@ def requeue_signal_of(environment: ClusterEnvironment | None, variables: Mapping
     """The signal after which a job with such an environment must be requeued; ``None`` for none.
 
     Lightning requeues only jobs started by ``srun``; here Slurm jobs that run ``torchrun`` or ``mpirun`` are, too.
-
-    Args:
-        environment: cluster environment of the Trainer.
-        variables: environment variables of the process.
     """
     if isinstance(environment, SLURMEnvironment):
         wanted = environment.requeue_signal if environment.auto_requeue else None

@@ -39,9 +39,6 @@ class StopSignals:
     have a handler that is neither Python's default nor Lightning's, or were ignored when the process began; those of
     :meth:`add` are handled even if they were ignored.
 
-    Args:
-        names: names of the signals.
-
     Attributes:
         noted: numbers of the signals received.
         waits: True to note a signal; False to let it end this process, and those that it has launched, at once.
@@ -134,11 +131,7 @@ def end_at_once(number: int) -> None:
 
 
 def handed_on(kill_children: Callable[[int], None]) -> AbstractContextManager[Any]:
-    """Forward SIGTERM to a launcher's processes in this context, unless it has a handler.
-
-    Args:
-        kill_children: function that sends a signal to all of them.
-    """
+    """Forward SIGTERM to a launcher's processes in this context, unless it has a handler."""
     stack = ExitStack()
     before = signal.getsignal(signal.SIGTERM)
     if before == signal.SIG_DFL and threading.current_thread() is threading.main_thread():

@@ -49,11 +49,7 @@ def _end_with_the_rank() -> None:
 
 
 def let_workers_outlive_signals(loader: object) -> None:
-    """Start the workers of a loader with :class:`PatientWorker`.
-
-    Args:
-        loader: any object; only a ``DataLoader`` with workers is changed.
-    """
+    """Start the workers of a loader, if it is a ``DataLoader`` that has some, with :class:`PatientWorker`."""
     if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, PatientWorker):
         loader.worker_init_fn = PatientWorker(loader.worker_init_fn)
         # Python sends daemonic children one SIGTERM when a process exits, and waits. torch sends another before, unless

@@ -36,9 +36,6 @@ class ResumedRandomness:
     """Random numbers of a resumed run, equal to those of an uninterrupted run.
 
     Where resuming itself draws from the generators, they are reset to a saved state.
-
-    Args:
-        ranks: this rank and the others.
     """
 
     def __init__(self, ranks: JobRanks) -> None:
@@ -82,10 +79,6 @@ class ResumedRandomness:
 class RunCheckpoints:
     """Sharded checkpoints of the model and of optimizers on flat buffers; all ranks call every method.
 
-    Args:
-        ranks: this rank and the others.
-        params: parameters and their optimizers.
-
     Attributes:
         ranks: this rank and the others.
         folders: folders of the run.
@@ -107,12 +100,6 @@ class RunCheckpoints:
         self._settings: tuple[Any, Any, int] = [], [], 0
         self._opened: OpenCheckpoint | None = None
 
-    @property
-    def _module(self) -> LightningModule:
-        module = self.ranks.strategy.lightning_module
-        assert module is not None
-        return module
-
     def open(self, trainer: Trainer) -> None:
         """Lock the folders of a fit against other runs, and start a background writer if asked for.
 
@@ -130,26 +117,20 @@ class RunCheckpoints:
     # Saving
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, guard: SaveGuard | None) -> None:
-        """Write a checkpoint, or start to write it in the background.
-
-        Args:
-            checkpoint: Lightning's dictionary.
-            filepath: path of the checkpoint.
-            guard: check of the checkpoint before it is published; ``None`` for no check.
-        """
+        """Write Lightning's dictionary, or begin to in the background; ``guard`` checks it before it is published."""
         raise_if_any(address_problems("filepath", filepath))
         self._params.finish_finite_checks()
         self._params.settle()
         path, lost = self.ranks.broadcast((str(filepath), self.folders.lost()))
         if lost:
             raise CheckpointError(f"saving {path}: {lost}")
-        goes_on, has_optimizers = is_fitting(self._module), "optimizer_states" in checkpoint
+        goes_on, has_optimizers = is_fitting(self.ranks.module), "optimizer_states" in checkpoint
         if not goes_on:
             self.finish()
         checkpointing.save_trainer_checkpoint(
             path,
             checkpoint,
-            self._module,
+            self.ranks.module,
             self._params.sharded,
             self._saving_mesh(checkpoint),
             sharded=self._job.optimizer.shard,
@@ -203,7 +184,7 @@ class RunCheckpoints:
         """Load a checkpoint of any layout in place, or the weights of a Hugging Face directory."""
         raise_if_any(address_problems("ckpt_path", checkpoint_path))
         self.finish()
-        module, path, check = self._module, str(checkpoint_path), self.load_check
+        module, path, check = self.ranks.module, str(checkpoint_path), self.load_check
         if self.folders.goes_on_from_last:
             path, check = self.folders.newest_good(check), "sizes"  # its content has been checked
         path, opened, self._opened = self.ranks.broadcast(path), self._opened, None
@@ -229,27 +210,27 @@ class RunCheckpoints:
         is_alone = not self.ranks.is_connected and self.ranks.num_local * self.ranks.num_nodes == 1
         loaded = checkpointing.load_model(
             path,
-            self._module,
+            self.ranks.module,
             ParallelMesh.single(self.ranks.strategy.root_device) if is_alone else self.ranks.mesh,
             fits=fits,
             weights_only=weights_only,
             check=check,
             finite=self._job.check_for_nan_in_loss_and_grad,
         )
-        self._shown, self._stamps, self._written = dict(loaded.checkpoint["state_dict"]), _stamps(self._module), []
+        self._shown, self._stamps, self._written = dict(loaded.checkpoint["state_dict"]), _stamps(self.ranks.module), []
         return loaded
 
     def forget_shown(self) -> None:
         """Release the weights that hooks were shown, before the model gets its memory for training."""
         if self._loaded is not None:
             self._loaded.checkpoint["state_dict"] = self._shown = {}
-            self._written = [n for n, stamp in _stamps(self._module).items() if self._stamps.get(n) != stamp]
+            self._written = [n for n, stamp in _stamps(self.ranks.module).items() if self._stamps.get(n) != stamp]
 
     def load_optimizers(self) -> None:
         """Load optimizer state, and set parameters from main values, except those that hooks have written since."""
         if (loaded := self._loaded) is None:
             return
-        named, before = dict(self._module.named_parameters()), self._group_settings()
+        named, before = dict(self.ranks.module.named_parameters()), self._group_settings()
         written = {name: named[name].detach().clone() for name in self._written}
         self._fill_optimizers(loaded)
         for name, value in written.items():
@@ -261,7 +242,7 @@ class RunCheckpoints:
             self._params.refresh_main()
         else:
             how = {"sharded": self._job.optimizer.shard, "finite": self._job.check_for_nan_in_loss_and_grad}
-            checkpointing.load_optimizers(loaded.opened, self._module, self._params.sharded, **how)
+            checkpointing.load_optimizers(loaded.opened, self.ranks.module, self._params.sharded, **how)
 
     def go_on(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the group settings and random numbers of the checkpoint, whatever hooks have changed since."""
@@ -288,12 +269,12 @@ class RunCheckpoints:
         given, self._shown = self._shown, {}
         edited = {name: value for name, value in checkpoint["state_dict"].items() if value is not given.get(name)}
         if edited:
-            self._module.load_state_dict({**self._module.state_dict(), **edited}, strict=strict)
+            self.ranks.module.load_state_dict({**self.ranks.module.state_dict(), **edited}, strict=strict)
             self._params.refresh_main()
 
     def rewind(self, path: str) -> None:
         """Load parameters, buffers and optimizer state between two steps; keep everything else."""
-        module = self._module
+        module = self.ranks.module
         self.finish()
         settings = self._group_settings()
         loaded = self._load_model(path, self.load_check, None, fits=True)

@@ -20,9 +20,6 @@ T = TypeVar("T")
 class SaveFolders:
     """Checkpoint folders: rank 0 inspects them, and all ranks act on the result.
 
-    Args:
-        ranks: this rank and the others.
-
     Attributes:
         goes_on_from_last: True from the start of a fit with ``ckpt_path="last"`` until its checkpoint is chosen.
     """
@@ -98,9 +95,6 @@ class SaveFolders:
 
     def newest_good(self, check: checkpoint.Check) -> str:
         """The newest good checkpoint, with a warning if it is not the newest; called by all ranks.
-
-        Args:
-            check: extent to which files are compared with the manifest.
 
         Raises:
             CheckpointError: if there is none; it lists what is wrong with each.

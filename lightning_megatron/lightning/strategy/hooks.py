@@ -144,30 +144,29 @@ class StrategyHooks(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Place the model, and for training put it and the optimizers on flat buffers."""
         self._place()
-        assert self.lightning_module is not None
-        assert self.model is not None
+        module = self._ranks.module
         self._start.compare_restoring(False)
         self.checkpoints.forget_shown()
         self._graphs = BlockGraphs(bool(self._job.compile), self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             if self._layer_sync is not None:
+                assert self.model is not None
                 self.model = self._layer_sync.apply(self.model)
-            warn_of_idle(self.lightning_module, self.mesh.layout, self._job.recompute)
-            warn_of_slow(self.lightning_module, devices.kind_of(self.root_device), bool(self._job.compile))
+            warn_of_idle(module, self.mesh.layout, self._job.recompute)
+            warn_of_slow(module, devices.kind_of(self.root_device), bool(self._job.compile))
             self.setup_optimizers(trainer)
             self.checkpoints.load_optimizers()
             self._op_report_is_due = True
         self.setup_precision_plugin()
-        self.engine.watch(self.lightning_module)
-        introduce(trainer, self.lightning_module, self.mesh)
+        self.engine.watch(module)
+        introduce(trainer, module, self.mesh)
         self._memory.announce(type(self).__name__)
         self._terminal.open()
 
     def _place(self) -> None:
         """Make the model ready for the weights of a checkpoint, once in a run."""
         if self._start.place(self.boundary):
-            assert self.lightning_module is not None
-            self.model = self.precision_plugin.convert_module(self.lightning_module)
+            self.model = self.precision_plugin.convert_module(self._ranks.module)
             self.model_to_device()
 
     def model_to_device(self) -> None:
@@ -211,9 +210,8 @@ class StrategyHooks(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's shard of the model."""
-        assert self.lightning_module is not None
         self._params.finish_gather()
-        return self.lightning_module.state_dict()
+        return self._ranks.module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Empty: :meth:`save_checkpoint` writes optimizer state straight to the files."""
@@ -261,13 +259,12 @@ class StrategyHooks(ParallelStrategy):
         self._ranks.trials.agree()
         self.checkpoints.randomness.begin_batch(batch_idx)
         self.checkpoints.writer.catch_up()
-        if self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            warn_of_missed_saves(trainer)
-            if self.mesh.is_distributed:
-                self._validated = agree_to_validate(trainer, self._validated)
-            self._memory.measure(type(self).__name__, trainer.global_step, self.root_device, self.mesh.pp.rank)
-            self._terminal.count(trainer, batch_idx)
+        trainer = self._ranks.module.trainer
+        warn_of_missed_saves(trainer)
+        if self.mesh.is_distributed:
+            self._validated = agree_to_validate(trainer, self._validated)
+        self._memory.measure(type(self).__name__, trainer.global_step, self.root_device, self.mesh.pp.rank)
+        self._terminal.count(trainer, batch_idx)
 
     @contextmanager
     def watching_batches(self) -> Generator[None, None, None]:
@@ -297,8 +294,7 @@ class StrategyHooks(ParallelStrategy):
 
         With one micro-batch this is stock Lightning: the loss keeps its graph and :meth:`backward` differentiates it.
         """
-        module, optimizers = self.lightning_module, self._params.optimizers
-        assert module is not None
+        module, optimizers = self._ranks.module, self._params.optimizers
         assert optimizers is not None
         batch, *rest = [*args, *kwargs.values()]
         batches = module.trainer.accumulate_grad_batches
@@ -321,8 +317,7 @@ class StrategyHooks(ParallelStrategy):
     @recorded(Kind.BACKWARD)
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward, unless :meth:`training_step` has; the hooks are called in both cases."""
-        module, optimizers = self.lightning_module, self._params.optimizers
-        assert module is not None
+        module, optimizers = self._ranks.module, self._params.optimizers
         assert optimizers is not None
         if self._backward_is_done:
             self._backward_is_done = False
@@ -355,8 +350,7 @@ class StrategyHooks(ParallelStrategy):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         devices.mark_step(self.root_device)
         assert self._params.optimizers is not None
-        assert self.lightning_module is not None
-        is_last, is_refused = self.lightning_module.trainer.is_last_batch, self.precision_plugin.step_is_refused
+        is_last, is_refused = self._ranks.module.trainer.is_last_batch, self.precision_plugin.step_is_refused
         self._params.optimizers.step_is_over(optimizer, is_last, is_refused)
         return result
 
@@ -365,16 +359,14 @@ class StrategyHooks(ParallelStrategy):
         self._params.finish_finite_checks()
         self._params.finish_gather()
         self.checkpoints.finish()
-        if self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            self._terminal.count(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        trainer = self._ranks.module.trainer
+        self._terminal.count(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     # Evaluation
 
     def on_validation_start(self) -> None:
         """Give a validation that is repeated after resuming the random numbers of its first attempt."""
-        assert self.lightning_module is not None
-        if not self.lightning_module.trainer.sanity_checking:
+        if not self._ranks.module.trainer.sanity_checking:
             self.checkpoints.randomness.begin_validation()
 
     @recorded(Kind.VALIDATION_STEP)
@@ -393,8 +385,7 @@ class StrategyHooks(ParallelStrategy):
         return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
+        module = self._ranks.module
         self._params.finish_gather()
         batch, *rest = [*args, *kwargs.values()]
         micro_batches = self.engine.split(batch)
@@ -409,8 +400,7 @@ class StrategyHooks(ParallelStrategy):
     def on_validation_end(self) -> None:
         """Raise the faults of batches on all ranks, and record that training waits for its next batch."""
         self.on_test_end()
-        assert self.lightning_module is not None
-        self.checkpoints.randomness.end_validation(sanity_checking=self.lightning_module.trainer.sanity_checking)
+        self.checkpoints.randomness.end_validation(sanity_checking=self._ranks.module.trainer.sanity_checking)
         self._record.mark(Kind.DATA)
 
     def on_test_end(self) -> None:

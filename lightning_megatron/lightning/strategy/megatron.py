@@ -364,8 +364,7 @@ class MegatronStrategy(StrategyHooks):
         have been trained. They exist from the start of a ``fit`` to that of the next. As in ``state_dict``, a rank has
         its shard of parameters that tensor and pipeline parallelism split.
         """
-        assert self.lightning_module is not None
-        return self._params.main_state_dict(self.lightning_module)
+        return self._params.main_state_dict(self._ranks.module)
 
     def grad_norm(self) -> Tensor:
         """L2 norm of the last step's gradient over the whole model, before clipping; equal on all ranks."""

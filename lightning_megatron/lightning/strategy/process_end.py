@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but no stub says so
 
 from lightning_megatron.comm.objects import drain_group
-from lightning_megatron.comm.rendezvous import Store
+from lightning_megatron.comm.rendezvous import Store, comes_true
 from lightning_megatron.lightning.compat._private import default_store
 
 _log = logging.getLogger(__name__)
@@ -53,22 +53,12 @@ class ProcessEnd:
             atexit.register(self._end)
 
     def own(self, groups: Iterable[dist.ProcessGroup], host: dist.ProcessGroup | None) -> None:
-        """Note the groups that this package has created.
-
-        Args:
-            groups: groups for tensors of the device, in the order of their creation.
-            host: group for objects, created last.
-        """
+        """Note the groups that this package has created, in this order, and ``host``, which was created last."""
         self._groups = [weakref.ref(group) for group in groups]
         self._host = None if host is None else weakref.ref(host)
 
     def note_error(self, error: BaseException, together: bool) -> None:
-        """Note that a run has ended in an error.
-
-        Args:
-            error: error; a ``SystemExit`` that all ranks raise together does not count as one.
-            together: True if all ranks have raised one.
-        """
+        """Note the error that has ended a run; a ``SystemExit`` that all ranks raise together counts as none."""
         self.has_failed = self.has_failed or not (together and isinstance(error, SystemExit))
 
     def _end(self) -> None:
@@ -103,13 +93,7 @@ class ProcessEnd:
 
 
 def _all_are_well(store: Store, ranks: int, failed: bool) -> bool:
-    """Wait until all ranks exit; False as soon as one has failed.
-
-    Args:
-        store: store with a prefix for the exit.
-        ranks: number of ranks.
-        failed: True if this rank has failed.
-    """
+    """Wait until all ranks exit; False as soon as one, perhaps this one (``failed``), has failed."""
     if failed:
         store.set("over", _FAILED)
     come = store.add("come", 1)
@@ -130,19 +114,13 @@ def _all_are_well(store: Store, ranks: int, failed: bool) -> bool:
 
 def _part(store: Store, rank: int, ranks: int) -> None:
     """Let rank 0, whose process may host the store, leave last."""
-    left = store.add("left", 1)
-    end = time.monotonic() + GRACE
-    while rank == 0 and left < ranks and time.monotonic() < end:
-        time.sleep(0.02)
-        left = store.add("left", 0)
+    store.add("left", 1)
+    if rank == 0:
+        comes_true(lambda: store.add("left", 0) >= ranks, time.monotonic() + GRACE)
 
 
 def end_now(reason: str) -> None:
-    """End this process with status 1, without the exit hooks of Python and of libraries.
-
-    Args:
-        reason: reason, for the log.
-    """
+    """End this process with status 1, without the exit hooks of Python and of libraries."""
     _log.error("this process ends at once, since %s", reason)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities import rank_zero_only as pl_rank_zero_only
@@ -41,12 +42,8 @@ _log = logging.getLogger(__name__)
 class JobRanks:
     """This rank and the others of its job.
 
-    Args:
-        strategy: strategy of this rank: the environment and the devices that the Trainer gives it.
-        job: settings of the job.
-
     Attributes:
-        strategy: strategy of this rank.
+        strategy: strategy of this rank: the environment and the devices that the Trainer gives it.
         job: settings of the job.
         num_nodes: number of nodes.
         recorder: record of this rank's actions.
@@ -63,6 +60,13 @@ class JobRanks:
         self._mesh: ParallelMesh | None = None
         self._store: Store | None = None
         self._seed = 0
+
+    @property
+    def module(self) -> LightningModule:
+        """The user's module; the strategy has one from the start of a run."""
+        module = self.strategy.lightning_module
+        assert module is not None
+        return module
 
     @property
     def mesh(self) -> ParallelMesh:

@@ -38,11 +38,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Bracket a method of the strategy in the record of its rank.
-
-    Args:
-        kind: kind of the phase.
-    """
+    """Bracket a method of the strategy in the record of its rank."""
 
     def around(method: Method) -> Method:
         @wraps(method)
@@ -58,9 +54,6 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
 class ActionRecord:
     """The record of this rank, in a file that outlives it, and the watch over the other ranks' records.
 
-    Args:
-        ranks: this rank and the others.
-
     Attributes:
         error: error that ends this rank's run; ``None`` if there is none.
     """
@@ -75,11 +68,7 @@ class ActionRecord:
         self.error: BaseException | None = None
 
     def begin_run(self, store: Store) -> None:
-        """Reset the error of the previous run; every rank calls this.
-
-        Args:
-            store: rendezvous store.
-        """
+        """Reset the error of the previous run; every rank calls this."""
         self.error = self._have_all_raised = None
         self._failures = Meeting(store, self._strategy.global_rank, self._strategy.world_size, "failures")
 
@@ -89,12 +78,7 @@ class ActionRecord:
 
     @contextmanager
     def during(self, kind: Kind, detail: str = "") -> Iterator[None]:
-        """Record the context as a phase.
-
-        Args:
-            kind: kind of the phase.
-            detail: subject of the phase, such as a path.
-        """
+        """Record the context as a phase; ``detail`` is its subject, such as a path."""
         action_log, trainer = self._recorder.main, trainer_of(self._strategy.lightning_module)
         if self._marks is not None:
             self._marks.end()
@@ -111,11 +95,7 @@ class ActionRecord:
     # Starting
 
     def meet(self, meet: Callable[[], Result]) -> Result:
-        """Run the rendezvous of all ranks; an error names those that do not join.
-
-        Args:
-            meet: function that runs the rendezvous.
-        """
+        """Run the rendezvous of all ranks; an error names those that do not join."""
         strategy = self._strategy
         self._makes_group = strategy.world_size > 1 and not dist.is_initialized()
         if self._makes_group:
@@ -125,11 +105,7 @@ class ActionRecord:
         return self.connect(meet)
 
     def connect(self, connect: Callable[[], Result]) -> Result:
-        """Connect to the other ranks; an error names those that do not join.
-
-        Args:
-            connect: function that connects to them.
-        """
+        """Connect to the other ranks; an error names those that do not join."""
         return Call(self._recorder.main, Kind.RENDEZVOUS, "world", 0).run(connect) if self._makes_group else connect()
 
     def begin(self, trainer: Trainer | None) -> list[Callback]:
@@ -263,9 +239,6 @@ class ActionRecord:
 
     def require_peers(self, path: Any) -> None:
         """Refuse to save on a rank that fails alone: the save would wait for ranks that do not join it.
-
-        Args:
-            path: path of the checkpoint.
 
         Raises:
             BaseException: the error that ends this rank's run.

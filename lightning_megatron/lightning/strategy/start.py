@@ -49,13 +49,6 @@ class RankStart:
     Differences between ranks in settings, models, data or code are found before the first step: every ``compare``
     raises a ``ConfigError`` on all ranks, with every difference.
 
-    Args:
-        ranks: this rank and the others.
-        record: record of this rank.
-        params: parameters and their optimizers.
-        checkpoints: checkpoints of the run.
-        memory: prediction of memory, set by :meth:`check`.
-
     Attributes:
         before: placement of the model by an earlier Trainer; ``None`` without one.
     """
@@ -136,10 +129,9 @@ class RankStart:
 
     def compare_optimizers(self) -> None:
         """Compare the optimizers that the user has configured, and the model, which is built by now."""
-        given = self._ranks.strategy
-        if self._comparison is not None and given.lightning_module is not None:
-            own = given.lightning_module, given.optimizers, given.lr_scheduler_configs, self._ranks.mesh.pp.rank
-            self._compare(optimizer_statement(*own))
+        if self._comparison is not None:
+            own, stage = self._ranks.strategy, self._ranks.mesh.pp.rank
+            self._compare(optimizer_statement(self._ranks.module, own.optimizers, own.lr_scheduler_configs, stage))
 
     def compare_loader(self, dataloader: object) -> None:
         """Compare length, samples and batch size of a loader, before Lightning asks all ranks for its length."""
@@ -167,9 +159,7 @@ class RankStart:
         """The path that a fit resumes from, see :meth:`SaveFolders.find_last`, or ``ckpt_path`` itself."""
         if not self._folders.begin_fit(trainer, ckpt_path):
             return ckpt_path
-        module = self._ranks.strategy.lightning_module
-        assert module is not None
-        module.trainer = trainer  # Lightning's next step
+        self._ranks.module.trainer = trainer  # Lightning's next step
         self.connect()
         return self._folders.find_last(trainer, ckpt_path)
 
@@ -193,13 +183,12 @@ class RankStart:
         """Take over the model from the previous run, in the first call of a run; True for that call."""
         is_first, self._is_placed = not self._is_placed, True
         if is_first:
-            own = self._ranks.strategy
-            assert own.accelerator is not None
-            assert own.lightning_module is not None
-            store_placement(own.lightning_module, Placement(self._ranks.mesh, boundary), self.before)
-            own.accelerator.setup(own.lightning_module.trainer)
+            module, accelerator = self._ranks.module, self._ranks.strategy.accelerator
+            assert accelerator is not None
+            store_placement(module, Placement(self._ranks.mesh, boundary), self.before)
+            accelerator.setup(module.trainer)
             self._params.release()
-            self._checkpoints.open(own.lightning_module.trainer)
+            self._checkpoints.open(module.trainer)
         return is_first
 
     def end_run(self) -> None:
@@ -208,11 +197,7 @@ class RankStart:
 
 
 class OwnCallbacks:
-    """Callbacks that the strategy adds to the Trainer's, and all kill switches, including the user's.
-
-    Args:
-        save_on_signal: True to add a ``KillSwitch`` to a run without one.
-    """
+    """Callbacks that the strategy adds to the Trainer's, and all kill switches, including the user's."""
 
     def __init__(self, save_on_signal: bool) -> None:
         self._save_on_signal = save_on_signal

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 class TrainedParameters:
     """Parameters and optimizers of a fit; without a fit there are none, and waits return at once.
 
-    Args:
-        ranks: this rank and the others.
-
     Attributes:
         optimizers: optimizers on flat buffers; ``None`` before a fit.
     """
@@ -64,7 +61,6 @@ class TrainedParameters:
     def put_on_buffers(self, trainer: Trainer, precision: MegatronPrecision, micro_batch_size: int | None) -> None:
         """Put main parameters into the groups of the user's optimizers, which the precision plugin will step."""
         strategy, mesh, job = self._ranks.strategy, self._ranks.mesh, self._job
-        assert strategy.lightning_module is not None
         mode, kind = precision.mode, devices.kind_of(strategy.root_device)
         summands = micro_batches_of_step(trainer, micro_batch_size), mesh.layout.data_parallel_size
         watched = watches_parameters(trainer)
@@ -76,7 +72,7 @@ class TrainedParameters:
             overlap_param_gather=job.optimizer.overlap_param_gather and not watched,
         )
         checks_nan = job.check_for_nan_in_loss_and_grad
-        found = OptimizerSet(strategy.lightning_module, strategy.optimizers, mesh, config, checks_nan)
+        found = OptimizerSet(self._ranks.module, strategy.optimizers, mesh, config, checks_nan)
         self.optimizers = found
         precision.manage(self.sharded, found.check_replicas, watched, found.finite_checks)
 

@@ -50,11 +50,7 @@ class ChecksBatches(Protocol):
 
 
 class BatchWatch:
-    """Checks batches before they are moved to the device.
-
-    Args:
-        mesh: mesh of this rank.
-    """
+    """Checks batches before they are moved to the device."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
@@ -122,12 +118,7 @@ class BatchWatch:
                 )
 
     def look(self, module: object, batch: Any, loader: int = 0) -> Any:
-        """Check a batch; return it, or a repaired one for a step that is discarded.
-
-        Args:
-            module: user's module.
-            batch: batch on the host.
-            loader: index of its loader.
+        """Check a batch on the host; return it, or a repaired one for a step that is discarded.
 
         Raises:
             DataError: for a fault that all ranks find, since there is one replica.

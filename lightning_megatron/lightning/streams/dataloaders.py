@@ -20,14 +20,7 @@ def share_randomness(loader: Any, dp_rank: int) -> Any:
     """Make workers of a loader draw the same random numbers on tp, pp and cp peers, and others on other dp ranks.
 
     After ``seed_everything(workers=True)`` Lightning seeds workers by the global rank, so that peers would augment one
-    sample in different ways; a user's own ``worker_init_fn`` is not changed.
-
-    Args:
-        loader: any loader; only a ``DataLoader`` is changed.
-        dp_rank: data-parallel rank, the index of the data shard that this rank reads.
-
-    Returns:
-        The loader.
+    sample in different ways. Neither a user's own ``worker_init_fn`` nor any loader but a ``DataLoader`` is changed.
     """
     if isinstance(loader, DataLoader) and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=dp_rank)
@@ -38,10 +31,7 @@ def shuffle_by_epoch(loader: Any) -> None:
     """Shuffle by seed and epoch if there is one replica, as Lightning does for several.
 
     Then all layouts read a shuffled loader in one order, and a resumed run continues with the right samples. Lightning
-    sets the epoch of the sampler inside a loader's batch sampler.
-
-    Args:
-        loader: any loader; only a ``DataLoader`` that torch itself shuffles is changed.
+    sets the epoch of the sampler inside a loader's batch sampler. Only a ``DataLoader`` that torch shuffles is changed.
     """
     if not isinstance(loader, DataLoader):
         return
@@ -53,13 +43,9 @@ def shuffle_by_epoch(loader: Any) -> None:
 
 
 def start_workers_safely(loader: Any, device: torch.device) -> None:
-    """Choose a start method for workers that is safe with the device, unless the user has chosen one.
+    """Give a ``DataLoader``'s workers a start method that is safe with the device, unless the user has chosen one.
 
     Warns of a small ``/dev/shm``, through which workers pass batches.
-
-    Args:
-        loader: any loader; only a ``DataLoader`` is changed.
-        device: device of this rank.
 
     Raises:
         ConfigError: if the path of the folder for temporary files is too long for the sockets of workers.

@@ -39,12 +39,7 @@ class EndOfDataCheck:
         self._under_way: tuple[Pending, DataState, int] | None = None
 
     def begin(self, coming: DataState, batches: int) -> None:
-        """Send the state of this rank. Every rank of the group must call this.
-
-        Args:
-            coming: state of the data at this batch.
-            batches: number of batches so far, including this one.
-        """
+        """Send the state of this rank's data at a batch, and its number. Every rank of the group must call this."""
         if self._hosts is not None:
             self.settle()
             vote = torch.tensor([int(coming), -int(coming)])
@@ -67,13 +62,7 @@ class EndOfDataCheck:
 
 
 def uneven_error(data: str, limit: str, endings: Sequence[Ending]) -> DataError:
-    """Error for ranks whose data end after different numbers of batches.
-
-    Args:
-        data: description of the data: ``"training data"``.
-        limit: argument of the Trainer that limits the batches.
-        endings: state of the data of each rank.
-    """
+    """Error for ranks whose data end after different numbers of batches; :class:`EndOfDataCheck` explains the texts."""
     ended: dict[int, list[int]] = {}
     for rank, coming, batches in endings:
         if coming != DataState.MORE:

@@ -17,8 +17,7 @@ from lightning_megatron.mesh import Axis, ParallelMesh, dense_grid, expert_grid,
 def coupled_ranks(layout: ParallelLayout) -> list[tuple[int, ...]]:
     """Sets of ranks that wait for each other in every forward: those of a replica, and of replicas that share experts.
 
-    Args:
-        layout: resolved layout.
+    The layout must be resolved.
     """
     parts = [set(ranks) for ranks in rank_groups(dense_grid(layout), ["tp", "cp", "pp"])]
     for shared in rank_groups(expert_grid(layout), ["etp", "ep"]):
@@ -97,12 +96,7 @@ class EvaluationWatch(Callback):
 
 
 def may_stay_away(trainer: Trainer, layout: ParallelLayout) -> bool:
-    """True if a rank without any batch may skip the evaluation; never if replicas share experts.
-
-    Args:
-        trainer: the Trainer.
-        layout: resolved layout.
-    """
+    """True if a rank without any batch may skip the evaluation; never if replicas share experts."""
     owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     allowed = any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
     return allowed and len(coupled_ranks(layout)[0]) == layout.tp * layout.cp * layout.pp

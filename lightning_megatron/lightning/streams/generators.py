@@ -27,12 +27,7 @@ def generator_hashes() -> dict[str, str]:
 
 
 def seed_generators(seed: int, names: Collection[str] = _NAMES) -> None:
-    """Reseed generators.
-
-    Args:
-        seed: seed for all of them.
-        names: names of the generators.
-    """
+    """Reseed the generators of these names."""
     if "python" in names:
         random.seed(seed)
     if "numpy" in names:
@@ -43,11 +38,7 @@ def seed_generators(seed: int, names: Collection[str] = _NAMES) -> None:
 
 @contextmanager
 def kept_generators(device: torch.device) -> Generator[None, None, None]:
-    """Restore the state of all generators at the end: stages of a pipeline draw different amounts from them.
-
-    Args:
-        device: device of this rank, whose generator is one of them.
-    """
+    """Restore all generators, the device's too, at the end: stages of a pipeline draw different amounts from them."""
     kept = random.getstate(), np.random.get_state(), torch.get_rng_state(), devices.rng_state(device)
     try:
         yield

@@ -30,12 +30,7 @@ def gather_counts(mesh: ParallelMesh, counts: Sequence[float], loaders: Any) -> 
 
 
 def require_equal_lengths(counts: Mapping[int, Sequence[float]], data: str, limit: str) -> None:
-    """Raise if ranks have different numbers of batches.
-
-    Args:
-        counts: numbers of batches of each loader, by rank.
-        data: description of the data: ``"training data"``.
-        limit: argument of the Trainer that limits the batches.
+    """Raise if ranks have different numbers of batches; ``counts`` has those of each loader by rank.
 
     Raises:
         DataError: naming the ranks.

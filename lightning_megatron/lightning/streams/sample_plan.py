@@ -18,13 +18,9 @@ ENDLESS = (None, -1, 1000)
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Arguments of a data module about global batches; ``MegatronDataModule`` explains them.
+    """Arguments of a data module about global batches, as ``MegatronDataModule`` explains them.
 
-    Attributes:
-        batch_size: its ``batch_size``.
-        train_samples: its ``train_samples``.
-        global_batch_size: its ``global_batch_size``.
-        rampup: its ``rampup_batch_size``.
+    ``rampup`` is its ``rampup_batch_size``.
     """
 
     batch_size: int = 1
@@ -84,13 +80,7 @@ class SamplePlan:
         return self.needed(max_steps * trainer.accumulate_grad_batches, dp)
 
     def layout_problems(self, layout: ParallelLayout, micro_batch_size: int | None, accumulated: int) -> list[Problem]:
-        """Global batches that a layout cannot divide evenly.
-
-        Args:
-            layout: layout for the job's number of ranks.
-            micro_batch_size: samples of one forward.
-            accumulated: batches that the Trainer accumulates.
-        """
+        """Global batches that a layout cannot divide evenly."""
         dp, found = layout.data_parallel_size, []
         unit = dp * (micro_batch_size or 1)
         if accumulated != 1:

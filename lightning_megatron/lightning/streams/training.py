@@ -17,12 +17,7 @@ _DATA, _LIMIT = "training data", "limit_train_batches"
 
 
 def _batches_left(trainer: Trainer, begun: int) -> float:
-    """Number of batches that training may still read before ``max_steps``; infinite without that limit.
-
-    Args:
-        trainer: Trainer that is fitting.
-        begun: number of batches of this epoch that it has read.
-    """
+    """Number of batches left before ``max_steps``, after ``begun`` in this epoch; infinite without that limit."""
     if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
         return STREAM
     batches = trainer.accumulate_grad_batches

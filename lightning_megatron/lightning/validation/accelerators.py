@@ -11,11 +11,7 @@ from lightning_megatron.lightning.compat.accelerator import NAME
 
 
 def accelerator_problems(used: torch.device) -> list[Problem]:
-    """Faults of the device that Lightning has chosen.
-
-    Args:
-        used: the device.
-    """
+    """Faults of the device that Lightning has chosen."""
     if devices.shares_weights(used):
         reason = (
             "in lazy mode Gaudi's software then replaces parameters, and the forward would not see them change: set it"
@@ -26,11 +22,7 @@ def accelerator_problems(used: torch.device) -> list[Problem]:
 
 
 def _idle_problems(used: torch.device) -> list[Problem]:
-    """The fault of a Gaudi that is left idle: Lightning creates strategies given by name after it has chosen a device.
-
-    Args:
-        used: device that Lightning has chosen.
-    """
+    """The fault of a Gaudi left idle: Lightning creates strategies given by name after it has chosen a device."""
     by_name = isinstance(trainer_argument("strategy"), str)
     if not by_name or used.type == NAME or trainer_argument("accelerator") != "auto" or not devices.hpu_available():
         return []

@@ -11,13 +11,7 @@ from lightning_megatron.params import named_specs
 
 
 def warn_of_idle(module: LightningModule, layout: ParallelLayout, plan: RecomputePlan) -> None:
-    """Warn of kinds of parallelism, or a plan of recomputation, that no part of a module uses.
-
-    Args:
-        module: module, with its model built.
-        layout: layout of the job.
-        plan: plan of recomputation.
-    """
+    """Warn of kinds of parallelism, or a plan of recomputation, that no part of a module with its model built uses."""
     name, specs = type(module).__name__, [spec for _, _, spec in named_specs(module)]
     if layout.tp > 1 and specs and all(spec.tp_dim is None for spec in specs):
         rank_zero_warn(

@@ -103,12 +103,7 @@ class PacksDocuments(Protocol):
 
 
 def document_problems(objects: Iterable[object], device: torch.device) -> list[Problem]:
-    """Data whose documents a device cannot keep apart.
-
-    Args:
-        objects: objects handed to the Trainer.
-        device: device of this process.
-    """
+    """Data whose documents a device cannot keep apart."""
     packed = [item for item in objects if isinstance(item, PacksDocuments) and item.packs_documents]
     problem = device_problem("segment_ids", device)
     return [] if problem is None else [replace(problem, argument="data", value=type(item).__name__) for item in packed]

@@ -71,15 +71,7 @@ UNKNOWN = MemoryLimit()
 def planned_job(
     settings: JobSettings, layout: ParallelLayout, ops: Ops, batch: BatchShape, objects: tuple[object, ...]
 ) -> PlannedJob | None:
-    """The job in numbers; ``None`` unless module, batches, precision and Trainer are known, and nothing is frozen.
-
-    Args:
-        settings: settings of the strategy.
-        layout: resolved layout.
-        ops: implementations of ops on the job's devices.
-        batch: shape of the batches.
-        objects: module, Trainer and others.
-    """
+    """The job in numbers; ``None`` unless module, batches, precision and Trainer are known, and nothing is frozen."""
     model = next((item.trained_model for item in objects if isinstance(item, HasTrainedModel)), None)
     trainer = next((item for item in objects if isinstance(item, Trainer)), None)
     if model is None or trainer is None or not _trains_all(trainer):

@@ -17,14 +17,7 @@ _ARGUMENTS = ("tp", "cp", "ep", "etp", "pp")
 
 
 def node_problems(layout: ParallelLayout, nodes: int, devices_per_node: int, device: torch.device) -> list[Problem]:
-    """Groups with different numbers of ranks on their nodes, if the device's collectives refuse such groups.
-
-    Args:
-        layout: layout, which must suit the number of ranks.
-        nodes: nodes of the job.
-        devices_per_node: ranks of a node.
-        device: device of this process.
-    """
+    """Groups with different numbers of ranks on their nodes, if the device's collectives refuse such groups."""
     if nodes == 1 or not devices.collective_traits(device).needs_equal_nodes:
         return []
     ranks = nodes * devices_per_node

@@ -41,14 +41,7 @@ def count_samples(objects: Sequence[object]) -> bool:
 def sample_problems(
     objects: Sequence[object], layout: ParallelLayout, micro_batch_size: int | None, trainer: Trainer | None
 ) -> list[Problem]:
-    """Faults of a job that counts samples; none for other jobs.
-
-    Args:
-        objects: objects handed to the Trainer.
-        layout: layout for the job's number of ranks.
-        micro_batch_size: samples of one forward.
-        trainer: the Trainer.
-    """
+    """Faults of a job that counts samples; none for other jobs."""
     found: list[Problem] = []
     if trainer is None or not count_samples(objects):
         return found

@@ -17,13 +17,7 @@ from lightning_megatron.lightning.compat._private import asks_for_upload
 
 
 def saving_problems(objects: Sequence[object], trainer: Trainer | None, *, one_file: bool) -> list[Problem]:
-    """Addresses, hyper-parameters, callbacks and loggers with which saving cannot work.
-
-    Args:
-        objects: module, loaders, data module, path of a checkpoint.
-        trainer: the Trainer; its callbacks and loggers are checked.
-        one_file: True if checkpoints are single files.
-    """
+    """Addresses, hyper-parameters, callbacks and loggers with which saving cannot work."""
     found = [p for item in objects if isinstance(item, str | os.PathLike) for p in address_problems("ckpt_path", item)]
     if trainer is None:
         return found

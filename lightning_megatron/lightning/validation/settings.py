@@ -61,9 +61,6 @@ class JobSettings:
     def of(cls, arguments: Mapping[str, Any]) -> JobSettings:
         """The settings for arguments of the constructor.
 
-        Args:
-            arguments: all arguments by name.
-
         Raises:
             ConfigError: for sizes that cannot work, whatever the number of devices.
         """

@@ -15,11 +15,6 @@ def warn_of_slow(module: nn.Module, kind: DeviceKind, compiles: bool = False) ->
     """Warn of graphs that gain nothing, and of experts whose rows change in number on devices that compile each shape.
 
     Settings are not changed: a run must give the same numbers, and the same checkpoints, on every kind of device.
-
-    Args:
-        module: module, with its model built.
-        kind: kind of the job's devices.
-        compiles: True if blocks run through ``torch.compile``.
     """
     if compiles:
         warn_of_graphs_without_gain(module, kind)
@@ -35,12 +30,7 @@ def warn_of_slow(module: nn.Module, kind: DeviceKind, compiles: bool = False) ->
 
 
 def warn_of_graphs_without_gain(module: nn.Module, kind: DeviceKind) -> None:
-    """Warn of a compiled model that was measured to be no faster than eager on such devices.
-
-    Args:
-        module: module with ``compile`` switched on.
-        kind: kind of the job's devices.
-    """
+    """Warn of a compiled model that was measured to be no faster than eager on such devices."""
     shape = getattr(module, "model_shape", None)
     if kind is CPU and isinstance(shape, TransformerConfig) and shape.activation not in GATED:
         rank_zero_warn(
