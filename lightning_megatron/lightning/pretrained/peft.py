@@ -24,6 +24,7 @@ from lightning_megatron.config.hugging_face.tensors import TRANSPOSED
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.files.writing import writing
+from lightning_megatron.lightning.pretrained.convert import refuse_existing
 from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -194,8 +195,7 @@ def write_adapter(path: str | os.PathLike[str], settings: Mapping[str, Any], ten
     from safetensors.torch import save_file
 
     path = Path(path)
-    if os.path.lexists(path):
-        raise CheckpointError(f"{path} exists already: remove it or give another name")
+    refuse_existing(path)
     directory = prepare(path)
     try:
         for file in (directory / CONFIG, directory / WEIGHTS):
