@@ -111,13 +111,10 @@ class _Adapter(nn.Module):
 class LinearAdapter(_Adapter):
     """Adapter of a linear layer, or of some of the linear layers that a fused matrix holds.
 
+    Other arguments as of the base class.
+
     Args:
-        parts: parameters by name of the part.
-        rows: order of the matrix's rows.
-        axis: the tensor-parallel ranks.
-        scale: factor of the products.
         exchange: communication between the two products.
-        sums_inputs: True if ranks hold slices of the input features.
         dropout: dropout of the input, with a separate mask for each part.
     """
 

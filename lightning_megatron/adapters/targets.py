@@ -106,12 +106,11 @@ def _layer(name: str, weight: str, rule: TensorRule, config: TransformerConfig, 
         widths = (config.num_attention_heads // groups * head, head, head)
         parts = tuple(Part(_last(each), (each,), width) for each, width in zip(modules, widths, strict=True))
         return AdaptedLayer(name, weight, rule, parts, groups)
-    count = len(modules)
     if rule.kind == STACKED:
         count = len(modules) // config.num_experts if name.endswith(_EXPERTS) else len(modules)
         parts = tuple(Part(_last(modules[i]), modules[i::count], shape[-2]) for i in range(count))
         return AdaptedLayer(name, weight, rule, parts)
-    assert count == 1, f"{rule.native} is made of {modules}"
+    assert len(modules) == 1, f"{rule.native} is made of {modules}"
     return AdaptedLayer(name, weight, rule, (Part(_last(modules[0]), modules, shape[-2]),))
 
 
