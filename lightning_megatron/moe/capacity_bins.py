@@ -136,11 +136,6 @@ class CapacityBins(nn.Module):
         self.edges.copy_(torch.tensor(edges_of(self.config, tokens)))
         self.low.fill_(lowest_capacity(tokens, self.config.moe_router_topk, self.config.num_experts))
 
-    @property
-    def alignment(self) -> int:
-        """Number that every capacity is a multiple of."""
-        return self.config.moe_capacity_bins_alignment
-
     def after_optimizer_step(self) -> None:
         """Sum the counts of all ranks; recompute the edges of the bins after every interval."""
         seen = torch.zeros(len(self.usage) + 2, dtype=torch.int64, device=self.usage.device)
@@ -165,7 +160,8 @@ class CapacityBins(nn.Module):
     def _cut_anew(self) -> None:
         requested, used = self.rows.tolist()
         if used / requested - 1 > self.config.moe_capacity_bins_max_overhead:
-            edges = optimized_edges(self.edges.tolist(), self.usage.tolist(), int(self.low), self.alignment)
+            alignment = self.config.moe_capacity_bins_alignment
+            edges = optimized_edges(self.edges.tolist(), self.usage.tolist(), int(self.low), alignment)
             self.edges.copy_(torch.tensor(edges))
         self.usage.zero_()
         self.rows.zero_()

@@ -29,10 +29,6 @@ class Experts(Protocol):
         """``[E/ep, n, H] -> [E/ep, n, H]``."""
         ...
 
-    def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """``[T, H] -> [T, H]``, ids ``[T, k]`` over all ranks."""
-        ...
-
 
 class ExpertGrid:
     """Assignment of experts to the ranks of an axis.

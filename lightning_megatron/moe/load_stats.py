@@ -65,7 +65,6 @@ class ExpertLoad:
     """Load of one router on one rank; it is not part of the model's state.
 
     Attributes:
-        num_experts: number of experts ``E``.
         step: counts since the last optimizer step.
         batch: mean counts of the current batch, over all ranks.
 
