@@ -41,22 +41,11 @@ class GPTModel(StagedModel):
     """Embedding, blocks, head; on a mesh of one rank the reference for all layouts.
 
     All context-parallel ranks are called with whole sequences. Each takes its shard before the embedding, and the loss
-    or the logits are those of all tokens, on every rank.
-
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks; ``None`` for one process.
-        parts: stages on this rank; ``None`` for a model in one piece.
-        boundary: boundary of the pipeline's stages; needed with ``parts``.
-        recompute: plan of activation recomputation.
-        ops: implementations of the ops.
+    or the logits are those of all tokens, on every rank. Arguments and errors as of :class:`StagedModel`.
 
     Attributes:
         mtp: modules of the last stage that predict further tokens in training.
         mtp_losses: mean loss of each ``mtp`` module in the last training forward, before weighting.
-
-    Raises:
-        ConfigError: if ``recompute`` does not fit this model or mesh, or ``ops`` requires a kernel that is missing.
     """
 
     def _add_parts(self, mesh: ParallelMesh, ops: Ops) -> None:

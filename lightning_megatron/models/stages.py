@@ -57,7 +57,7 @@ class StagedModel(nn.Module):
         head: last part; ``None`` on a rank without the last stage.
 
     Raises:
-        ConfigError: if ``recompute`` does not fit this model or mesh, or ``ops`` requires a kernel that is missing.
+        ConfigError: if ``recompute`` or the layout does not fit this model, or ``ops`` requires a missing kernel.
     """
 
     def __init__(

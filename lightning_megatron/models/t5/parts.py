@@ -113,13 +113,7 @@ class RelativeBias(nn.Module):
 class T5Block(Block):
     """Block of either stack; in the decoder, attention to the encoder's output follows that of its own tokens.
 
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
-        layer: number of the layer, which determines its stack.
-        sequence_parallel: True if the residual stream is a sequence shard.
-        recompute: plan of activation recomputation.
-        ops: implementations of the ops.
+    Arguments as of :class:`Block`; the number of the layer determines its stack.
     """
 
     def __init__(
@@ -218,11 +212,7 @@ class StackEnd(nn.Module):
 class T5Head(Head):
     """Final norm, dropout and output layer of the decoder; the input of a tied output layer is divided by ``sqrt(H)``.
 
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
-        sequence_parallel: True if the input is a sequence shard.
-        ops: implementations of the ops.
+    Arguments as of :class:`Head`.
     """
 
     def __init__(self, config: T5Config, mesh: ParallelMesh, *, sequence_parallel: bool, ops: Ops = ANY_DEVICE) -> None:
