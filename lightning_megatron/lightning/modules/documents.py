@@ -13,6 +13,10 @@ from lightning_megatron.errors import DataError
 
 KEYS = ("segment_ids", "cu_seqlens")
 SEGMENTS, BOUNDS = KEYS
+OF_DECODERS = dict.fromkeys(
+    KEYS, "documents of a sequence are kept apart by decoders alone: give one document a sample"
+)
+"""Advice for the keys of documents, from models that cannot keep them apart."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
