@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +111,6 @@ def _with_last_documents(
         documents: documents of the texts.
     """
     length = tokens.shape[1]
-    how: dict[str, Any] = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     ends = [spans[-1] if spans else (0, 0) for spans in documents.spans]
     padded = [row for row, (_, end) in enumerate(ends) if end != length]
     if padded:
@@ -120,7 +118,7 @@ def _with_last_documents(
     new: list[Tensor] = [tokens[:0]] * len(ends)
     for first in sorted({first for first, _ in ends}):
         rows = [row for row, (begin, _) in enumerate(ends) if begin == first]
-        found = generate(model, tokens[rows, first:], count, **how)
+        found = generate(model, tokens[rows, first:], count, **asdict(sampling))
         for row, text in zip(rows, found[:, length - first :], strict=True):
             new[row] = text
     most = max(len(text) for text in new)  # a group that has stopped repeats its last token, as a row does in a group
