@@ -42,22 +42,14 @@ def adapter_of(name: str) -> str | None:
 
 
 class Switch:
-    """The adapter that all layers of a model use.
-
-    Attributes:
-        active: name of that adapter; ``None`` to use none.
-    """
+    """Name of the adapter that all layers of a model use; ``None`` to use none."""
 
     def __init__(self, active: str | None) -> None:
         self.active = active
 
 
 class LayerAdapters(nn.ModuleDict):
-    """Adapters of one layer by name; only the active one is applied.
-
-    Args:
-        switch: the model's switch.
-    """
+    """Adapters of one layer by name; only the active one is applied."""
 
     def __init__(self, switch: Switch) -> None:
         super().__init__()
@@ -109,15 +101,7 @@ def attach(
     """Attach an adapter to the layers of a model that this rank holds; its parameters require gradients.
 
     Draws one seed from torch's default generator and derives every layer's random values from it, so the adapter is the
-    same in every layout.
-
-    Args:
-        model: the model.
-        mesh: this rank's mesh.
-        name: name of the adapter.
-        lora: its settings.
-        plan: layers of the whole model that the adapter changes.
-        switch: the model's switch.
+    same in every layout. The plan lists the layers of the whole model that the adapter changes.
 
     Raises:
         ConfigError: if the features of experts do not divide evenly over the etp ranks.

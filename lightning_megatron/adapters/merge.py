@@ -29,14 +29,7 @@ class PartTensors:
 
 @torch.no_grad()
 def merged_weight(weight: Tensor, layer: AdaptedLayer, parts: Mapping[str, PartTensors], scale: float) -> Tensor:
-    """The full weight with an adapter merged into it, in fp32 at least.
-
-    Args:
-        weight: frozen weight.
-        layer: layer of the weight, with the order of its rows.
-        parts: tensors of the adapter by part.
-        scale: factor of ``B A``.
-    """
+    """The full weight with an adapter, given by its parts, merged into it; in fp32 at least."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     rows = Rows(layer.groups, {part.name: part.width for part in layer.parts})
     if layer.name == EMBEDDING:

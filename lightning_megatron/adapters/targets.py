@@ -63,11 +63,7 @@ def adapted_layers(
 ) -> tuple[AdaptedLayer, ...]:
     """The layers of a whole model that an adapter changes, in the model's order.
 
-    Args:
-        family: family of the model.
-        config: configuration of the model.
-        lora: settings of the adapter.
-        shapes: shapes of all weights of the model by global name.
+    The shapes are those of all weights of the model, by global name.
 
     Raises:
         ConfigError: naming every target that the model does not have, and settings that experts do not support.

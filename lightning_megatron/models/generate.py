@@ -102,13 +102,6 @@ def _with_last_documents(
     """Texts ``[B, S]``, each with a continuation of its last document; the model runs on these documents only.
 
     Documents of equal length are continued in one batch.
-
-    Args:
-        model: model.
-        tokens: texts.
-        count: tokens to add at most.
-        sampling: choice of the tokens.
-        documents: documents of the texts.
     """
     length = tokens.shape[1]
     ends = [spans[-1] if spans else (0, 0) for spans in documents.spans]

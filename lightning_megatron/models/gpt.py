@@ -118,13 +118,8 @@ class GPTModel(StagedModel):
     ) -> list[Tensor]:
         """Losses of the modules that predict further tokens, weighted, and those of their experts.
 
-        Args:
-            hidden: this rank's shard of ``[S, B, H]``, after the model's norm.
-            tokens: ``[B, S]``, whole.
-            labels: ``[B, S]``, whole.
-            loss_mask: ``[B, S]``, whole.
-            position_ids: ``[B, S]``, whole.
-            documents: documents; predictions beyond the end of a document have no loss.
+        ``hidden`` is this rank's shard of ``[S, B, H]``, after the model's norm; the others are whole, ``[B, S]``.
+        Predictions beyond the end of a document have no loss.
         """
         assert self.embedding is not None
         losses, of_experts = [], []
@@ -354,8 +349,8 @@ class GPTModel(StagedModel):
 
         Args:
             hidden: this rank's shard of ``[S, B, H]``.
-            labels: ``[B, S]``, whole.
-            loss_mask: ``[B, S]``, whole.
+            labels: ``[B, S]``, whole, as the mask.
+            loss_mask: weight of each token; ``None`` for 1.
             is_final: True if the final norm has been applied and all tensor-parallel ranks hold the same.
             is_normed: True if a norm has been applied, to this rank's shard.
         """

@@ -24,13 +24,7 @@ from lightning_megatron.stage import StageBoundary, StageLayers
 
 
 class Parts(NamedTuple):
-    """Classes of the parts of a model.
-
-    Attributes:
-        embedding: class of the first part.
-        block: class of the blocks.
-        head: class of the last part.
-    """
+    """Classes of the parts of a model."""
 
     embedding: Callable[..., Embedding] = Embedding
     block: Callable[..., Block] = Block

@@ -100,11 +100,7 @@ class CapacityBins(nn.Module):
         self._seen: Tensor | None = None  # [N + 2] usage and rows of this rank since the last step
 
     def choose(self, counts: Tensor, tokens: int) -> int:
-        """Choose the capacity for a forward.
-
-        Args:
-            counts: ``[E]`` choices of each expert on this rank.
-            tokens: ``T`` of this rank.
+        """Choose the capacity for a forward with ``[E]`` choices of each expert, by ``T`` tokens of this rank.
 
         Raises:
             ConfigError: if there are more bins than multiples of the alignment in the range of possible requests.
@@ -168,12 +164,7 @@ class CapacityBins(nn.Module):
 
 
 def bins_problems(config: MoEConfig, tokens: int) -> list[Problem]:
-    """Fault of a configuration with more bins than possible capacities.
-
-    Args:
-        config: configuration of the experts.
-        tokens: number of tokens of one rank in one forward.
-    """
+    """Fault of a configuration with more bins than possible capacities for the tokens of one rank in one forward."""
     edges, count = edges_of(config, tokens), config.moe_capacity_bins
     if len(edges) == count:
         return []

@@ -31,12 +31,7 @@ class Experts(Protocol):
 
 
 class ExpertGrid:
-    """Assignment of experts to the ranks of an axis.
-
-    Args:
-        num_experts: number of experts ``E`` over all ranks.
-        mesh: mesh of the ranks.
-    """
+    """Assignment of ``E`` experts to the ranks of an axis."""
 
     def __init__(self, num_experts: int, mesh: ParallelMesh) -> None:
         self.axis: Axis = mesh.etp_ep

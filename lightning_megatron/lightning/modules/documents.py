@@ -28,8 +28,7 @@ def says_documents(batch: Any) -> bool:
 def document_fault(batch: Any) -> str | None:
     """Describe what is wrong with the documents of a batch; ``None`` if nothing is, or if there are no tokens.
 
-    Args:
-        batch: any batch. Only what is on the host is read.
+    Only what is on the host is read.
     """
     if not says_documents(batch) or not isinstance(batch.get("tokens"), Tensor) or batch["tokens"].ndim != 2:
         return None

@@ -369,14 +369,7 @@ class TransformerModule(AdaptedModule):
         self._log_evaluation_loss("test_loss", batch, dataloader_idx)
 
     def _log_evaluation_loss(self, name: str, batch: Mapping[str, Tensor], dataloader_idx: int, **options: Any) -> None:
-        """Log the loss of a batch of an evaluation.
-
-        Args:
-            name: name in the log.
-            batch: the batch.
-            dataloader_idx: number of its dataloader.
-            **options: further options of ``log``.
-        """
+        """Log the loss of a batch of an evaluation, with further options of ``log``."""
         self.log(name, self.loss(batch), sync_dist=True, **options)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:

@@ -107,10 +107,7 @@ class SlowRanks:
         self._named: set[tuple[int, Kind]] = set()
 
     def look(self, windows: Sequence[StepTimes]) -> tuple[list[Straggler], list[tuple[int, Kind]]]:
-        """Evaluate one window of all ranks.
-
-        Args:
-            windows: window of each rank.
+        """Evaluate one window of each rank.
 
         Returns:
             Ranks that are newly found slow, and those reported before that are slow no longer.

@@ -61,9 +61,6 @@ class DeviceClock:
     """Clock of a device: events in its stream, which are read after the device has passed them.
 
     Time in which the device idles because the host is slow counts as computing.
-
-    Args:
-        device: device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:

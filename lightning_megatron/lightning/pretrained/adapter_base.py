@@ -139,13 +139,7 @@ def kept_names(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wanted(module: nn.Module, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that a checkpoint can fill: adapters alone, the model without them, or all.
-
-    Args:
-        module: module to fill.
-        tensors: its parameters and buffers by name.
-        meta: dictionary of the checkpoint.
-    """
+    """Those of a module's tensors that a checkpoint can fill: adapters alone, the model without them, or all."""
     if not isinstance(module, Adapted) or not module.lora:
         return dict(tensors)
     if ADAPTER_OF in meta:

@@ -34,11 +34,7 @@ _DEFAULT = "default"
 
 
 class _Opened:
-    """An adapter of a checkpoint.
-
-    Args:
-        path: the checkpoint.
-        name: name of the adapter; ``None`` for the only one.
+    """An adapter of a checkpoint, by its name; ``None`` for the only one.
 
     Raises:
         CheckpointError: if the checkpoint has no adapter.

@@ -85,13 +85,7 @@ def read_peft_settings(path: str | os.PathLike[str]) -> LoRA:
 
 
 def peft_settings(lora: LoRA, plan: Sequence[AdaptedLayer], base: str) -> dict[str, Any]:
-    """Contents of ``adapter_config.json``.
-
-    Args:
-        lora: settings of the adapter.
-        plan: layers that it changes.
-        base: path of the frozen weights.
-    """
+    """Contents of ``adapter_config.json`` for an adapter that changes the layers of a plan; ``base`` is a path."""
     names = sorted({part.name for layer in plan for part in layer.parts if part.is_target})
     targets = names if "all-linear" in lora.names else list(lora.names)
     return {
@@ -113,14 +107,7 @@ def peft_settings(lora: LoRA, plan: Sequence[AdaptedLayer], base: str) -> dict[s
 
 
 def adapter_map(plan: Sequence[AdaptedLayer], config: TransformerConfig, lora: LoRA, name: str) -> WeightMap:
-    """The rules between an adapter's tensors in PEFT's file and ours, by names inside the model.
-
-    Args:
-        plan: layers that it changes.
-        config: configuration of the model.
-        lora: settings of the adapter.
-        name: name of the adapter.
-    """
+    """The rules between an adapter's tensors in PEFT's file and ours, by names inside the model."""
     rules = [
         rule for layer in plan for part in layer.parts if part.is_target for rule in _rules(layer, part, config, name)
     ]

@@ -86,9 +86,6 @@ class BertModel(StagedModel):
     def forward(self, inputs: BertInputs) -> BertLogits:
         """Logits of both heads; on a stage that is not the last, the end of the step.
 
-        Args:
-            inputs: tokens, with their types, positions and padding.
-
         Raises:
             ConfigError: for a sequence longer than the learned positions.
             RuntimeError: if the model is cut into stages and no schedule is running.

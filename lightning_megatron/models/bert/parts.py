@@ -131,10 +131,9 @@ class BertHead(Head):
         return out
 
     def follows(self, encoded: Tensor) -> Tensor:
-        """Logits ``[B, 2]``: the second segment follows the first (0) or does not (1). Equal on all ranks.
+        """Logits ``[B, 2]`` from the result of :meth:`encoded`, equal on all ranks.
 
-        Args:
-            encoded: result of :meth:`encoded`.
+        The first says that the second segment follows the first one, the other that it does not.
         """
         assert self.pooler is not None
         assert self.next_sentence is not None

@@ -37,12 +37,7 @@ class Memory(NamedTuple):
 
 
 class DecoderCache(NamedTuple):
-    """Keys and values of one layer of the decoder.
-
-    Attributes:
-        own: those of the tokens decoded so far.
-        memory: those of the encoder's output.
-    """
+    """Keys and values of one layer of the decoder: of the tokens decoded so far, and of the encoder's output."""
 
     own: KVCache
     memory: MemoryCache
@@ -156,14 +151,8 @@ class T5Block(Block):
     ) -> tuple[Tensor, Tensor | None]:
         """``[S, B, H] -> [S, B, H]``; other arguments, and the result, as of :class:`Block`.
 
-        Args:
-            x: residual stream.
-            rotary: cosines and sines of the positions; T5 has none.
-            cache: keys and values of earlier tokens.
-            key_mask: mask of keys; here it is part of the bias.
-            bias: result of :class:`RelativeBias` for the stack.
-            memory: output of the encoder, for a layer of the decoder.
-            memory_cache: keys and values of the memory.
+        T5 has no rotary positions. ``bias`` is the result of :class:`RelativeBias` for the stack, which the mask of
+        keys is part of; layers of the decoder get the memory, too.
         """
         plan = self.recompute if cache is None else NO_RECOMPUTE
         is_pure = self.attention.is_pure("attention")
