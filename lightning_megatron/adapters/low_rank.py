@@ -26,7 +26,7 @@ class Matrices(NamedTuple):
 
     a: Tensor
     b: Tensor
-    magnitude: Tensor | None
+    magnitude: Tensor | None = None
 
 
 class LowRank(nn.Module):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.adapters.lora import LoRA
-from lightning_megatron.adapters.merge import PartTensors, merged_weight
+from lightning_megatron.adapters.low_rank import Matrices
+from lightning_megatron.adapters.merge import merged_weight
 from lightning_megatron.adapters.targets import EMBEDDING, HEAD, AdaptedLayer, adapted_layers
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
@@ -195,5 +196,5 @@ def _merged(layer: AdaptedLayer, weight: LazyTensor, opened: _Opened) -> Tensor:
         native = peft.native_prefix(layer, part, opened.name)
         names = (f"{native}.{which}" for which in ("lora_A", "lora_B", "lora_magnitude"))
         there = (opened.tensors[name].materialize() for name in names if name in opened.tensors)
-        parts[part.name] = PartTensors(*there)
+        parts[part.name] = Matrices(*there)
     return merged_weight(weight.materialize(), layer, parts, opened.lora.scale)
