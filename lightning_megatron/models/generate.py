@@ -18,15 +18,7 @@ from lightning_megatron.models.gpt import GPTModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of the next token, and the token that ends a sequence.
-
-    Attributes:
-        temperature: temperature of the softmax; 0 takes the likeliest token.
-        top_k: number of likeliest tokens to sample from.
-        top_p: total probability of the likeliest tokens to sample from (https://arxiv.org/abs/1904.09751).
-        stop: token that ends a sequence; it is kept, and repeated while other sequences of the batch continue.
-        seed: seed of the sampling; ``None`` draws one from torch's default generator, which is alike on all tp ranks.
-    """
+    """Sampling of the next token, and the token that ends a sequence, as :func:`generate` takes them."""
 
     temperature: float = 1.0
     top_k: int | None = None

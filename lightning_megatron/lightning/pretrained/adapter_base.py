@@ -40,11 +40,9 @@ class Adapted(Protocol):
 
 
 def base_of(path: PathLike, mesh: ParallelMesh) -> dict[str, str]:
-    """Path and hash of a directory's weights; all ranks call this, and each reads a part of the files.
+    """Path and hash of the weights of a Hugging Face directory, a checkpoint or a single file.
 
-    Args:
-        path: a Hugging Face directory, a checkpoint, or a single file.
-        mesh: the ranks.
+    All ranks call this, and each reads a part of the files.
 
     Raises:
         CheckpointError: on every rank, if a file cannot be read on any.

@@ -104,16 +104,9 @@ def save_imported(
     dtype: torch.dtype | None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a checkpoint that begins a run.
+    """Save a checkpoint that begins a run, with tensors of ``source`` by their names inside the model.
 
-    Args:
-        target: the checkpoint to make.
-        tensors: tensors by their names inside the model.
-        hyper_parameters: arguments of the module.
-        source: path that the tensors come from.
-        settings: settings of the Hugging Face directory of the weights.
-        dtype: dtype of the tensors; ``None`` for their own.
-        more: further entries of Lightning's dictionary.
+    The settings are those of the Hugging Face directory of the weights; ``more`` are entries of Lightning's dictionary.
     """
     state = {_PREFIX + name: tensor for name, tensor in in_dtype(tensors, dtype).items()}
     meta = fresh_run(hyper_parameters) | {IMPORTED_FROM: os.fspath(source), SETTINGS: settings} | dict(more or {})

@@ -90,12 +90,7 @@ def open_hf(path: PathLike) -> tuple[TransformerConfig, dict[str, LazyTensor]]:
 def hf_tensors(
     path: PathLike, config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, LazyTensor]:
-    """Some tensors of a directory by our names, for a model that exists.
-
-    Args:
-        path: the directory.
-        config: the model's configuration.
-        shapes: required shapes by global name; other tensors are left out.
+    """Tensors of a directory by our names, for a model that exists; those without an entry in ``shapes`` are left out.
 
     Raises:
         CheckpointError: naming files and tensors at fault.

@@ -178,14 +178,7 @@ class T5Block(Block):
 
 
 class StackEnd(nn.Module):
-    """Norm and dropout after the last layer of the encoder.
-
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
-        sequence_parallel: True if the residual stream is a sequence shard.
-        ops: implementations of the ops.
-    """
+    """Norm and dropout after the last layer of the encoder; arguments as of :class:`Block`."""
 
     def __init__(self, config: T5Config, mesh: ParallelMesh, *, sequence_parallel: bool, ops: Ops) -> None:
         super().__init__()
