@@ -42,7 +42,7 @@ def adapter_of(name: str) -> str | None:
 
 
 class Switch:
-    """Name of the adapter that all layers of a model use; ``None`` to use none."""
+    """The adapter that all layers of a model use: ``active`` is its name, ``None`` to use none."""
 
     def __init__(self, active: str | None) -> None:
         self.active = active

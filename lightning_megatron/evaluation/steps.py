@@ -27,14 +27,10 @@ def scores(module: GPTModule, batch: Batch) -> dict[str, Tensor]:
     loss = torch.zeros(labels.shape, device=labels.device)
     likeliest = torch.ones_like(asked)
     length = max(1, _LOGITS // module.config.vocab_size)
-    losses, hits = [], []
-    for start in range(0, len(targets), length):
-        some = slice(start, start + length)
-        logits = _logits(module, hidden[some])
-        losses.append(F.cross_entropy(logits, targets[some], reduction="none"))
-        hits.append(logits.argmax(-1) == targets[some])
-    if losses:
-        loss[asked], likeliest[asked] = torch.cat(losses), torch.cat(hits)
+    chunks = (slice(start, start + length) for start in range(0, len(targets), length))
+    found = [_of_chunk(module, hidden[some], targets[some]) for some in chunks]
+    if found:
+        loss[asked], likeliest[asked] = (torch.cat(each) for each in zip(*found, strict=True))
     return {"losses": loss, "likeliest": likeliest}
 
 
@@ -48,6 +44,11 @@ def next_logits(module: GPTModule, batch: Batch) -> Tensor:
     hidden = module.hidden(batch)
     last = torch.arange(hidden.shape[0], device=hidden.device), batch["lengths"] - 1
     return _logits(module, hidden[last])
+
+
+def _of_chunk(module: GPTModule, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = _logits(module, hidden)
+    return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels
 
 
 def _logits(module: GPTModule, hidden: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class MemoryPrediction:
     def measure(self, name: str, step: int, device: torch.device, pipeline_rank: int) -> None:
         """Log once the measured peak of the first steps and its prediction, on devices that count their memory.
 
-        This is called after each optimizer step, the number of which is ``step``.
+        ``step`` is the number of optimizer steps so far.
         """
         if self.job is None or self._has_measured or step < MEASURED_AFTER or device.type == devices.CPU.type:
             return
