@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-NORMAL = 1.4826
-"""Standard deviations of a normal distribution in one median absolute deviation."""
+from lightning_megatron.lightning.monitoring.slow_ranks import robust_deviation
 
 
 class Recent:
@@ -42,10 +41,8 @@ class Recent:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation, estimated by the median absolute deviation; at least the floor."""
-        middle = self.median
-        spread = NORMAL * median(abs(value - middle) for value in self._sorted)
-        return max(spread, self._floor * abs(middle))
+        """Robust standard deviation; at least the floor."""
+        return max(robust_deviation(self._sorted), self._floor * abs(self.median))
 
     def deviations_above(self, value: float) -> float:
         """Distance of a value above the median, in deviations; if these are 0, infinite for any other value."""
