@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,22 +42,14 @@ def adapter_of(name: str) -> str | None:
 
 
 class Switch:
-    """The adapter that all layers of a model use.
-
-    Attributes:
-        active: name of that adapter; ``None`` to use none.
-    """
+    """The adapter that all layers of a model use: ``active`` is its name, ``None`` to use none."""
 
     def __init__(self, active: str | None) -> None:
         self.active = active
 
 
 class LayerAdapters(nn.ModuleDict):
-    """Adapters of one layer by name; only the active one is applied.
-
-    Args:
-        switch: the model's switch.
-    """
+    """Adapters of one layer by name; only the active one is applied."""
 
     def __init__(self, switch: Switch) -> None:
         super().__init__()
@@ -99,20 +91,6 @@ class ExpertsAdapters(LayerAdapters):
         return out if self.active is None else getattr(self.active, which)(x, out, *how)
 
 
-class _Kind(NamedTuple):
-    """Parallelism of a linear layer.
-
-    Attributes:
-        a: dimension of ``A`` that is sharded; ``None`` if none is.
-        b: dimension of ``B`` that is sharded; ``None`` if none is.
-        exchange: communication between the two products.
-    """
-
-    a: int | None
-    b: int | None
-    exchange: Exchange
-
-
 def _whole(x: Tensor, axis: Axis) -> Tensor:
     return x
 
@@ -123,15 +101,7 @@ def attach(
     """Attach an adapter to the layers of a model that this rank holds; its parameters require gradients.
 
     Draws one seed from torch's default generator and derives every layer's random values from it, so the adapter is the
-    same in every layout.
-
-    Args:
-        model: the model.
-        mesh: this rank's mesh.
-        name: name of the adapter.
-        lora: its settings.
-        plan: layers of the whole model that the adapter changes.
-        switch: the model's switch.
+    same in every layout. The plan lists the layers of the whole model that the adapter changes.
 
     Raises:
         ConfigError: if the features of experts do not divide evenly over the etp ranks.
@@ -178,13 +148,15 @@ def _of_linear(
     layer: ColumnParallelLinear | RowParallelLinear | WholeLinear, mesh: ParallelMesh, lora: LoRA, matrix: AdaptedLayer
 ) -> LinearAdapter:
     sp, tp, columns = layer.sequence_parallel, mesh.tp.size, layer.weight.shape[-1]
+    # The sharded dimensions of A and B, and the communication between the two products.
+    a_dim: int | None = None
+    b_dim: int | None = None
+    exchange: Exchange = _whole
     if isinstance(layer, ColumnParallelLinear):
-        kind = _Kind(None, 0, gather_sequence if sp else copy_to_region)
+        b_dim, exchange = 0, gather_sequence if sp else copy_to_region
     elif isinstance(layer, RowParallelLinear):
-        kind = _Kind(1, None, reduce_scatter_sequence if sp else reduce_from_region)
-    else:
-        kind = _Kind(None, None, _whole)
-    row_cuts = tp if kind.b is not None else 1
+        a_dim, exchange = 1, reduce_scatter_sequence if sp else reduce_from_region
+    sums_inputs, row_cuts = a_dim is not None, tp if b_dim is not None else 1
     # A rank holds some of the groups; if there is only one group, it holds some of its rows.
     groups, shrinks = (matrix.groups // row_cuts, 1) if matrix.groups > 1 else (1, row_cuts)
     rows = Rows(groups, {part.name: part.width // shrinks for part in matrix.parts})
@@ -193,38 +165,15 @@ def _of_linear(
         if not part.is_target:
             continue
         out, here = part.width * matrix.groups, rows.widths[part.name] * groups
-        inputs = columns * tp if kind.a is not None else columns
-        a = Cut(ParamSpec((lora.rank, inputs), kind.a, grad_sum_over_tp=sp and kind.a is None), (lora.rank, columns))
-        whole_b = sp and kind.b is None
-        b = Cut(ParamSpec((out, lora.rank), kind.b, grad_sum_over_tp=whole_b), (here, lora.rank))
-        length = ParamSpec((out,), kind.b, grad_sum_over_tp=whole_b, decay=False)
+        inputs = columns * tp if sums_inputs else columns
+        a = Cut(ParamSpec((lora.rank, inputs), a_dim, grad_sum_over_tp=sp and not sums_inputs), (lora.rank, columns))
+        whole_b = sp and b_dim is None
+        b = Cut(ParamSpec((out, lora.rank), b_dim, grad_sum_over_tp=whole_b), (here, lora.rank))
+        length = ParamSpec((out,), b_dim, grad_sum_over_tp=whole_b, decay=False)
         parts[part.name] = LowRank(a, b, Cut(length, (here,)) if lora.dora else None, mesh.shard_ranks)
-    dropout = _FeatureDropout(lora.dropout, mesh) if kind.a is not None else _token_dropout(lora, mesh, sp)
-    return LinearAdapter(
-        parts,
-        rows,
-        mesh.tp,
-        lora.scale,
-        exchange=kind.exchange,
-        sums_inputs=kind.a is not None,
-        dropout=dropout,
-    )
-
-
-def _token_dropout(lora: LoRA, mesh: ParallelMesh, sequence_parallel: bool) -> Dropout:
-    return Dropout(lora.dropout, mesh, sequence_parallel=sequence_parallel)
-
-
-class _FeatureDropout(Dropout):
-    """Dropout of a slice of the features: masks differ over tp.
-
-    Args:
-        p: probability of zeroing an element.
-        mesh: mesh whose random streams are used.
-    """
-
-    def __init__(self, p: float, mesh: ParallelMesh) -> None:
-        super().__init__(p, mesh, sequence_parallel=True)
+    # Masks differ over tp for slices of the features, too.
+    dropout = Dropout(lora.dropout, mesh, sequence_parallel=sp or sums_inputs)
+    return LinearAdapter(parts, rows, mesh.tp, lora.scale, exchange=exchange, sums_inputs=sums_inputs, dropout=dropout)
 
 
 def _of_embedding(

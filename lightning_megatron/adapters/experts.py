@@ -69,11 +69,7 @@ class ExpertsAdapter(nn.Module):
     def outer(self, x: Tensor, out: Tensor, counts: Sequence[int], product: Product) -> Tensor:
         """Output of the second matrix ``[n, H]``, a partial sum over the etp axis, with the adapter applied.
 
-        Args:
-            x: ``[n, F/etp]``, rows sorted by expert.
-            out: output without the adapter.
-            counts: rows of each expert.
-            product: grouped matrix product.
+        Arguments as of :meth:`inner`, with ``x`` ``[n, F/etp]``.
         """
         for name in self._names["fc2"]:
             part = self._part(name)

@@ -111,13 +111,10 @@ class _Adapter(nn.Module):
 class LinearAdapter(_Adapter):
     """Adapter of a linear layer, or of some of the linear layers that a fused matrix holds.
 
+    Other arguments as of the base class.
+
     Args:
-        parts: parameters by name of the part.
-        rows: order of the matrix's rows.
-        axis: the tensor-parallel ranks.
-        scale: factor of the products.
         exchange: communication between the two products.
-        sums_inputs: True if ranks hold slices of the input features.
         dropout: dropout of the input, with a separate mask for each part.
     """
 
@@ -158,11 +155,9 @@ class LinearAdapter(_Adapter):
 class EmbeddingAdapter(_Adapter):
     """Adapter of the token embedding; each rank holds the rows of ``A`` for its slice of the vocabulary.
 
+    Other arguments as of the base class.
+
     Args:
-        name: name of the part.
-        part: its parameters.
-        axis: the tensor-parallel ranks.
-        scale: factor of the products.
         first_row: first token id of this rank.
         exchange: sum over the ranks.
     """
@@ -209,12 +204,7 @@ class HeadAdapter(_Adapter):
     So losses that never materialize all logits work unchanged. The copy of the weight, and its gradient, cost memory:
     with a large vocabulary, leave the output layer out of the targets.
 
-    Args:
-        name: name of the part.
-        part: its parameters.
-        axis: the tensor-parallel ranks.
-        scale: factor of the products.
-        dropout: dropout of the input.
+    Arguments as of the base class; ``dropout`` is that of the input.
     """
 
     def __init__(self, name: str, part: LowRank, axis: Axis, scale: float, dropout: nn.Module) -> None:

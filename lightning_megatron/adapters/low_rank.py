@@ -15,12 +15,7 @@ from lightning_megatron.params import ParamSpec, ShardRanks
 
 
 class Cut(NamedTuple):
-    """A sharded parameter, as one rank holds it.
-
-    Attributes:
-        spec: spec of the whole parameter.
-        shape: shape of this rank's part.
-    """
+    """A sharded parameter: the spec of the whole, and the shape of this rank's part."""
 
     spec: ParamSpec
     shape: tuple[int, ...]
@@ -31,7 +26,7 @@ class Matrices(NamedTuple):
 
     a: Tensor
     b: Tensor
-    magnitude: Tensor | None
+    magnitude: Tensor | None = None
 
 
 class LowRank(nn.Module):
@@ -42,13 +37,6 @@ class LowRank(nn.Module):
 
     An adapter calls this module to get the parameters, so that its forward pre-hook runs, which waits for values that
     are still being gathered after the optimizer's step.
-
-    Args:
-        a: first matrix.
-        b: second matrix.
-        magnitude: norms of the rows; ``None`` without DoRA.
-        ranks: position of this rank.
-        of_embedding: True for the adapter of an embedding.
     """
 
     def __init__(self, a: Cut, b: Cut, magnitude: Cut | None, ranks: ShardRanks, *, of_embedding: bool = False) -> None:

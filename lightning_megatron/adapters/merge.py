@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.adapters.low_rank import Rows
+from lightning_megatron.adapters.low_rank import Matrices, Rows
 from lightning_megatron.adapters.targets import EMBEDDING, AdaptedLayer
 
 
-@dataclass(frozen=True)
-class PartTensors:
-    """Full (unsharded) tensors of one adapted part.
-
-    Attributes:
-        a: ``[r, in]``; ``[E, r, in]`` of experts, ``[V, r]`` of an embedding.
-        b: ``[out, r]``, or ``[E, out, r]``.
-        magnitude: ``[out]``; ``None`` without DoRA.
-    """
-
-    a: Tensor
-    b: Tensor
-    magnitude: Tensor | None = None
-
-
 @torch.no_grad()
-def merged_weight(weight: Tensor, layer: AdaptedLayer, parts: Mapping[str, PartTensors], scale: float) -> Tensor:
-    """The full weight with an adapter merged into it, in fp32 at least.
-
-    Args:
-        weight: frozen weight.
-        layer: layer of the weight, with the order of its rows.
-        parts: tensors of the adapter by part.
-        scale: factor of ``B A``.
-    """
+def merged_weight(weight: Tensor, layer: AdaptedLayer, parts: Mapping[str, Matrices], scale: float) -> Tensor:
+    """The full weight with an adapter, given by its whole parts, merged into it; in fp32 at least."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     rows = Rows(layer.groups, {part.name: part.width for part in layer.parts})
     if layer.name == EMBEDDING:
         (part,) = parts.values()
-        turned = PartTensors(part.a.t(), part.b, part.magnitude)
+        turned = part._replace(a=part.a.t())
         return _merged(weight.to(wide).t(), turned, scale).t().contiguous()
     if layer.is_of_experts:
         delta = {name: torch.bmm(part.b.to(wide), part.a.to(wide)) * scale for name, part in parts.items()}
@@ -52,7 +29,7 @@ def merged_weight(weight: Tensor, layer: AdaptedLayer, parts: Mapping[str, PartT
     return rows.fused(found, 0).view_as(weight)
 
 
-def _merged(weight: Tensor, part: PartTensors, scale: float) -> Tensor:
+def _merged(weight: Tensor, part: Matrices, scale: float) -> Tensor:
     """Merged weight ``[out, in]`` of one part."""
     whole = weight + part.b.to(weight.dtype) @ part.a.to(weight.dtype) * scale
     if part.magnitude is None:

@@ -63,11 +63,7 @@ def adapted_layers(
 ) -> tuple[AdaptedLayer, ...]:
     """The layers of a whole model that an adapter changes, in the model's order.
 
-    Args:
-        family: family of the model.
-        config: configuration of the model.
-        lora: settings of the adapter.
-        shapes: shapes of all weights of the model by global name.
+    The shapes are those of all weights of the model, by global name.
 
     Raises:
         ConfigError: naming every target that the model does not have, and settings that experts do not support.
@@ -106,12 +102,11 @@ def _layer(name: str, weight: str, rule: TensorRule, config: TransformerConfig, 
         widths = (config.num_attention_heads // groups * head, head, head)
         parts = tuple(Part(_last(each), (each,), width) for each, width in zip(modules, widths, strict=True))
         return AdaptedLayer(name, weight, rule, parts, groups)
-    count = len(modules)
     if rule.kind == STACKED:
         count = len(modules) // config.num_experts if name.endswith(_EXPERTS) else len(modules)
         parts = tuple(Part(_last(modules[i]), modules[i::count], shape[-2]) for i in range(count))
         return AdaptedLayer(name, weight, rule, parts)
-    assert count == 1, f"{rule.native} is made of {modules}"
+    assert len(modules) == 1, f"{rule.native} is made of {modules}"
     return AdaptedLayer(name, weight, rule, (Part(_last(modules[0]), modules, shape[-2]),))
 
 

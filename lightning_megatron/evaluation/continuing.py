@@ -55,12 +55,7 @@ def continuations(
 
 
 class _Whole:
-    """The next token, computed from the whole text.
-
-    Args:
-        sampling: choice of the token.
-        generator: generator of random numbers.
-    """
+    """The next token, computed from the whole text."""
 
     def __init__(self, sampling: Sampling, generator: torch.Generator) -> None:
         self._sampling, self._generator = sampling, generator

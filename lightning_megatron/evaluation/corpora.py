@@ -62,12 +62,7 @@ class Reader:
             raise DataError.at(path, "there is no text in it", do="check --input")
 
     def read(self, path: Path, tokenizer: Tokenizer, vocab_size: int) -> Iterator[Text]:
-        """The texts of a file.
-
-        Args:
-            path: the file.
-            tokenizer: the tokenizer.
-            vocab_size: number of tokens that the model knows.
+        """The texts of a file, for a model that knows ``vocab_size`` tokens.
 
         Raises:
             DataError: naming file and line of a fault, also of a token that the model does not know.
@@ -118,11 +113,7 @@ class Reader:
 
 
 class Encoding:
-    """A tokenizer, with and without the special tokens that it puts around a text.
-
-    Args:
-        tokenizer: the tokenizer.
-    """
+    """A tokenizer, with and without the special tokens that it puts around a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lightning_megatron.evaluation.corpora import Text
 from lightning_megatron.evaluation.ranks import Ranks
-from lightning_megatron.evaluation.steps import losses, scores
+from lightning_megatron.evaluation.steps import scores
 from lightning_megatron.evaluation.windows import Window, collate, groups, windows
+from lightning_megatron.lightning.modules.decoder import GPTModule
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def perplexity(ranks: Ranks, texts: Iterable[Text], length: int, stride: int) ->
 
     tokens, total = 0, 0.0
     for some in groups(cut(), ranks.rows * ranks.mesh.layout.pp):
-        found = ranks.run(losses, collate(some, length))
+        found = ranks.run(GPTModule.token_losses, collate(some, length))
         tokens += sum(window.asked for window in some)
         total += _sum(found["result"])
     return Perplexity(counts["texts"], tokens, total, counts["words"], counts["num_bytes"])

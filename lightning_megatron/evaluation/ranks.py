@@ -91,11 +91,7 @@ class Spread:
 
 
 class Ranks:
-    """The ranks that work together; every rank makes the same calls, and gets the same results.
-
-    Args:
-        module: this rank's module.
-    """
+    """The ranks that work together; every rank makes the same calls, and gets the same results."""
 
     def __init__(self, module: _Working[Any]) -> None:
         strategy = module.megatron_strategy
@@ -120,9 +116,7 @@ class Ranks:
     def run(self, step: Step, batch: Batch) -> dict[str, Tensor]:
         """Run a step on all samples, divided over the replicas; every rank gets all results, on the host.
 
-        Args:
-            step: the step.
-            batch: tensors with one row per sample, on the host.
+        The batch has tensors with one row per sample, on the host.
 
         Returns:
             The step's tensors, by name; ``result`` if it returns one alone.
@@ -148,10 +142,6 @@ Work = Callable[[Ranks], T]
 
 class _Working(GPTModule, Generic[T]):
     """A module that does some work in place of prediction.
-
-    Args:
-        work: the work.
-        **arguments: arguments of :class:`GPTModule`.
 
     Attributes:
         step: step of the forward that runs now.

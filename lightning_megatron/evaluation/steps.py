@@ -1,4 +1,4 @@
-"""Steps of evaluation: losses, scores and next logits from one forward of a decoder."""
+"""Steps of evaluation: scores and next logits from one forward of a decoder."""
 
 from __future__ import annotations
 
@@ -14,16 +14,6 @@ _LOGITS = 1 << 26
 """Elements of the logits that are computed at once."""
 
 
-def losses(module: GPTModule, batch: Batch) -> Tensor:
-    """Losses ``[B, S]`` of ``labels``, 0 where they are -100; the vocabulary stays sharded.
-
-    Args:
-        module: the module.
-        batch: ``tokens`` and ``labels`` ``[B, S]``.
-    """
-    return module.token_losses(batch)
-
-
 def scores(module: GPTModule, batch: Batch) -> dict[str, Tensor]:
     """Losses ``[B, S]`` of ``labels``, and True for labels that are the likeliest token; 0 and True without a label.
 
@@ -36,10 +26,11 @@ def scores(module: GPTModule, batch: Batch) -> dict[str, Tensor]:
     hidden, targets = module.hidden(batch)[asked], labels[asked]
     loss = torch.zeros(labels.shape, device=labels.device)
     likeliest = torch.ones_like(asked)
-    found = [_of_logits(_logits(module, x), y) for x, y in zip(*_chunks(module, hidden, targets), strict=True)]
+    length = max(1, _LOGITS // module.config.vocab_size)
+    chunks = (slice(start, start + length) for start in range(0, len(targets), length))
+    found = [_of_chunk(module, hidden[some], targets[some]) for some in chunks]
     if found:
-        loss[asked] = torch.cat([each for each, _ in found])
-        likeliest[asked] = torch.cat([each for _, each in found])
+        loss[asked], likeliest[asked] = (torch.cat(each) for each in zip(*found, strict=True))
     return {"losses": loss, "likeliest": likeliest}
 
 
@@ -55,13 +46,9 @@ def next_logits(module: GPTModule, batch: Batch) -> Tensor:
     return _logits(module, hidden[last])
 
 
-def _of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _of_chunk(module: GPTModule, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = _logits(module, hidden)
     return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels
-
-
-def _chunks(module: GPTModule, *parts: Tensor) -> list[tuple[Tensor, ...]]:
-    length = max(1, _LOGITS // module.config.vocab_size)
-    return [part.split(length) if len(part) else () for part in parts]
 
 
 def _logits(module: GPTModule, hidden: Tensor) -> Tensor:

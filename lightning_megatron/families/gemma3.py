@@ -6,11 +6,11 @@ from typing import Any
 
 from lightning_megatron.config.hugging_face.family import Family, Recipe
 from lightning_megatron.config.hugging_face.rope import rope_of
-from lightning_megatron.config.hugging_face.tensors import in_layers, rule
 from lightning_megatron.config.reader import ConfigReader
 from lightning_megatron.config.rope_scaling import LinearScaling
 from lightning_megatron.families.gemma2 import TENSORS as GEMMA2_TENSORS
 from lightning_megatron.families.gemma2 import gemma_from_hf, gemma_recipe, gemma_to_hf
+from lightning_megatron.families.llama import QK_NORMS
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 _GLOBAL, _LOCAL = 1e6, 1e4
@@ -54,14 +54,7 @@ def _to_hf(reader: ConfigReader) -> dict[str, Any]:
     return written | {"rope_local_base_freq": reader["rope_local_theta"] or reader["rope_theta"]}
 
 
-TENSORS = GEMMA2_TENSORS.plus(
-    *in_layers(
-        "layers.{n}.attention.",
-        "model.layers.{n}.self_attn.",
-        rule("q_norm.weight", "q_norm.weight"),
-        rule("k_norm.weight", "k_norm.weight"),
-    )
-)
+TENSORS = GEMMA2_TENSORS.plus(*QK_NORMS)
 
 
 def _gemma3(

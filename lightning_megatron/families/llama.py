@@ -49,6 +49,13 @@ TENSORS = Tensors(
         rule("head.weight", "lm_head.weight"),
     )
 )
+QK_NORMS = in_layers(
+    "layers.{n}.attention.",
+    "model.layers.{n}.self_attn.",
+    rule("q_norm.weight", "q_norm.weight"),
+    rule("k_norm.weight", "k_norm.weight"),
+)
+"""Norms of queries and keys, in families that have them."""
 
 
 def llama_recipe(

@@ -6,11 +6,10 @@ from typing import Any
 
 from lightning_megatron.config.hugging_face.decoder import decoder_from_hf, decoder_to_hf
 from lightning_megatron.config.hugging_face.family import Family, Recipe
-from lightning_megatron.config.hugging_face.tensors import in_layers, rule
 from lightning_megatron.config.hugging_face.windows import windows_from_hf, windows_to_hf
 from lightning_megatron.config.reader import ConfigReader
+from lightning_megatron.families.llama import QK_NORMS, llama_recipe
 from lightning_megatron.families.llama import TENSORS as LLAMA_TENSORS
-from lightning_megatron.families.llama import llama_recipe
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 SIZES = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128}
@@ -39,14 +38,7 @@ def _to_hf(reader: ConfigReader) -> dict[str, Any]:
     return attention_to_hf(reader, ARCHITECTURE) | windows_to_hf(reader)
 
 
-TENSORS = LLAMA_TENSORS.plus(
-    *in_layers(
-        "layers.{n}.attention.",
-        "model.layers.{n}.self_attn.",
-        rule("q_norm.weight", "q_norm.weight"),
-        rule("k_norm.weight", "k_norm.weight"),
-    )
-)
+TENSORS = LLAMA_TENSORS.plus(*QK_NORMS)
 
 
 def qwen3_recipe(

@@ -17,13 +17,7 @@ from lightning_megatron.weight_grad_store import GradPlace
 
 @by_shape
 def add_(place: GradPlace, value: Tensor, scale: Tensor | None = None) -> None:
-    """Add a gradient, times ``scale``.
-
-    Args:
-        place: place of the sum.
-        value: gradient, in the shape of the parameter.
-        scale: 0-dim factor; ``None`` for 1.
-    """
+    """Add a gradient, in the shape of the parameter, times ``scale``, which is 0-dim; ``None`` for 1."""
     block = max(1, value.numel()) if cache_bytes(value.device) is None else place.block
     for here, some in zip(place.grad.view(-1).split(block), value.reshape(-1).split(block), strict=True):
         if scale is None:
@@ -53,13 +47,7 @@ def add_product_(place: GradPlace, a: Tensor, b: Tensor) -> None:
 
 
 def add_rows_(place: GradPlace, rows: Tensor, values: Tensor) -> None:
-    """Add gradients of some rows, which may repeat, to ``[n, h]``.
-
-    Args:
-        place: place of the sum.
-        rows: numbers of the rows, ``[t]``.
-        values: gradients, ``[t, h]``.
-    """
+    """Add gradients ``[t, h]`` of the rows with numbers ``[t]``, which may repeat, to a sum ``[n, h]``."""
     if place.is_new:
         place.grad.zero_()
     place.grad.index_add_(0, rows, values.to(place.grad.dtype))

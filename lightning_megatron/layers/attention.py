@@ -177,17 +177,8 @@ class SelfAttention(HeadAttention):
     group, its key, its value. A tensor-parallel rank holds whole groups, so its shard is a plain slice. Fewer groups
     than ranks is refused: a replicated key would need its own gradient sum.
 
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
-        layer: number of the layer, by which layers may differ.
-        sequence_parallel: True if input and output are sequence shards.
-        causal: True if a position sees only the positions before it and itself.
-        recompute: plan of activation recomputation, for core attention.
-        ops: implementations of the ops.
-
-    Raises:
-        ConfigError: as for :class:`HeadAttention`.
+    Arguments and errors as of :class:`HeadAttention`; ``sequence_parallel`` is True if input and output are sequence
+    shards.
     """
 
     def __init__(

@@ -50,7 +50,6 @@ class CrossAttention(nn.Module):
         inner, stds = config.num_attention_heads * config.head_dim, config.init_stds
         self.head_dim, self.dropout, self.rng = config.head_dim, config.attention_dropout, mesh.rng
         self.recompute, self.rule = recompute, config.score_rule(layer)
-        self._communicates = {"core_attn": False, "attention": mesh.tp.size > 1}
         self.attention = ops.choose("attention")
         how: dict[str, Any] = {"bias": config.add_bias_linear, "sequence_parallel": sequence_parallel}
         self.query = ColumnParallelLinear(config.hidden_size, inner, mesh, init_std=stds.qkv, **how)
@@ -72,13 +71,10 @@ class CrossAttention(nn.Module):
         k, v = self._keys_and_values(memory, cache)
         how: dict[str, Any] = {"causal": False, "dropout": self.dropout, "rule": self.rule, "key_mask": key_mask}
         repeats = self.recompute.wraps("core_attn") and self.attention.recomputes(q, k, v, **how)
-        plan, is_pure = NO_RECOMPUTE if repeats else self.recompute, self.is_pure("core_attn")
+        plan = NO_RECOMPUTE if repeats else self.recompute
+        is_pure = not (self.dropout and self.training)  # nothing is communicated: every rank has the whole sequences
         core = run_part(plan, "core_attn", self._core, q, k, v, key_mask, rng=self.rng, is_pure=is_pure)
         return self.out(core.flatten(2, 3))
-
-    def is_pure(self, module: str) -> bool:
-        """True if ``"core_attn"`` or the whole ``"attention"`` draws no random numbers and communicates nothing."""
-        return not self._communicates[module] and not (self.dropout and self.training)
 
     def _keys_and_values(self, memory: Tensor, cache: MemoryCache | None) -> tuple[Tensor, Tensor]:
         if cache is not None and cache.held is not None:

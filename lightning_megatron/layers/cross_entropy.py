@@ -381,16 +381,7 @@ def linear_token_losses(
     The weights of tokens are known only in the backward pass, so the logits are computed twice: for the losses, and for
     their gradients. A mean whose weights are known costs less with :func:`linear_cross_entropy`.
 
-    Args:
-        hidden: ``[..., H]``, equal on all ranks of the axis; its gradient is this rank's part of a sum over them.
-        weight: ``[V/R, H]``, this rank's rows (they may end in padding).
-        labels: ``[...]`` token ids.
-        axis: ranks that share the vocabulary.
-        vocab_size: true size of the vocabulary.
-        label_smoothing: share of the target's probability, as in ``torch.nn.functional.cross_entropy``.
-        softcap: bound ``c`` of the logits, ``c tanh(logit / c)``; 0 for none.
-        ignore_index: label whose loss and gradient are zero.
-        chunk_bytes: approximate size of the fp32 logits of one chunk, as in :func:`linear_cross_entropy`.
+    Arguments are as of that function; ``ignore_index`` is the label whose loss and gradient are zero.
 
     Returns:
         ``[...]`` fp32, equal on all ranks of the axis.

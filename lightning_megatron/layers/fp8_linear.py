@@ -218,10 +218,6 @@ class Fp8Steps(nn.Module):
 
     Ranks that hold the same layers exchange largest magnitudes once per step, for all layers together. So scales are
     equal on all ranks in every layout, and a checkpoint holds their history once.
-
-    Args:
-        linears: linear layers with fp8 products.
-        mesh: mesh of the ranks.
     """
 
     def __init__(self, linears: Sequence[ColumnParallelLinear | RowParallelLinear], mesh: ParallelMesh) -> None:
@@ -318,13 +314,9 @@ def _state(x: Tensor) -> tuple[int, int]:
 
 
 def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: ParallelMesh) -> Fp8Steps | None:
-    """Switch linear layers to fp8 as ``ops`` says; ``None`` if no layer is switched.
+    """Switch linear layers of this rank's blocks, by global number, to fp8; ``None`` if no layer is switched.
 
-    Args:
-        blocks: blocks of this rank, by global number.
-        num_layers: number of layers of the whole model.
-        ops: ops with the mode of ``linear_fp8`` and the recipe.
-        mesh: mesh of the ranks.
+    ``ops`` has the mode of ``linear_fp8`` and the recipe.
 
     Raises:
         ConfigError: where fp8 is required and the device has none.

@@ -38,7 +38,7 @@ def uniform_(param: Tensor, spec: ParamSpec, ranks: ShardRanks, bound: float) ->
 
 
 def _fill(param: Tensor, spec: ParamSpec, ranks: ShardRanks, draw: Callable[[Tensor, torch.Generator], Tensor]) -> None:
-    base = int(torch.randint(_SEEDS, (), device="cpu").item())
+    base = draw_seed()
     if param.is_meta:
         return
     box = spec.local_box(tuple(param.shape), ranks)

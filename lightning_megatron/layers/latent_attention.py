@@ -32,17 +32,8 @@ class LatentAttention(HeadAttention):
     up-projections. Under sequence parallelism a rank computes the latents of its own tokens; then the latents are
     gathered, which are much smaller than the hidden states.
 
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
-        layer: number of the layer, since layers may differ.
-        sequence_parallel: True if input and output are sequence shards.
-        causal: True if a position sees only the positions before it and itself.
-        recompute: plan of activation recomputation, for core attention.
-        ops: implementations of the ops.
-
-    Raises:
-        ConfigError: as for :class:`HeadAttention`.
+    Arguments and errors as of :class:`HeadAttention`; ``sequence_parallel`` is True if input and output are sequence
+    shards.
     """
 
     def __init__(

@@ -136,13 +136,7 @@ class _TensorParallelLinear(nn.Module):
         self.lora: nn.Module | None = None
 
     def _adapted(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
-        """Add the adapter's output, if there is an adapter.
-
-        Args:
-            x: input.
-            out: output of this rank.
-            bias: bias that the output contains.
-        """
+        """Add the adapter's output, if there is an adapter, to that of this rank, which contains ``bias``."""
         return out if self.lora is None else self.lora(x, out, self.weight, bias)
 
     @property

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +18,7 @@ from lightning_megatron.models.gpt import GPTModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of the next token, and the token that ends a sequence.
-
-    Attributes:
-        temperature: temperature of the softmax; 0 takes the likeliest token.
-        top_k: number of likeliest tokens to sample from.
-        top_p: total probability of the likeliest tokens to sample from (https://arxiv.org/abs/1904.09751).
-        stop: token that ends a sequence; it is kept, and repeated while other sequences of the batch continue.
-        seed: seed of the sampling; ``None`` draws one from torch's default generator, which is alike on all tp ranks.
-    """
+    """Sampling of the next token, and the token that ends a sequence, as :func:`generate` takes them."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -103,16 +94,8 @@ def _with_last_documents(
     """Texts ``[B, S]``, each with a continuation of its last document; the model runs on these documents only.
 
     Documents of equal length are continued in one batch.
-
-    Args:
-        model: model.
-        tokens: texts.
-        count: tokens to add at most.
-        sampling: choice of the tokens.
-        documents: documents of the texts.
     """
     length = tokens.shape[1]
-    how: dict[str, Any] = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     ends = [spans[-1] if spans else (0, 0) for spans in documents.spans]
     padded = [row for row, (_, end) in enumerate(ends) if end != length]
     if padded:
@@ -120,7 +103,7 @@ def _with_last_documents(
     new: list[Tensor] = [tokens[:0]] * len(ends)
     for first in sorted({first for first, _ in ends}):
         rows = [row for row, (begin, _) in enumerate(ends) if begin == first]
-        found = generate(model, tokens[rows, first:], count, **how)
+        found = generate(model, tokens[rows, first:], count, **asdict(sampling))
         for row, text in zip(rows, found[:, length - first :], strict=True):
             new[row] = text
     most = max(len(text) for text in new)  # a group that has stopped repeats its last token, as a row does in a group

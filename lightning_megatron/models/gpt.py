@@ -41,22 +41,11 @@ class GPTModel(StagedModel):
     """Embedding, blocks, head; on a mesh of one rank the reference for all layouts.
 
     All context-parallel ranks are called with whole sequences. Each takes its shard before the embedding, and the loss
-    or the logits are those of all tokens, on every rank.
-
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks; ``None`` for one process.
-        parts: stages on this rank; ``None`` for a model in one piece.
-        boundary: boundary of the pipeline's stages; needed with ``parts``.
-        recompute: plan of activation recomputation.
-        ops: implementations of the ops.
+    or the logits are those of all tokens, on every rank. Arguments and errors as of :class:`StagedModel`.
 
     Attributes:
         mtp: modules of the last stage that predict further tokens in training.
         mtp_losses: mean loss of each ``mtp`` module in the last training forward, before weighting.
-
-    Raises:
-        ConfigError: if ``recompute`` does not fit this model or mesh, or ``ops`` requires a kernel that is missing.
     """
 
     def _add_parts(self, mesh: ParallelMesh, ops: Ops) -> None:
@@ -129,13 +118,8 @@ class GPTModel(StagedModel):
     ) -> list[Tensor]:
         """Losses of the modules that predict further tokens, weighted, and those of their experts.
 
-        Args:
-            hidden: this rank's shard of ``[S, B, H]``, after the model's norm.
-            tokens: ``[B, S]``, whole.
-            labels: ``[B, S]``, whole.
-            loss_mask: ``[B, S]``, whole.
-            position_ids: ``[B, S]``, whole.
-            documents: documents; predictions beyond the end of a document have no loss.
+        ``hidden`` is this rank's shard of ``[S, B, H]``, after the model's norm; the others are whole, ``[B, S]``.
+        Predictions beyond the end of a document have no loss.
         """
         assert self.embedding is not None
         losses, of_experts = [], []
@@ -365,8 +349,8 @@ class GPTModel(StagedModel):
 
         Args:
             hidden: this rank's shard of ``[S, B, H]``.
-            labels: ``[B, S]``, whole.
-            loss_mask: ``[B, S]``, whole.
+            labels: ``[B, S]``, whole, as the mask.
+            loss_mask: weight of each token; ``None`` for 1.
             is_final: True if the final norm has been applied and all tensor-parallel ranks hold the same.
             is_normed: True if a norm has been applied, to this rank's shard.
         """

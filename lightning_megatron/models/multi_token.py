@@ -26,12 +26,7 @@ from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 class NextTokenModule(nn.Module):
     """Hidden states that predict one token further: two norms, a projection, a block like the last one, a norm.
 
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
-        sequence_parallel: True if the residual stream is a sequence shard.
-        recompute: plan of activation recomputation.
-        ops: implementations of the ops.
+    Arguments as of :class:`Block`.
     """
 
     def __init__(

@@ -24,13 +24,7 @@ from lightning_megatron.stage import StageBoundary, StageLayers
 
 
 class Parts(NamedTuple):
-    """Classes of the parts of a model.
-
-    Attributes:
-        embedding: class of the first part.
-        block: class of the blocks.
-        head: class of the last part.
-    """
+    """Classes of the parts of a model."""
 
     embedding: Callable[..., Embedding] = Embedding
     block: Callable[..., Block] = Block
@@ -57,7 +51,7 @@ class StagedModel(nn.Module):
         head: last part; ``None`` on a rank without the last stage.
 
     Raises:
-        ConfigError: if ``recompute`` does not fit this model or mesh, or ``ops`` requires a kernel that is missing.
+        ConfigError: if ``recompute`` or the layout does not fit this model, or ``ops`` requires a missing kernel.
     """
 
     def __init__(

@@ -236,7 +236,6 @@ class Head(CompilablePart):
         self.lora: nn.Module | None = None
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.label_smoothing, self.softcap = config.label_smoothing, config.logit_softcap
-        self._shape = (config.vocab_size, config.hidden_size)
         self.norm = model_norm(config, config.hidden_size, mesh, sequence_parallel, ops)
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None  # set by a subclass, sharded like the weight
@@ -248,7 +247,8 @@ class Head(CompilablePart):
 
     def param_specs(self) -> Mapping[str, ParamSpec]:
         """The weight is cut along the vocabulary, as the embedding is."""
-        return {} if self.weight is None else {"weight": ParamSpec(self._shape, tp_dim=0, multiple=self.multiple)}
+        shape = (self.vocab_size, self.hidden_size)
+        return {} if self.weight is None else {"weight": ParamSpec(shape, tp_dim=0, multiple=self.multiple)}
 
     def _weight(self, tied: Tensor | None) -> Tensor:
         weight = self.weight if tied is None else tied

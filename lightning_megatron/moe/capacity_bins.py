@@ -100,11 +100,7 @@ class CapacityBins(nn.Module):
         self._seen: Tensor | None = None  # [N + 2] usage and rows of this rank since the last step
 
     def choose(self, counts: Tensor, tokens: int) -> int:
-        """Choose the capacity for a forward.
-
-        Args:
-            counts: ``[E]`` choices of each expert on this rank.
-            tokens: ``T`` of this rank.
+        """Choose the capacity for a forward with ``[E]`` choices of each expert, by ``T`` tokens of this rank.
 
         Raises:
             ConfigError: if there are more bins than multiples of the alignment in the range of possible requests.
@@ -136,11 +132,6 @@ class CapacityBins(nn.Module):
         self.edges.copy_(torch.tensor(edges_of(self.config, tokens)))
         self.low.fill_(lowest_capacity(tokens, self.config.moe_router_topk, self.config.num_experts))
 
-    @property
-    def alignment(self) -> int:
-        """Number that every capacity is a multiple of."""
-        return self.config.moe_capacity_bins_alignment
-
     def after_optimizer_step(self) -> None:
         """Sum the counts of all ranks; recompute the edges of the bins after every interval."""
         seen = torch.zeros(len(self.usage) + 2, dtype=torch.int64, device=self.usage.device)
@@ -165,19 +156,15 @@ class CapacityBins(nn.Module):
     def _cut_anew(self) -> None:
         requested, used = self.rows.tolist()
         if used / requested - 1 > self.config.moe_capacity_bins_max_overhead:
-            edges = optimized_edges(self.edges.tolist(), self.usage.tolist(), int(self.low), self.alignment)
+            alignment = self.config.moe_capacity_bins_alignment
+            edges = optimized_edges(self.edges.tolist(), self.usage.tolist(), int(self.low), alignment)
             self.edges.copy_(torch.tensor(edges))
         self.usage.zero_()
         self.rows.zero_()
 
 
 def bins_problems(config: MoEConfig, tokens: int) -> list[Problem]:
-    """Fault of a configuration with more bins than possible capacities.
-
-    Args:
-        config: configuration of the experts.
-        tokens: number of tokens of one rank in one forward.
-    """
+    """Fault of a configuration with more bins than possible capacities for the tokens of one rank in one forward."""
     edges, count = edges_of(config, tokens), config.moe_capacity_bins
     if len(edges) == count:
         return []

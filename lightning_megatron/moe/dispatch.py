@@ -29,18 +29,9 @@ class Experts(Protocol):
         """``[E/ep, n, H] -> [E/ep, n, H]``."""
         ...
 
-    def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """``[T, H] -> [T, H]``, ids ``[T, k]`` over all ranks."""
-        ...
-
 
 class ExpertGrid:
-    """Assignment of experts to the ranks of an axis.
-
-    Args:
-        num_experts: number of experts ``E`` over all ranks.
-        mesh: mesh of the ranks.
-    """
+    """Assignment of ``E`` experts to the ranks of an axis."""
 
     def __init__(self, num_experts: int, mesh: ParallelMesh) -> None:
         self.axis: Axis = mesh.etp_ep
@@ -103,15 +94,9 @@ def alltoall(x: Tensor, experts: Tensor, weights: Tensor, compute: Experts, grid
 def padded_alltoall(
     x: Tensor, experts: Tensor, weights: Tensor, compute: Experts, grid: ExpertGrid, capacity: int
 ) -> Tensor:
-    """As :func:`alltoall`, with ``capacity`` rows from each rank for each expert: no shape depends on the routing.
+    """As :func:`alltoall`, with ``C`` rows from each rank for each expert: no shape depends on the routing.
 
-    Args:
-        x: ``[T, H]``.
-        experts: ``[T, k]`` ids; ``E`` for a dropped choice. No expert has more than ``capacity``.
-        weights: ``[T, k]``.
-        compute: experts of this rank.
-        grid: assignment of experts to ranks.
-        capacity: number of rows ``C``.
+    No expert has more choices than the capacity ``C``.
     """
     (tokens, topk), hidden = experts.shape, x.shape[1]
     ranks, local = grid.axis.size, grid.local

@@ -26,11 +26,6 @@ class RoutedExperts(nn.Module):
     of each, and its output is a partial sum. The bias of ``fc2`` is sharded by output features, and each rank adds only
     its shard, so that the sum contains the bias once.
 
-    Args:
-        config: shape of the model and its experts.
-        mesh: mesh of the ranks.
-        ops: implementations of the ops.
-
     Attributes:
         lora: adapters of the experts; ``None`` without.
 

@@ -13,9 +13,6 @@ class CountSum:
     """Sum of ``[E]`` counts since the last :meth:`take`.
 
     From the first counts on, the sum is always a tensor and never ``None``, so that compiled graphs stay valid.
-
-    Args:
-        num_experts: number of experts ``E``.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -65,12 +62,8 @@ class ExpertLoad:
     """Load of one router on one rank; it is not part of the model's state.
 
     Attributes:
-        num_experts: number of experts ``E``.
         step: counts since the last optimizer step.
         batch: mean counts of the current batch, over all ranks.
-
-    Args:
-        num_experts: number of experts ``E``.
     """
 
     def __init__(self, num_experts: int) -> None:

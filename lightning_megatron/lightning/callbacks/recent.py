@@ -6,9 +6,9 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
+from statistics import median
 
-NORMAL = 1.4826
-"""Standard deviations of a normal distribution in one median absolute deviation."""
+from lightning_megatron.lightning.monitoring.slow_ranks import robust_deviation
 
 
 class Recent:
@@ -37,14 +37,12 @@ class Recent:
     @property
     def median(self) -> float:
         """Median of the window."""
-        return _middle(self._sorted)
+        return median(self._sorted)
 
     @property
     def deviation(self) -> float:
-        """Standard deviation, estimated by the median absolute deviation; at least the floor."""
-        median = self.median
-        spread = NORMAL * _middle(sorted(abs(value - median) for value in self._sorted))
-        return max(spread, self._floor * abs(median))
+        """Robust standard deviation; at least the floor."""
+        return max(robust_deviation(self._sorted), self._floor * abs(self.median))
 
     def deviations_above(self, value: float) -> float:
         """Distance of a value above the median, in deviations; if these are 0, infinite for any other value."""
@@ -65,8 +63,3 @@ class Recent:
         self._sorted.clear()
         for value in values:
             self.add(value)
-
-
-def _middle(values: list[float]) -> float:
-    half = len(values) // 2
-    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from lightning_megatron.arguments import Check
+from lightning_megatron.arguments import Check, Rules, at_least
 from lightning_megatron.data.blend_file import by_split
-from lightning_megatron.data.build import parse_data_path
+from lightning_megatron.data.build import parse_data_path, parse_split
 from lightning_megatron.errors import problems_of
 
 ELSEWHERE = {
@@ -33,3 +34,18 @@ def readable_paths(argument: str) -> Check:
             parse_data_path(each, argument)
 
     return Check(lambda path: [] if path is None else problems_of(parse, path))
+
+
+DATA_RULES: Rules = {
+    "data_path": readable_paths("data_path"),
+    "val_data_path": readable_paths("val_data_path"),
+    "test_data_path": readable_paths("test_data_path"),
+    "split": Check(partial(problems_of, parse_split)),
+    "batch_size": at_least(1),
+    "train_samples": at_least(0),
+    "val_samples": at_least(0),
+    "test_samples": at_least(0),
+    "num_workers": at_least(0),
+    "seed": at_least(0),
+}
+"""Bounds of the arguments that all data modules of ``.bin`` / ``.idx`` files have."""

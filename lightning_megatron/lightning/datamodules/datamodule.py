@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.arguments import Check, OneOf, argument_problems, at_least, checked
+from lightning_megatron.arguments import OneOf, argument_problems, at_least, checked
 from lightning_megatron.config.layout import BatchShape
 from lightning_megatron.data import build_gpt_datasets
 from lightning_megatron.data.batch_ramp import BatchRamp
@@ -39,8 +38,8 @@ from lightning_megatron.data.loading.resumable_loader import ResumableDataLoader
 from lightning_megatron.data.preprocessing.encode import TokenizerSpec
 from lightning_megatron.data.sampler import ConsecutiveEpochs, MegatronSampler
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer, tokenizer_beside
-from lightning_megatron.errors import ConfigError, DataError, Problem, problems_of, raise_if_any
-from lightning_megatron.lightning.datamodules.arguments import COUNTS, ELSEWHERE, readable_paths
+from lightning_megatron.errors import ConfigError, DataError, Problem, raise_if_any
+from lightning_megatron.lightning.datamodules.arguments import COUNTS, DATA_RULES, ELSEWHERE
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.lightning.streams.sample_plan import SamplePlan
 from lightning_megatron.lightning.validation.samples import count_samples
@@ -97,17 +96,8 @@ class MegatronDataModule(LightningDataModule):
 
     @checked(
         ELSEWHERE,
-        data_path=readable_paths("data_path"),
-        val_data_path=readable_paths("val_data_path"),
-        test_data_path=readable_paths("test_data_path"),
-        split=Check(partial(problems_of, parse_split)),
+        **DATA_RULES,
         seq_length=at_least(1),
-        batch_size=at_least(1),
-        train_samples=at_least(0),
-        val_samples=at_least(0),
-        test_samples=at_least(0),
-        num_workers=at_least(0),
-        seed=at_least(0),
         tokenizer_type=OneOf(TOKENIZER_TYPES),
         global_batch_size=at_least(1),
     )

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.arguments import Check, Rules, at_least, within
+from lightning_megatron.arguments import Rules, at_least, within
 from lightning_megatron.data.build import Paths, SampleDataset, Span, build_datasets, parse_data_path, parse_split
 from lightning_megatron.data.indexed import IndexedDataset
 from lightning_megatron.data.masked.bert_dataset import BertDataset
 from lightning_megatron.data.masked.masking import MaskingRule
 from lightning_megatron.data.masked.sentence_index import documents_in_share, usable_documents
 from lightning_megatron.data.masked.t5_dataset import T5Dataset
-from lightning_megatron.errors import Problem, problems_of
-from lightning_megatron.lightning.datamodules.arguments import COUNTS, ELSEWHERE, readable_paths
+from lightning_megatron.errors import Problem
+from lightning_megatron.lightning.datamodules.arguments import COUNTS, DATA_RULES, ELSEWHERE
 from lightning_megatron.lightning.datamodules.datamodule import MegatronDataModule
 
 SENTENCE_NAMES: dict[str, str] = {
@@ -29,16 +28,7 @@ SENTENCE_NAMES: dict[str, str] = {
 """Arguments of these data modules, or advice, by the names that Megatron and NeMo use."""
 
 SENTENCE_RULES: Rules = {
-    "data_path": readable_paths("data_path"),
-    "val_data_path": readable_paths("val_data_path"),
-    "test_data_path": readable_paths("test_data_path"),
-    "split": Check(partial(problems_of, parse_split)),
-    "batch_size": at_least(1),
-    "train_samples": at_least(0),
-    "val_samples": at_least(0),
-    "test_samples": at_least(0),
-    "num_workers": at_least(0),
-    "seed": at_least(0),
+    **DATA_RULES,
     "masking_probability": within(0.0, 1.0),
     "max_ngram": at_least(1),
     "short_probability": within(0.0, 1.0),

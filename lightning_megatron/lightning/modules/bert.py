@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.errors import DataError
 from lightning_megatron.lightning.build.placement import Placement
-from lightning_megatron.lightning.modules.documents import KEYS as DOCUMENT_KEYS
+from lightning_megatron.lightning.modules.documents import OF_DECODERS
 from lightning_megatron.lightning.modules.text_batch import check_keys, id_fault, nan_where_unknown, without_faults
 from lightning_megatron.lightning.modules.transformer import TransformerModule
 from lightning_megatron.models.bert.model import BertInputs, BertLogits, BertLosses, BertModel
@@ -22,9 +22,7 @@ _ELSEWHERE = {
     "token_type_ids": "the segment of each token stands under 'token_types'",
     "next_sentence_label": "1 for a second segment that does not follow the first stands under 'is_random'",
     "inputs_embeds": "the model begins with token ids",
-    **dict.fromkeys(
-        DOCUMENT_KEYS, "documents of a sequence are kept apart by decoders alone: give one document a sample"
-    ),
+    **OF_DECODERS,
 }
 
 

@@ -13,6 +13,10 @@ from lightning_megatron.errors import DataError
 
 KEYS = ("segment_ids", "cu_seqlens")
 SEGMENTS, BOUNDS = KEYS
+OF_DECODERS = dict.fromkeys(
+    KEYS, "documents of a sequence are kept apart by decoders alone: give one document a sample"
+)
+"""Advice for the keys of documents, from models that cannot keep them apart."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
@@ -24,8 +28,7 @@ def says_documents(batch: Any) -> bool:
 def document_fault(batch: Any) -> str | None:
     """Describe what is wrong with the documents of a batch; ``None`` if nothing is, or if there are no tokens.
 
-    Args:
-        batch: any batch. Only what is on the host is read.
+    Only what is on the host is read.
     """
     if not says_documents(batch) or not isinstance(batch.get("tokens"), Tensor) or batch["tokens"].ndim != 2:
         return None

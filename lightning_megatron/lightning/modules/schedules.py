@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -21,17 +21,12 @@ _WD_NAMES = {"start": "start_weight_decay", "end": "weight_decay", "style": "wei
 
 @dataclass(frozen=True)
 class ModuleSchedules:
-    """Arguments of a module about its schedules; ``TransformerModule`` explains them.
+    """Arguments of a module about its schedules, with defaults filled in; ``TransformerModule`` explains them.
 
     Attributes:
         max_lr: its ``lr``.
-        min_lr: its ``min_lr``, with its default filled in.
-        init_lr: its ``init_lr``.
         style: its ``lr_schedule``.
-        tail_style: its ``tail_style``.
         lengths: its ``warmup_steps`` to ``tail_samples``, by name; only those that are given.
-        weight_decay: its ``weight_decay``.
-        start_weight_decay: its ``start_weight_decay``, with its default filled in.
         weight_decay_style: its ``weight_decay_schedule``.
     """
 
@@ -40,7 +35,7 @@ class ModuleSchedules:
     init_lr: float = 0.0
     style: LRStyle = "constant"
     tail_style: TailStyle = "exponential"
-    lengths: Mapping[str, int] | None = None
+    lengths: Mapping[str, int] = field(default_factory=dict)
     weight_decay: float = 0.0
     start_weight_decay: float = 0.0
     weight_decay_style: WDStyle = "constant"
@@ -48,7 +43,7 @@ class ModuleSchedules:
     @property
     def counts_samples(self) -> bool:
         """True if lengths are numbers of samples."""
-        return any(name.endswith("_samples") for name in self.lengths or {})
+        return any(name.endswith("_samples") for name in self.lengths)
 
     @property
     def unit(self) -> str:
@@ -62,14 +57,14 @@ class ModuleSchedules:
         return constant and self.weight_decay_style == "constant"
 
     def _length(self, name: str) -> int:
-        return (self.lengths or {}).get(f"{name}_{self.unit}", 0)
+        return self.lengths.get(f"{name}_{self.unit}", 0)
 
     def problems(self) -> list[Problem]:
         """Faults that do not depend on the length of training, under the module's names of arguments."""
         found = []
         if self.counts_samples:
             for name in (f"{length}_steps" for length in _LENGTHS):
-                if value := (self.lengths or {}).get(name, 0):
+                if value := self.lengths.get(name, 0):
                     reason = "other lengths of the schedule are numbers of samples: give this one in samples too"
                     found.append(Problem(name, value, reason, (0,)))
         if not self.changes_nothing:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.errors import DataError, raise_if_any
 from lightning_megatron.lightning.build.placement import Placement
-from lightning_megatron.lightning.modules.documents import KEYS as DOCUMENT_KEYS
+from lightning_megatron.lightning.modules.documents import OF_DECODERS
 from lightning_megatron.lightning.modules.text_batch import id_fault, key_problems, nan_where_unknown, without_faults
 from lightning_megatron.lightning.modules.transformer import TransformerModule
 from lightning_megatron.models.t5.answer import answer
@@ -25,9 +25,7 @@ _ELSEWHERE = {
     "decoder_attention_mask": "padding of the decoder comes last, where no token sees it; its labels are -100",
     "position_ids": "the model knows distances of tokens alone",
     "inputs_embeds": "the model begins with token ids",
-    **dict.fromkeys(
-        DOCUMENT_KEYS, "documents of a sequence are kept apart by decoders alone: give one document a sample"
-    ),
+    **OF_DECODERS,
     "decoder_inputs_embeds": "the model begins with token ids",
 }
 

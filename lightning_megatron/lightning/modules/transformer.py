@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import Rule, at_least, checked
+from lightning_megatron.checkpoint.formats.hf.settings import read_settings
 from lightning_megatron.config.layout import ModelShape
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
@@ -219,7 +220,7 @@ class TransformerModule(AdaptedModule):
             ConfigError: for a model that this package cannot reproduce, or fields that do not fit its weights.
         """
         module = cls(pretrained.checked_hf_config(path) if weights else pretrained.hf_config(path), **arguments)
-        module.hf_settings = pretrained.hf_settings(path)
+        module.hf_settings = read_settings(path)
         if weights:
             module.load_hf(path)
         return module
@@ -239,7 +240,7 @@ class TransformerModule(AdaptedModule):
             ConfigError: naming every difference of the configurations that changes what the model computes.
         """
         raise_if_any(pretrained.hf_problems(path, self.config))
-        self.hf_settings = pretrained.hf_settings(path)
+        self.hf_settings = read_settings(path)
         self.load_weights(path)
 
     @property
@@ -368,14 +369,7 @@ class TransformerModule(AdaptedModule):
         self._log_evaluation_loss("test_loss", batch, dataloader_idx)
 
     def _log_evaluation_loss(self, name: str, batch: Mapping[str, Tensor], dataloader_idx: int, **options: Any) -> None:
-        """Log the loss of a batch of an evaluation.
-
-        Args:
-            name: name in the log.
-            batch: the batch.
-            dataloader_idx: number of its dataloader.
-            **options: further options of ``log``.
-        """
+        """Log the loss of a batch of an evaluation, with further options of ``log``."""
         self.log(name, self.loss(batch), sync_dist=True, **options)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:

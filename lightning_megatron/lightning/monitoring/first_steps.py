@@ -56,12 +56,7 @@ class FirstSteps:
 
 
 def summary(ranks: Sequence[FirstSteps], window: int) -> str:
-    """One line about all ranks.
-
-    Args:
-        ranks: numbers of every rank.
-        window: steps of each entry of ``step_seconds``.
-    """
+    """One line about all ranks, where each entry of ``step_seconds`` is of ``window`` steps."""
     parts = [f"steps 1 to {ranks[0].steps}"]
     if any(rank.counts for rank in ranks):
         parts += [_compilations(ranks), _fallbacks(ranks)]

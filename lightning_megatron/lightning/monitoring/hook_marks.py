@@ -11,12 +11,7 @@ from lightning_megatron.recorder.recorder import ActionLog
 
 
 class HookMarks(Callback):
-    """Callback that records a rank's activity; the next phase of the strategy, or the next mark, ends it.
-
-    Args:
-        action_log: log to write to.
-        trainer: Trainer whose step is noted.
-    """
+    """Callback that records a rank's activity; the next phase of the strategy, or the next mark, ends it."""
 
     reads_parameters = False
 

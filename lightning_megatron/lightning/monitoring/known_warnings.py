@@ -61,11 +61,7 @@ class KnownWarnings:
         self._own: list[Any] = []
 
     def open(self, *, one_replica: bool) -> None:
-        """Add the filters of the known warnings.
-
-        Args:
-            one_replica: True if all ranks read the same samples.
-        """
+        """Add the filters of the known warnings; ``one_replica`` if all ranks read the same samples."""
         self.close()
         for warning in (*OF_ALL_RUNS, *(OF_ONE_REPLICA if one_replica else ())):
             before = [id(entry) for entry in warnings.filters]

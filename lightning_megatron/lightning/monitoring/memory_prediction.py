@@ -39,12 +39,7 @@ class MemoryPrediction:
         self._has_measured = False
 
     def set(self, job: PlannedJob | None, limit: MemoryLimit) -> None:
-        """Note the job that is about to run.
-
-        Args:
-            job: the job; ``None`` if its memory cannot be predicted.
-            limit: memory of the device.
-        """
+        """Note the job that is about to run; ``None`` if its memory cannot be predicted."""
         self.job, self.limit, self._has_measured = job, limit, False
 
     def _plan(self) -> Plan | None:
@@ -55,11 +50,7 @@ class MemoryPrediction:
         return device_called(self.limit.device)
 
     def announce(self, name: str) -> None:
-        """Log the prediction in one line, and at level DEBUG its parts by cause.
-
-        Args:
-            name: name of the strategy.
-        """
+        """Log the prediction in one line, after the strategy's name, and at level DEBUG its parts by cause."""
         plan = self._plan()
         if plan is None:
             return
@@ -70,11 +61,7 @@ class MemoryPrediction:
     def measure(self, name: str, step: int, device: torch.device, pipeline_rank: int) -> None:
         """Log once the measured peak of the first steps and its prediction, on devices that count their memory.
 
-        Args:
-            name: name of the strategy.
-            step: optimizer steps so far.
-            device: device of this rank.
-            pipeline_rank: pipeline rank of this process.
+        ``step`` is the number of optimizer steps so far.
         """
         if self.job is None or self._has_measured or step < MEASURED_AFTER or device.type == devices.CPU.type:
             return

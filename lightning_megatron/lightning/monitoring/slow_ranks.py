@@ -8,7 +8,7 @@ rank's own past.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -80,12 +80,9 @@ class _Past:
         return median(self.compute) if len(self.compute) >= 3 else None
 
     def noise(self, kind: Kind) -> float:
-        """Standard deviation of the excess, estimated by the median absolute deviation; 0 at first."""
+        """Standard deviation of the excess; 0 at first."""
         known = self.excess[kind]
-        if len(known) < 3:
-            return 0.0
-        middle = median(known)
-        return _NORMAL * median(abs(value - middle) for value in known)
+        return robust_deviation(known) if len(known) >= 3 else 0.0
 
 
 class SlowRanks:
@@ -107,10 +104,7 @@ class SlowRanks:
         self._named: set[tuple[int, Kind]] = set()
 
     def look(self, windows: Sequence[StepTimes]) -> tuple[list[Straggler], list[tuple[int, Kind]]]:
-        """Evaluate one window of all ranks.
-
-        Args:
-            windows: window of each rank.
+        """Evaluate one window of each rank.
 
         Returns:
             Ranks that are newly found slow, and those reported before that are slow no longer.
@@ -158,6 +152,12 @@ class SlowRanks:
             if other != rank and past.usual
         ]
         return usual * max(1.0, median(changes)) if changes else usual
+
+
+def robust_deviation(values: Collection[float]) -> float:
+    """Standard deviation, estimated by the median absolute deviation, which a few outliers do not change."""
+    middle = median(values)
+    return _NORMAL * median(abs(value - middle) for value in values)
 
 
 def excess(values: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch.profilers import Profiler
@@ -24,30 +24,6 @@ class BatchTime:
 
     compute: float
     waiting: float
-
-
-class StepClock(Protocol):
-    """Clock for batches, and, as a :class:`~lightning_megatron.recorder.recorder.WaitClock`, for their waits."""
-
-    def begin_wait(self) -> None:
-        """Note the start of a wait for other ranks."""
-        ...
-
-    def end_wait(self) -> None:
-        """Note the end of a wait."""
-        ...
-
-    def begin_batch(self) -> None:
-        """Note the start of a batch."""
-        ...
-
-    def end_batch(self) -> None:
-        """Note the end of a batch, as the host sees it."""
-        ...
-
-    def read(self) -> list[BatchTime]:
-        """Times of the batches that have ended since the last call."""
-        ...
 
 
 class HostClock:
@@ -85,9 +61,6 @@ class DeviceClock:
     """Clock of a device: events in its stream, which are read after the device has passed them.
 
     Time in which the device idles because the host is slow counts as computing.
-
-    Args:
-        device: device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -135,6 +108,10 @@ class DeviceClock:
             times.append(BatchTime(begun.elapsed_time(ended) / 1e3 - waiting, waiting))
             self._spare.extend((begun, ended, *(event for pair in waits for event in pair)))
         return times
+
+
+StepClock = HostClock | DeviceClock
+"""Clock for batches, and, as a :class:`~lightning_megatron.recorder.recorder.WaitClock`, for their waits."""
 
 
 def step_clock(device: torch.device) -> StepClock:

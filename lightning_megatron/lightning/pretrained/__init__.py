@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         hf_config,
         hf_module_class,
         hf_problems,
-        hf_settings,
         take_settings,
         weight_problems,
     )
@@ -27,7 +26,6 @@ __all__ = [
     "hf_config",
     "hf_module_class",
     "hf_problems",
-    "hf_settings",
     "path_of_base",
     "refuse_unfilled_checkpoint",
     "take_settings",

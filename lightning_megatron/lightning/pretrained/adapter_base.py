@@ -40,11 +40,9 @@ class Adapted(Protocol):
 
 
 def base_of(path: PathLike, mesh: ParallelMesh) -> dict[str, str]:
-    """Path and hash of a directory's weights; all ranks call this, and each reads a part of the files.
+    """Path and hash of the weights of a Hugging Face directory, a checkpoint or a single file.
 
-    Args:
-        path: a Hugging Face directory, a checkpoint, or a single file.
-        mesh: the ranks.
+    All ranks call this, and each reads a part of the files.
 
     Raises:
         CheckpointError: on every rank, if a file cannot be read on any.
@@ -139,13 +137,7 @@ def kept_names(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wanted(module: nn.Module, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that a checkpoint can fill: adapters alone, the model without them, or all.
-
-    Args:
-        module: module to fill.
-        tensors: its parameters and buffers by name.
-        meta: dictionary of the checkpoint.
-    """
+    """Those of a module's tensors that a checkpoint can fill: adapters alone, the model without them, or all."""
     if not isinstance(module, Adapted) or not module.lora:
         return dict(tensors)
     if ADAPTER_OF in meta:

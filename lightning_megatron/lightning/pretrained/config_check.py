@@ -91,12 +91,9 @@ def refuse_unfilled_checkpoint(opened: OpenCheckpoint) -> None:
 
 
 def refuse_unfilled(source: str, config: TransformerConfig, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raise if a configuration has far more parameters than the tensors beside it; smaller misfits are named later.
+    """Raise if the configuration in a file has far more parameters than the tensors beside it, which have ``shapes``.
 
-    Args:
-        source: the file of the configuration.
-        config: the model.
-        shapes: shapes of the tensors beside it.
+    Smaller misfits are named later.
 
     Raises:
         CheckpointError: with both sizes.

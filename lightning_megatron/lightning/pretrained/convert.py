@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,8 @@ from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTok
 from lightning_megatron.lightning.run_state.hyper_parameters import config_of
 from lightning_megatron.mesh import ParallelMesh
 
+T = TypeVar("T")
+
 _PREFIX = model_key("model.")  # the checkpoint's model, and the attribute of GPTModule that holds it
 
 
@@ -54,9 +56,9 @@ def hf_to_checkpoint(source: PathLike, target: PathLike, *, dtype: torch.dtype |
         CheckpointError: naming files and tensors at fault, or if ``target`` exists.
         ConfigError: for a model that ours cannot reproduce.
     """
-    _refuse_existing(target)
+    refuse_existing(target)
     config, tensors = open_hf(source)
-    _save(target, config, tensors, source, dtype)
+    save_imported(target, tensors, {"config": asdict(config)}, source, read_settings(source), dtype)
 
 
 def megatron_to_checkpoint(
@@ -80,29 +82,40 @@ def megatron_to_checkpoint(
         CheckpointError: naming files and tensors at fault, or if ``target`` exists.
         ConfigError: for a model that ours cannot reproduce, or that is not known.
     """
-    _refuse_existing(target)
+    refuse_existing(target)
     checkpoint = open_megatron(source, allow_pickle=allow_pickle)
     config = config or megatron_config(checkpoint, source)
     tensors = megatron_tensors(checkpoint, config)
-    _save(target, config, tensors, source, dtype)
+    save_imported(target, tensors, {"config": asdict(config)}, source, read_settings(source), dtype)
 
 
-def _refuse_existing(target: PathLike) -> None:
+def refuse_existing(target: PathLike) -> None:
+    """Raise a ``CheckpointError`` if something has the name already."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already: remove it or give another name")
 
 
-def _save(
+def save_imported(
     target: PathLike,
-    config: TransformerConfig,
     tensors: Mapping[str, LazyTensor],
+    hyper_parameters: Mapping[str, Any],
     source: PathLike,
+    settings: Settings,
     dtype: torch.dtype | None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
+    """Save a checkpoint that begins a run, with tensors of ``source`` by their names inside the model.
+
+    The settings are those of the Hugging Face directory of the weights; ``more`` are entries of Lightning's dictionary.
+    """
     state = {_PREFIX + name: tensor for name, tensor in in_dtype(tensors, dtype).items()}
-    known = {IMPORTED_FROM: os.fspath(source), SETTINGS: read_settings(source)}
-    meta = fresh_run({"config": asdict(config)}) | known
+    meta = fresh_run(hyper_parameters) | {IMPORTED_FROM: os.fspath(source), SETTINGS: settings} | dict(more or {})
     save(target, state, meta, ParallelMesh.single())
+
+
+def inside_model(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Tensors of a checkpoint's model, by their names inside of it."""
+    return {key.removeprefix(_PREFIX): value for key, value in tensors.items() if key.startswith(_PREFIX)}
 
 
 @dataclass(frozen=True)
@@ -171,7 +184,7 @@ def checkpoint_to_hf(
     contents = with_settings(written, settings)
     copied: dict[str, Any] = {} if tokenizer is None else {file.name: file for file in tokenizer_files(tokenizer)}
     generation = {GENERATION: settings["generation_config"]} if "generation_config" in settings else {}
-    native = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if key.startswith(_PREFIX)}
+    native = inside_model(tensors)
     rules = weight_map(family, config, weight_shapes(config))
     known = rules.native_names  # counters of a module (bins of capacities) have no counterpart in another program
     kept = {name: tensor for name, tensor in native.items() if name in known or tensor.dtype.is_floating_point}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -12,37 +11,31 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.adapters.lora import LoRA
-from lightning_megatron.adapters.merge import PartTensors, merged_weight
+from lightning_megatron.adapters.low_rank import Matrices
+from lightning_megatron.adapters.merge import merged_weight
 from lightning_megatron.adapters.targets import EMBEDDING, HEAD, AdaptedLayer, adapted_layers
-from lightning_megatron.checkpoint import CheckpointError, save
+from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
-from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS
-from lightning_megatron.checkpoint.formats.hf.settings import read_settings as hf_settings
+from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
 from lightning_megatron.checkpoint.loading import open_checkpoint
-from lightning_megatron.checkpoint.tensors.keys import model_key
-from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor, cast, in_dtype
+from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor, cast
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, nearest_names, raise_if_any
 from lightning_megatron.families import family_for
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.pretrained import peft
 from lightning_megatron.lightning.pretrained.adapter_base import ADAPTER_OF, base_of, path_of_base
+from lightning_megatron.lightning.pretrained.convert import inside_model, refuse_existing, save_imported
 from lightning_megatron.lightning.pretrained.hugging_face import checked_hf_config, open_hf
-from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, fresh_run
 from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 from lightning_megatron.lightning.run_state.hyper_parameters import config_of
 from lightning_megatron.mesh import ParallelMesh
 
-_PREFIX = model_key("model.")
 _DEFAULT = "default"
 
 
 class _Opened:
-    """An adapter of a checkpoint.
-
-    Args:
-        path: the checkpoint.
-        name: name of the adapter; ``None`` for the only one.
+    """An adapter of a checkpoint, by its name; ``None`` for the only one.
 
     Raises:
         CheckpointError: if the checkpoint has no adapter.
@@ -66,8 +59,8 @@ class _Opened:
         self.config, self.lora = config, LoRA(**adapters[self.name])
         self.plan = _plan(config, self.lora, self.meta.get(SETTINGS))
         names = peft.adapter_shapes(self.plan, config, self.lora, self.name)
-        self.tensors = {name: tensors[_PREFIX + name] for name in names}
-        self.others = {key.removeprefix(_PREFIX): value for key, value in tensors.items() if key.startswith(_PREFIX)}
+        self.whole = inside_model(tensors)
+        self.tensors = {name: self.whole[name] for name in names}
 
 
 def _plan(config: TransformerConfig, lora: LoRA, settings: Mapping[str, Any] | None) -> tuple[AdaptedLayer, ...]:
@@ -130,16 +123,15 @@ def peft_to_checkpoint(source: PathLike, target: PathLike, *, base: PathLike, dt
         CheckpointError: naming files and tensors at fault, or if ``target`` exists.
         ConfigError: for settings or layers that our adapters cannot have.
     """
-    _refuse_existing(target)
+    refuse_existing(target)
     lora, config = peft.read_peft_settings(source), checked_hf_config(base)
-    settings = hf_settings(base)
+    settings = read_settings(base)
     plan = _plan(config, lora, settings)
     rules = peft.adapter_map(plan, config, lora, _DEFAULT)
     tensors = peft.read_adapter(source, rules, peft.adapter_shapes(plan, config, lora, _DEFAULT))
-    mesh = ParallelMesh.single()
-    known = {IMPORTED_FROM: os.fspath(source), SETTINGS: settings, ADAPTER_OF: base_of(base, mesh)}
-    meta = fresh_run({"config": asdict(config), "lora": {_DEFAULT: lora.plain}}) | known
-    save(target, {_PREFIX + name: tensor for name, tensor in in_dtype(tensors, dtype).items()}, meta, mesh)
+    arguments = {"config": asdict(config), "lora": {_DEFAULT: lora.plain}}
+    of_base = {ADAPTER_OF: base_of(base, ParallelMesh.single())}
+    save_imported(target, tensors, arguments, source, settings, dtype, of_base)
 
 
 def merge_adapter(
@@ -163,44 +155,39 @@ def merge_adapter(
         CheckpointError: if the weights are not the adapter's, if files are damaged, or if ``target`` exists.
         ConfigError: for an adapter of one of two tied matrices.
     """
-    _refuse_existing(target)
-    opened, mesh = _Opened(source, adapter), ParallelMesh.single()
+    refuse_existing(target)
+    opened = _Opened(source, adapter)
     tied = (
         [layer.name for layer in opened.plan if layer.name in (EMBEDDING, HEAD)] if opened.config.tie_embeddings else []
     )
     reason = "embedding and output layer are one matrix in this model, and the adapter changes one of the two"
     raise_if_any([Problem("targets", name, reason) for name in tied])
-    frozen, settings = _base_tensors(opened, source, base, mesh)
+    frozen, settings = _base_tensors(opened, source, base)
     tensors = dict(frozen)
     for layer in opened.plan:
         name = layer.rule.native
         tensors[name] = LazyTensor(
             frozen[name].shape, frozen[name].dtype, partial(_merged, layer, frozen[name], opened)
         )
-    meta = fresh_run({"config": asdict(opened.config)}) | {IMPORTED_FROM: os.fspath(source), SETTINGS: settings}
-    save(target, {_PREFIX + name: tensor for name, tensor in in_dtype(tensors, dtype).items()}, meta, mesh)
+    save_imported(target, tensors, {"config": asdict(opened.config)}, source, settings, dtype)
 
 
-def _base_tensors(
-    opened: _Opened, source: PathLike, given: PathLike | None, mesh: ParallelMesh
-) -> tuple[dict[str, LazyTensor], Any]:
+def _base_tensors(opened: _Opened, source: PathLike, given: PathLike | None) -> tuple[dict[str, LazyTensor], Any]:
     """The frozen weights by our names, and the settings of their directory."""
     path = path_of_base(source, opened.meta, given)
     if path is None:  # the checkpoint holds them
-        adapters = {name for name in opened.others if ".lora." in name}
-        found = {name: value for name, value in opened.others.items() if name not in adapters}
+        found = {name: value for name, value in opened.whole.items() if ".lora." not in name}
         return found, opened.meta.get(SETTINGS) or {}
-    said, there = opened.meta[ADAPTER_OF], base_of(path, mesh)
+    said, there = opened.meta[ADAPTER_OF], base_of(path, ParallelMesh.single())
     if said["hash"] != there["hash"]:
         raise CheckpointError(
             f"{source} holds adapters of {said['path']} (weights {said['hash'][:12]}), and {there['path']} has others"
             f" (weights {there['hash'][:12]})"
         )
     if is_hf_directory(path):
-        return open_hf(path)[1], hf_settings(path)
+        return open_hf(path)[1], read_settings(path)
     base = open_checkpoint(path)
-    named = {key.removeprefix(_PREFIX): value for key, value in base.tensors().items() if key.startswith(_PREFIX)}
-    return named, base.meta.get(SETTINGS) or {}
+    return inside_model(base.tensors()), base.meta.get(SETTINGS) or {}
 
 
 def _merged(layer: AdaptedLayer, weight: LazyTensor, opened: _Opened) -> Tensor:
@@ -209,10 +196,5 @@ def _merged(layer: AdaptedLayer, weight: LazyTensor, opened: _Opened) -> Tensor:
         native = peft.native_prefix(layer, part, opened.name)
         names = (f"{native}.{which}" for which in ("lora_A", "lora_B", "lora_magnitude"))
         there = (opened.tensors[name].materialize() for name in names if name in opened.tensors)
-        parts[part.name] = PartTensors(*there)
+        parts[part.name] = Matrices(*there)
     return merged_weight(weight.materialize(), layer, parts, opened.lora.scale)
-
-
-def _refuse_existing(target: PathLike) -> None:
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists already: remove it or give another name")

@@ -33,12 +33,7 @@ def is_foreign(path: PathLike) -> bool:
 def load_foreign_weights(module: nn.Module, path: PathLike, mesh: ParallelMesh) -> None:
     """Fill the model inside a module; all ranks call this, and each reads the tensors of its own stages.
 
-    One tensor is in memory at a time beside the model.
-
-    Args:
-        module: the module; it must hold exactly one model of this package.
-        path: the directory.
-        mesh: this rank's mesh.
+    One tensor is in memory at a time beside the model, which must be the only one of this package in the module.
 
     Raises:
         CheckpointError: on every rank, if anything is wrong on any.

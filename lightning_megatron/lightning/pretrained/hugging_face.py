@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from lightning_megatron.checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.formats.hf import family_of_weights
 from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, is_hf_directory, read_config, read_tensors
-from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
+from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS
 from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.config.hugging_face.family import Family
@@ -90,12 +90,7 @@ def open_hf(path: PathLike) -> tuple[TransformerConfig, dict[str, LazyTensor]]:
 def hf_tensors(
     path: PathLike, config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, LazyTensor]:
-    """Some tensors of a directory by our names, for a model that exists.
-
-    Args:
-        path: the directory.
-        config: the model's configuration.
-        shapes: required shapes by global name; other tensors are left out.
+    """Tensors of a directory by our names, for a model that exists; those without an entry in ``shapes`` are left out.
 
     Raises:
         CheckpointError: naming files and tensors at fault.
@@ -114,11 +109,6 @@ def weight_problems(path: PathLike, config: TransformerConfig) -> list[Problem]:
     """Reasons why the weights of a Hugging Face directory or an open checkpoint do not fit; none for any other path."""
     found = hf_problems(path, config) if is_hf_directory(path) else []
     return found + (checkpoint_problems(path, config) if isinstance(path, OpenCheckpoint) and path.manifest else [])
-
-
-def hf_settings(path: PathLike) -> dict[str, dict[str, Any]]:
-    """Settings of a directory that are no part of the model."""
-    return read_settings(path)
 
 
 def take_settings(module: object, checkpoint: Mapping[str, Any]) -> None:

@@ -51,12 +51,7 @@ class PendingWeights:
         return cls(Path(path).absolute(), strict, checkpoint, None if base is None else Path(base).absolute())
 
     def fill(self, module: LightningModule, mesh: ParallelMesh, check: Check = "hashes") -> None:
-        """Fill a module whose model is built; all ranks call this.
-
-        Args:
-            module: a module whose model is built.
-            mesh: this rank's mesh.
-            check: extent to which files are compared with their manifest.
+        """Fill a module whose model is built; all ranks call this, and ``check`` is as of :func:`load_weights`.
 
         Raises:
             CheckpointError: on every rank, if anything is wrong on any.

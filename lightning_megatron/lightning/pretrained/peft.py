@@ -24,6 +24,7 @@ from lightning_megatron.config.hugging_face.tensors import TRANSPOSED
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.files.writing import writing
+from lightning_megatron.lightning.pretrained.convert import refuse_existing
 from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -84,13 +85,7 @@ def read_peft_settings(path: str | os.PathLike[str]) -> LoRA:
 
 
 def peft_settings(lora: LoRA, plan: Sequence[AdaptedLayer], base: str) -> dict[str, Any]:
-    """Contents of ``adapter_config.json``.
-
-    Args:
-        lora: settings of the adapter.
-        plan: layers that it changes.
-        base: path of the frozen weights.
-    """
+    """Contents of ``adapter_config.json`` for an adapter that changes the layers of a plan; ``base`` is a path."""
     names = sorted({part.name for layer in plan for part in layer.parts if part.is_target})
     targets = names if "all-linear" in lora.names else list(lora.names)
     return {
@@ -112,14 +107,7 @@ def peft_settings(lora: LoRA, plan: Sequence[AdaptedLayer], base: str) -> dict[s
 
 
 def adapter_map(plan: Sequence[AdaptedLayer], config: TransformerConfig, lora: LoRA, name: str) -> WeightMap:
-    """The rules between an adapter's tensors in PEFT's file and ours, by names inside the model.
-
-    Args:
-        plan: layers that it changes.
-        config: configuration of the model.
-        lora: settings of the adapter.
-        name: name of the adapter.
-    """
+    """The rules between an adapter's tensors in PEFT's file and ours, by names inside the model."""
     rules = [
         rule for layer in plan for part in layer.parts if part.is_target for rule in _rules(layer, part, config, name)
     ]
@@ -194,8 +182,7 @@ def write_adapter(path: str | os.PathLike[str], settings: Mapping[str, Any], ten
     from safetensors.torch import save_file
 
     path = Path(path)
-    if os.path.lexists(path):
-        raise CheckpointError(f"{path} exists already: remove it or give another name")
+    refuse_existing(path)
     directory = prepare(path)
     try:
         for file in (directory / CONFIG, directory / WEIGHTS):

@@ -73,19 +73,7 @@ class BertLosses(NamedTuple):
 class BertModel(StagedModel):
     """Embedding, blocks, heads; on a mesh of one rank the reference for all layouts.
 
-    In a pipeline the model holds the stages of this rank, and a call runs the stage that the boundary names. All
-    context-parallel ranks are called with whole sequences.
-
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks; ``None`` for one process.
-        parts: stages on this rank; ``None`` for a model in one piece.
-        boundary: boundary of the pipeline's stages; needed with ``parts``.
-        recompute: plan of activation recomputation.
-        ops: implementations of the ops.
-
-    Raises:
-        ConfigError: if ``recompute`` or the layout does not fit this model, or ``ops`` requires a missing kernel.
+    All context-parallel ranks are called with whole sequences. Arguments and errors as of :class:`StagedModel`.
     """
 
     config: BertConfig
@@ -97,9 +85,6 @@ class BertModel(StagedModel):
 
     def forward(self, inputs: BertInputs) -> BertLogits:
         """Logits of both heads; on a stage that is not the last, the end of the step.
-
-        Args:
-            inputs: tokens, with their types, positions and padding.
 
         Raises:
             ConfigError: for a sequence longer than the learned positions.

@@ -26,12 +26,7 @@ from lightning_megatron.recompute import run_part
 class BertEmbedding(Embedding):
     """Sum of the embeddings of tokens, positions and token types; normed in a model whose norms follow the sums.
 
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
-        sequence_parallel: True to return a sequence shard.
-        only_for_head: True for the last stage's copy of the token embedding, which only the head uses.
-        ops: implementations of the ops.
+    Arguments as of :class:`Embedding`.
     """
 
     def __init__(
@@ -103,11 +98,7 @@ class PostNormBlock(Block):
 class BertHead(Head):
     """Head of masked tokens, whose output weight is the embedding's, and head of the next sentence.
 
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
-        sequence_parallel: True if the input is a sequence shard.
-        ops: implementations of the ops.
+    Arguments as of :class:`Head`.
     """
 
     def __init__(
@@ -140,10 +131,9 @@ class BertHead(Head):
         return out
 
     def follows(self, encoded: Tensor) -> Tensor:
-        """Logits ``[B, 2]``: the second segment follows the first (0) or does not (1). Equal on all ranks.
+        """Logits ``[B, 2]`` from the result of :meth:`encoded`, equal on all ranks.
 
-        Args:
-            encoded: result of :meth:`encoded`.
+        The first says that the second segment follows the first one, the other that it does not.
         """
         assert self.pooler is not None
         assert self.next_sentence is not None

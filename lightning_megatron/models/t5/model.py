@@ -48,24 +48,13 @@ class T5Inputs(NamedTuple):
 class T5Model(StagedModel):
     """Embedding, two stacks of blocks, head; on a mesh of one rank the reference for all layouts.
 
-    In a pipeline the model holds the stages of this rank, and a call runs the stage that the boundary names.
-
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks; ``None`` for one process.
-        parts: stages on this rank; ``None`` for a model in one piece.
-        boundary: boundary of the pipeline's stages; needed with ``parts``.
-        recompute: plan of activation recomputation.
-        ops: implementations of the ops.
+    Arguments and errors as of :class:`StagedModel`.
 
     Attributes:
         encoder_bias: relative positions of the encoder; ``None`` on a rank without an encoder layer. If several stages
             hold them, their gradients are summed.
         decoder_bias: relative positions of the decoder, likewise.
         encoder_end: norm after the encoder; ``None`` on a rank without its last layer.
-
-    Raises:
-        ConfigError: if ``recompute`` or the layout does not fit this model, or ``ops`` requires a missing kernel.
     """
 
     config: T5Config

@@ -37,12 +37,7 @@ class Memory(NamedTuple):
 
 
 class DecoderCache(NamedTuple):
-    """Keys and values of one layer of the decoder.
-
-    Attributes:
-        own: those of the tokens decoded so far.
-        memory: those of the encoder's output.
-    """
+    """Keys and values of one layer of the decoder: of the tokens decoded so far, and of the encoder's output."""
 
     own: KVCache
     memory: MemoryCache
@@ -113,13 +108,7 @@ class RelativeBias(nn.Module):
 class T5Block(Block):
     """Block of either stack; in the decoder, attention to the encoder's output follows that of its own tokens.
 
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
-        layer: number of the layer, which determines its stack.
-        sequence_parallel: True if the residual stream is a sequence shard.
-        recompute: plan of activation recomputation.
-        ops: implementations of the ops.
+    Arguments as of :class:`Block`; the number of the layer determines its stack.
     """
 
     def __init__(
@@ -162,14 +151,8 @@ class T5Block(Block):
     ) -> tuple[Tensor, Tensor | None]:
         """``[S, B, H] -> [S, B, H]``; other arguments, and the result, as of :class:`Block`.
 
-        Args:
-            x: residual stream.
-            rotary: cosines and sines of the positions; T5 has none.
-            cache: keys and values of earlier tokens.
-            key_mask: mask of keys; here it is part of the bias.
-            bias: result of :class:`RelativeBias` for the stack.
-            memory: output of the encoder, for a layer of the decoder.
-            memory_cache: keys and values of the memory.
+        T5 has no rotary positions. ``bias`` is the result of :class:`RelativeBias` for the stack, which the mask of
+        keys is part of; layers of the decoder get the memory, too.
         """
         plan = self.recompute if cache is None else NO_RECOMPUTE
         is_pure = self.attention.is_pure("attention")
@@ -195,14 +178,7 @@ class T5Block(Block):
 
 
 class StackEnd(nn.Module):
-    """Norm and dropout after the last layer of the encoder.
-
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
-        sequence_parallel: True if the residual stream is a sequence shard.
-        ops: implementations of the ops.
-    """
+    """Norm and dropout after the last layer of the encoder; arguments as of :class:`Block`."""
 
     def __init__(self, config: T5Config, mesh: ParallelMesh, *, sequence_parallel: bool, ops: Ops) -> None:
         super().__init__()
@@ -218,11 +194,7 @@ class StackEnd(nn.Module):
 class T5Head(Head):
     """Final norm, dropout and output layer of the decoder; the input of a tied output layer is divided by ``sqrt(H)``.
 
-    Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
-        sequence_parallel: True if the input is a sequence shard.
-        ops: implementations of the ops.
+    Arguments as of :class:`Head`.
     """
 
     def __init__(self, config: T5Config, mesh: ParallelMesh, *, sequence_parallel: bool, ops: Ops = ANY_DEVICE) -> None:
