@@ -41,7 +41,8 @@ def receive(out: Tensor, axis: Axis, peer: int) -> None:
 
 def as_bytes(x: Tensor) -> Tensor:
     """Bytes of a tensor, flat: a view of a contiguous tensor on the host, otherwise a copy on the host."""
-    return x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    flat = x.detach().cpu().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 class Rotation:

@@ -17,6 +17,7 @@ from lightning_megatron.checkpoint.formats.torch_file import TensorSlot, TorchFi
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint16)
 WHOLE = torch.arange(15, dtype=torch.int32).view(3, 5)
 VALUES = {str(dtype): WHOLE.to(dtype) for dtype in DTYPES} | {"scalar": torch.tensor(7.0), "none": torch.zeros(0, 3)}
+VALUES["one of a column"] = torch.arange(8.0)[::2][:1]
 
 
 def write(path: Path) -> None:
