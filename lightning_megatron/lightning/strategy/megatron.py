@@ -76,8 +76,9 @@ class MegatronStrategy(StrategyHooks):
         overlap_grad_reduce: send gradients while backward is running.
         overlap_param_gather: gather parameters while the next forward is running; switched off if a callback or the
             module may read parameters between steps.
-        grad_reduce_dtype: dtype in which ranks sum gradients, ``"fp32"`` or ``"bf16"``; ``None`` for fp32, on Gaudi
-            for bf16 if a gradient sums at most 256 micro-batches over all replicas (Intel's rule).
+        grad_reduce_dtype: dtype in which ranks sum gradients, ``"fp32"`` or ``"bf16"``; ``None`` for that of the
+            gradients (fp32, bf16 under ``"bf16-true"``), on Gaudi for bf16 if a gradient sums at most 256 micro-batches
+            over all replicas, else fp32 (Intel's rule).
         bucket_size: gradient elements sent at once; ``None`` for Megatron's ``max(40e6, 1e6 x dp)``.
         recompute: activations computed again in backward instead of being kept: ``"selective"`` (core attention),
             ``"full"`` (layers), ``"moe"`` (experts), or some of ``"core_attn"``, ``"attention"``, ``"mlp"``, ``"moe"``.
