@@ -26,7 +26,7 @@ from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import described
 from lightning_megatron.lightning.compat._private import default_store
-from lightning_megatron.lightning.step.memory_trials import MemoryTrials
+from lightning_megatron.lightning.strategy.memory_trials import MemoryTrials
 from lightning_megatron.lightning.strategy.process_end import ProcessEnd
 from lightning_megatron.lightning.streams.generators import generator_hashes, seed_generators
 from lightning_megatron.lightning.validation.settings import JobSettings
