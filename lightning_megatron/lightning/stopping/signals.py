@@ -35,7 +35,7 @@ def signal_problems(names: Sequence[str]) -> list[Problem]:
 class StopSignals:
     """Handlers that do nothing but note a signal, since they may run in the middle of a collective.
 
-    SIGTERM is always handled, and a handler of the user's own runs before this one. Other signals are left alone if they
+    SIGTERM is always handled, and a handler of the user's own runs first. Other signals are left alone if they
     have a handler that is neither Python's default nor Lightning's, or were ignored when the process began; those of
     :meth:`add` are handled even if they were ignored.
 
