@@ -80,6 +80,7 @@ class Loaded:
         layout: fields of the layout at the save.
         per_rank: values of this rank; ``None`` if the layout has changed, or nothing was saved.
         missing: keys of the state that the checkpoint lacks, left as they were (``strict=False``).
+        not_begun: keys of optimizer state that did not exist at the save, left as they were: no gradient so far.
         unexpected: keys of the checkpoint's model, and of kinds of optimizer state, that no rank requested
             (``strict=False``).
     """
@@ -88,6 +89,7 @@ class Loaded:
     layout: Mapping[str, Any]
     per_rank: Any
     missing: tuple[str, ...]
+    not_begun: tuple[str, ...]
     unexpected: tuple[str, ...]
 
 
@@ -146,8 +148,10 @@ class OpenCheckpoint(os.PathLike[str]):
         part = on_all_ranks(mesh, action, lambda: self.source.part_for(state, order))
         metadata = part.metadata
         unexpected = _unexpected(state, metadata, mesh)
-        missing = on_all_ranks(mesh, action, lambda: _missing(state, metadata, unexpected, strict))
-        wanted = {key: value for key, value in state.items() if key not in missing}
+        not_begun = _not_begun(state, metadata, self.meta)
+        wanted = {key: value for key, value in state.items() if key not in not_begun}
+        missing = on_all_ranks(mesh, action, lambda: _missing(wanted, metadata, unexpected, strict))
+        wanted = {key: value for key, value in wanted.items() if key not in missing}
         own = own_key(mesh)
         is_own = dict(self.source.layout) == asdict(mesh.layout) and own in metadata.state_dict_metadata
         if is_own:
@@ -155,7 +159,7 @@ class OpenCheckpoint(os.PathLike[str]):
         on_all_ranks(mesh, action, lambda: part.read(wanted))
         per_rank = wanted.pop(own) if is_own else None
         state.update(wanted)
-        return Loaded(self.meta, self.source.layout, per_rank, tuple(missing), tuple(unexpected))
+        return Loaded(self.meta, self.source.layout, per_rank, tuple(missing), tuple(not_begun), tuple(unexpected))
 
     def tensors(self) -> dict[str, LazyTensor]:
         """Lazy tensors by key, in one process."""
@@ -244,6 +248,19 @@ def load(
     """
     opened = open_checkpoint(path, mesh, weights_only=weights_only, check=check)
     return opened.fill(state, strict=strict, is_in_order=is_in_order)
+
+
+def _not_begun(state: State, metadata: Metadata, meta: Mapping[str, Any]) -> set[str]:
+    """Keys of the state of parameters that a saved optimizer has, without state of them.
+
+    It has that of others, or was saved before its first step; else it is an optimizer of another kind.
+    """
+    saved = [key for key in map(Key.parse, metadata.state_dict_metadata) if key.state]
+    main = {(key.family, key.name) for key in saved if key.is_main}
+    begun = {(key.family, key.name) for key in saved if not key.is_main}
+    families = {family for family, _ in (begun if meta.get("global_step") else main)}
+    asked = {text: key for text in state if (key := Key.parse(text)).state and key.family in families}
+    return {text for text, key in asked.items() if (key.family, key.name) in main - begun and not key.is_main}
 
 
 def _missing(state: State, metadata: Metadata, unexpected: Sequence[str], strict: bool) -> list[str]:

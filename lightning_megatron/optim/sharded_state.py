@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class ShardedState:
         self._mains: dict[Bucket, MainValues] = {}
         self._position: dict[int, int] = {}
         self._provisional: list[nn.Parameter] = []
+        self._constructed: dict[int, tuple[Tensor, dict[str, Any]]] = {}  # of one element, by group
         self._take_back: Callable[[], None] | None = None
 
     def lend(self, take_back: Callable[[], None]) -> None:
@@ -60,6 +61,8 @@ class ShardedState:
                 owner, make = (any_owner, state_like) if part.owned is None else (part.owned.param, _cast_state)
                 if owner is not None and state.get(owner):
                     state[part.param] = make(part.param, state[owner], owner)
+                    one = part.param.detach().new_zeros(1)
+                    self._constructed.setdefault(bucket.key.group, (one, state_like(one, state[owner], owner)))
         kept = {id(part.param) for main in mains.values() for part in main.parts}
         for bucket in mains:
             for slot in bucket.slots:
@@ -84,29 +87,62 @@ class ShardedState:
         return [[part.param for part in parts] for parts in self._parts_by_group()]
 
     def init_state(self, *, split: bool = False) -> None:
-        """Allocate an element-wise optimizer's state where it has none, so that a checkpoint can be loaded into it.
+        """Allocate an element-wise optimizer's state where it has none.
 
         Args:
-            split: True to give every parameter a step count of its own until ``refresh_params``, for a checkpoint in
-                which they differ.
+            split: True to load a checkpoint: all state becomes that of a new optimizer, and every parameter has a step
+                count of its own until ``refresh_params``, as those of a checkpoint may differ.
         """
         if split:
             self._before_write()
         if self.is_flat:
-            self._refuse_state_of_no_parameter()
+            if split:
+                self._begin_anew()
             self._provisional = [param for param in self.main_params if not self.optimizer.state.get(param)]
             allocate_state(self.optimizer, self._mains_by_group())
             for main in self._mains.values() if split else ():
                 main.split_all(self.optimizer)
 
+    def _begin_anew(self) -> None:
+        """Drop all state but that of the optimizer's constructor (Adagrad), as it was then."""
+        for number, params in enumerate(self._mains_by_group()):
+            group = self.optimizer.param_groups[number]
+            if STEP in group:
+                group[STEP] = 0
+            for param in params:
+                self.optimizer.state.pop(param, None)
+                if made := self._constructed.get(number):
+                    self.optimizer.state[param] = state_like(param, made[1], made[0])
+
     def drop_initial_state(self) -> None:
         """Remove the state that :meth:`init_state` has allocated: an optimizer may treat its first step specially.
 
-        Called after a save, and after loading a checkpoint that was saved before the first step.
+        Called after a save or an export.
         """
         for param in self._provisional:
             self.optimizer.state.pop(param, None)
         self._provisional = []
+
+    def drop_state(self, names: Collection[str]) -> None:
+        """Remove the state of parameters, by the names of checkpoints; between ``init_state(split=True)`` and its end.
+
+        The optimizer creates it at their next gradients.
+        """
+        for param, own in self._names_of_parts():
+            if own and own <= set(names):
+                self.optimizer.state.pop(param, None)
+
+    def names_by_state(self) -> tuple[set[str], set[str]]:
+        """Names, as in checkpoints, of parameters with and without state on this rank; for element-wise optimizers."""
+        begun: set[str] = set()
+        others: set[str] = set()
+        for param, own in self._names_of_parts() if self.is_flat else ():
+            (begun if self.optimizer.state.get(param) else others).update(own)
+        return begun, others
+
+    def _names_of_parts(self) -> Iterator[tuple[nn.Parameter, set[str]]]:
+        for part in (part for main in self._mains.values() for part in main.parts):
+            yield part.param, {slot.owned.spec.tied_with or slot.owned.name for slot in part.slots}
 
     def _refuse_state_of_no_parameter(self) -> None:
         beside = [str(key) for key in self.optimizer.state if not isinstance(key, Tensor)]
@@ -120,8 +156,14 @@ class ShardedState:
     def param_shards(self) -> list[ParamShard]:
         """This rank's shards with their state. They are views: copying into them loads a checkpoint.
 
-        A parameter that is not sharded, or that is replicated over tp, appears on every rank that holds it.
+        A parameter that is not sharded, or that is replicated over tp, appears on every rank that holds it. One without
+        a gradient so far has no state.
+
+        Raises:
+            ConfigError: if an element-wise optimizer has state of no parameter.
         """
+        if self.is_flat:
+            self._refuse_state_of_no_parameter()
         return [shard for main in self._mains.values() for part in main.parts for shard in self._shards_of(main, part)]
 
     def _shards_of(self, main: MainValues, part: MainParam) -> Iterator[ParamShard]:

@@ -71,7 +71,7 @@ def content_of_file(meta: Mapping[str, Any], parts: Sequence[RankPart], *, has_s
     if OPTIMIZERS in content:
         order = list(content[MODEL_STATE]) if has_stages else None
         indices = takewhile(lambda index: groups_key(index) in values, count())
-        content[OPTIMIZERS] = [_optimizer(i, values, order, has_state=bool(meta.get("global_step"))) for i in indices]
+        content[OPTIMIZERS] = [_optimizer(index, values, order) for index in indices]
     return content | {NOTE: content.get(NOTE, {}) | {"per_rank": own}}
 
 
@@ -81,13 +81,13 @@ def _version(held: Sequence[Sequence[SavedName]], values: Mapping[str, Any]) -> 
     return OrderedDict((name, values[keys[name]]) for name in order)
 
 
-def _optimizer(index: int, values: Mapping[str, Any], order: list[str] | None, *, has_state: bool) -> dict[str, Any]:
+def _optimizer(index: int, values: Mapping[str, Any], order: list[str] | None) -> dict[str, Any]:
     """One entry of ``optimizer_states``; ``order`` is the model's order of names if groups list them stage by stage."""
     groups = values[groups_key(index)]
     if order is not None:
         place = {name: number for number, name in enumerate(order)}
         groups = [{**group, "params": sorted(group["params"], key=place.__getitem__)} for group in groups]
-    return _numbered(groups, _state_of(index, values) if has_state else {})
+    return _numbered(groups, _state_of(index, values))
 
 
 def _slots(parts: Sequence[RankPart]) -> dict[str, TensorSlot]:

@@ -136,7 +136,7 @@ class SingleFile:
                 )
             for name, which in zip(names, group["params"], strict=True) if has_state else ():
                 whole: Tensor = self.tensors[version_key(self.main, name)]
-                kept = saved["state"].get(which, {})
+                kept = saved["state"].get(which, {})  # empty before the parameter's first gradient
                 values[state_key(index, name, MAIN)] = whole
                 values |= {whole_state_key(index, name): kept} if is_whole else _by_key(index, name, kept, whole)
             named.append({**group, "params": names})

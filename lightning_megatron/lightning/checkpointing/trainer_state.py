@@ -31,8 +31,9 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
 from lightning_megatron.checkpoint.formats.lightning_file import MODEL_STATE
 from lightning_megatron.checkpoint.formats.meta import NOTE, refuse_other_writers
-from lightning_megatron.checkpoint.tensors.keys import Key, groups_key, whole_state_key
+from lightning_megatron.checkpoint.tensors.keys import Key, groups_key, optimizer_family, whole_state_key
 from lightning_megatron.comm.all_ranks import on_all_ranks
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.checkpointing.names_in_file import refuse_unknown_order, take_names, trained_version
 from lightning_megatron.lightning.pretrained.adapter_base import base_entry, kept_names, refuse_other_base, wanted
@@ -123,15 +124,29 @@ def _optimizer_states(
     module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh, sharded: bool
 ) -> tuple[State, set[str]]:
     """State of all optimizers, and the keys of the part that only optimizer steps and loads write."""
+    _complete_state(optimizers, mesh)
     state: State = {}
     late: set[str] = set()
     for index, optimizer in enumerate(optimizers):
-        # Before the first step there is no state yet; an empty one keeps the set of keys the same at all times.
-        optimizer.init_state()
         part = optimizer_part(index, optimizer, mesh, sharded)
         late |= _apart(part, module) if optimizer.is_flat else set()
         state |= part
     return state, late
+
+
+def _complete_state(optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh) -> None:
+    """Allocate state if a part of a parameter has some and another rank's part, without gradients so far, has none."""
+    begun: set[str] = set()
+    others: set[str] = set()
+    for optimizer in optimizers:
+        with_state, without = optimizer.names_by_state()
+        begun, others = begun | with_state, others | without
+    if not all(map(any, zip(*all_gather_object(mesh, (bool(begun), bool(others))), strict=True))):
+        return
+    others = others.union(*all_gather_object(mesh, sorted(others)))
+    if any(all_gather_object(mesh, bool(begun & others))):
+        for optimizer in optimizers:
+            optimizer.init_state()
 
 
 def _apart(state: State, module: LightningModule) -> set[str]:
@@ -238,11 +253,11 @@ def load_optimizers(
         take_group_settings(optimizer, state[groups_key(index)])
         optimizer.init_state(split=True)
         state |= optimizer_part(index, optimizer, mesh, sharded)
-    _fill(opened, state, module, finite=finite, is_in_order=is_in_order)
+    loaded = _fill(opened, state, module, finite=finite, is_in_order=is_in_order)
+    not_begun = [Key.parse(key) for key in loaded.not_begun]
     for index, optimizer in enumerate(optimizers):
+        optimizer.drop_state({key.name for key in not_begun if key.family == optimizer_family(index)})
         continue_optimizer(index, optimizer, state)
-        if not meta.get("global_step"):
-            optimizer.drop_initial_state()
 
 
 def _fill(

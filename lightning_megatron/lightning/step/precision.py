@@ -338,6 +338,17 @@ class MegatronPrecision(Precision):
         if self.loss_scale is not None and state_dict:
             self.loss_scale.load_state_dict(state_dict)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the loss scale for a Trainer with a strategy of Lightning's, too."""
+        if self.loss_scale is not None:
+            checkpoint[MixedPrecision.__qualname__] = self.loss_scale.grad_scaler_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue with the loss scale of a checkpoint of one of Lightning's strategies."""
+        state = checkpoint.get(MixedPrecision.__qualname__)
+        if self.loss_scale is not None and state and type(self).__qualname__ not in checkpoint:
+            self.loss_scale.load_grad_scaler_state(state)
+
 
 def _reached(module: nn.Module, *without: type[nn.Module]) -> set[nn.Module]:
     """A module and its submodules, without those of some classes and all that only these contain."""

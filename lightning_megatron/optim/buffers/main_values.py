@@ -156,20 +156,21 @@ class MainValues:
         self._split(optimizer, id)
 
     def undo_split_all(self, optimizer: Optimizer) -> None:
-        """Undo :meth:`split_all` where all pieces have the same shared state (the step count)."""
+        """Undo :meth:`split_all` where all pieces have the same shared state (the step count), or none has state."""
         whole, self._before_split = self._before_split, []
         if not whole:
             return
         parts = []
         for part, state in whole:
             split = [new for new in self.parts if set(new.slots) <= set(part.slots) and new.slots]
-            shared = [_shared(optimizer.state.get(new.param, {}), new.param) for new in split]
+            states = [optimizer.state.get(new.param, {}) for new in split]
+            shared = [_shared(kept, new.param) for kept, new in zip(states, split, strict=True)]
             if len(split) < 2:
                 parts.append(part)
-            elif all(_equal(one, shared[0]) for one in shared):
+            elif len(set(map(bool, states))) == 1 and all(_equal(one, shared[0]) for one in shared):
                 for new in split:
                     optimizer.state.pop(new.param, None)
-                if state:
+                if state and states[0]:
                     optimizer.state[part.param] = {**state, **shared[0]}  # the rest was loaded through views
                 parts.append(part)
             else:

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
+from lightning_megatron import MegatronPrecision
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.core.config import grad_reduce_dtype_rule
 from lightning_megatron.optim.loss_scale import DynamicLossScale
@@ -80,3 +84,42 @@ def test_impossible_values_are_named_together() -> None:
 )  # fmt: skip
 def test_bf16_reduction_ends_above_256_summands(accumulation: int, dp: int, dtype: torch.dtype) -> None:
     assert grad_reduce_dtype_rule(accumulation, dp) is dtype
+
+
+def test_it_and_lightnings_go_on_from_each_other() -> None:
+    def scaler() -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+
+    def step(plugin: MegatronPrecision | MixedPrecision, overflow: bool) -> float:
+        if isinstance(plugin, MegatronPrecision):
+            assert plugin.loss_scale is not None
+            plugin.loss_scale.update(overflow)
+            return plugin.loss_scale.scale
+        assert plugin.scaler is not None
+        param = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        plugin.scaler.scale(param.sum()).backward()
+        assert param.grad is not None
+        param.grad.fill_(torch.inf if overflow else 1.0)
+        plugin.scaler.step(optimizer)
+        plugin.scaler.update()
+        return plugin.scaler.get_scale()
+
+    def ours() -> MegatronPrecision:
+        return MegatronPrecision("16-mixed", DynamicLossScale(16.0, growth_interval=3, hysteresis=1))
+
+    overflows = [False, True, False, False, False, True, False, False, False, False]
+    for made in (ours, lambda: MixedPrecision("16-mixed", "cpu", scaler())):
+        first = made()
+        expected = [step(first, overflow) for overflow in overflows[:5]]
+        checkpoint: dict[str, Any] = {type(first).__qualname__: first.state_dict()}
+        first.on_save_checkpoint(checkpoint)
+        expected += [step(first, overflow) for overflow in overflows[5:]]
+        assert len(set(expected)) == 2
+        stock, own = MixedPrecision("16-mixed", "cpu", scaler()), ours()
+        stock.load_state_dict(checkpoint["MixedPrecision"])
+        own.on_load_checkpoint(checkpoint)
+        if "MegatronPrecision" in checkpoint:
+            own.load_state_dict(checkpoint["MegatronPrecision"])
+        for plugin in (stock, own):
+            assert [step(plugin, overflow) for overflow in overflows[5:]] == expected[5:]
