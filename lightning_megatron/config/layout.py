@@ -131,6 +131,11 @@ class ParallelLayout:
         return self.tp * self.pp * self.cp
 
     @property
+    def is_whole(self) -> bool:
+        """True if every rank holds the whole model, as under DDP."""
+        return self.tp == self.pp == self.cp == self.ep == self.expert_tensor_parallel_size == 1
+
+    @property
     def world_size(self) -> int:
         """Ranks of the whole job; only a resolved layout has one."""
         return self.model_parallel_size * self.data_parallel_size

@@ -13,7 +13,6 @@ import json
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_megatron.errors import DataError
-from lightning_megatron.files.growing import GrowingFile
+from lightning_megatron.files.growing import written_at_once
 from lightning_megatron.files.mapped import MappedFiles
 from lightning_megatron.files.small import read_json
-from lightning_megatron.files.writing import writing
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -70,12 +68,14 @@ def cached_arrays(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, path in paths.items():
-            _write(path, partial(_save, arrays[name]))
+            with written_at_once(path, keep_equal=True) as stream:
+                _save(arrays[name], stream)
         content = json.dumps(
             {**json.loads(text), "files": {path.name: _sums(path) for path in paths.values()}}, indent=4
         )
         # Last, since it says that all other files are complete.
-        _write(marker, lambda file: file.write(content.encode()))
+        with written_at_once(marker, keep_equal=True) as stream:
+            stream.write(content.encode())
     except OSError as error:
         if cache_dir is not None:
             fault = f"the index cache cannot be written ({error.strerror or error})"
@@ -136,13 +136,3 @@ def _save(array: NDArray[Any], file: Any) -> None:
     """Write an array as ``np.save`` does, but with the system's error if the file cannot be written whole."""
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
     file.write(np.ascontiguousarray(array).data)
-
-
-def _write(path: Path, write: Callable[[Any], object]) -> None:
-    growing = GrowingFile(path)
-    try:
-        with writing(growing.path):
-            write(growing.stream)
-        growing.publish_unless_equal()
-    finally:
-        growing.discard()

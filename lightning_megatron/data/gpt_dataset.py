@@ -151,11 +151,8 @@ class GPTDataset(Dataset[dict[str, Tensor]]):
             do = "the files or their index cache were changed under the run: start again, without the cache"
             raise DataError.at(self.dataset.prefix, fault, do=do) from error
 
-    def sample_tokens(self, item: int) -> NDArray[np.int64]:
-        """Tokens of sample ``item`` and the extra one, padded at the end: ``[seq_length + extra]`` int64."""
-        return self._filled_tokens(item)[0]
-
     def _filled_tokens(self, item: int) -> tuple[NDArray[np.int64], int]:
+        """Tokens of a sample and the extra one, padded at the end, ``[seq_length + extra]``; and their number."""
         number = int(self._index.shuffle[item])
         (first, start), (last, end) = self._index.samples[number].tolist(), self._index.samples[number + 1].tolist()
         documents = self._index.documents[first : last + 1].tolist()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import filecmp
 import os
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -62,6 +63,26 @@ class GrowingFile:
         with suppress(OSError):  # buffered bytes may find no space
             self.stream.close()
         self.path.unlink(missing_ok=True)
+
+
+@contextmanager
+def written_at_once(path: Path, *, keep_equal: bool = False) -> Iterator[BinaryIO]:
+    """Open a new file that is at ``path`` once the block has ended; a block that raises leaves none.
+
+    Args:
+        path: its final name.
+        keep_equal: True to keep a file there with the same content, which other processes may have mapped.
+
+    Raises:
+        OSError: naming the file, if the disk is full.
+    """
+    growing = GrowingFile(path)
+    try:
+        with writing(growing.path):
+            yield growing.stream
+        growing.publish_unless_equal() if keep_equal else growing.publish()
+    finally:
+        growing.discard()
 
 
 def sweep(path: Path) -> None:

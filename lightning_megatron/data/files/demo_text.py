@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from lightning_megatron.files.growing import GrowingFile
-from lightning_megatron.files.writing import writing
+from lightning_megatron.files.growing import written_at_once
 
 _SYLLABLES = tuple(a + b for a in ("b", "d", "f", "k", "l", "m", "n", "p", "r", "s", "t", "v") for b in "aeiou")
 _NOUNS, _VERBS, _ADJECTIVES = 600, 200, 150
@@ -63,11 +62,6 @@ class DemoText:
 
 def write_demo_text(path: Path, documents: int, seed: int) -> None:
     """Write documents as JSON lines, in one step."""
-    growing = GrowingFile(path)
-    try:
-        with writing(growing.path):
-            for text in DemoText(seed).documents(documents):
-                growing.stream.write(json.dumps({"text": text}).encode() + b"\n")
-        growing.publish()
-    finally:
-        growing.discard()
+    with written_at_once(path) as stream:
+        for text in DemoText(seed).documents(documents):
+            stream.write(json.dumps({"text": text}).encode() + b"\n")

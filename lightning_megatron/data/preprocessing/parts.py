@@ -14,7 +14,7 @@ from typing import Any
 from lightning_megatron.data.indexed_writer import IndexedDatasetWriter
 from lightning_megatron.data.preprocessing.encode import EncodeOptions, Encoder, LeftOut, tasks
 from lightning_megatron.data.preprocessing.textfiles import LineReader, Source, is_compressed
-from lightning_megatron.files.growing import GrowingFile
+from lightning_megatron.files.growing import written_at_once
 from lightning_megatron.files.small import read_object
 
 _FORMAT = 1
@@ -172,12 +172,8 @@ def write_part(part: PartFiles, options: EncodeOptions, encoder: Encoder, watch:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file in one step."""
-    growing = GrowingFile(path)
-    try:
-        growing.stream.write(json.dumps(content).encode())
-        growing.publish()
-    finally:
-        growing.discard()
+    with written_at_once(path) as stream:
+        stream.write(json.dumps(content).encode())
 
 
 def _identity(source: Source) -> list[Any]:

@@ -18,8 +18,7 @@ from lightning_megatron.data.preprocessing.textfiles import (
 )
 from lightning_megatron.data.tokenizers import require
 from lightning_megatron.errors import ConfigError, DataError, Problem
-from lightning_megatron.files.growing import GrowingFile
-from lightning_megatron.files.writing import writing
+from lightning_megatron.files.growing import written_at_once
 
 _LONGEST_LINE = 1 << 16
 _SIZE_LIMIT = re.compile(r"value <= (\d+)")
@@ -117,13 +116,8 @@ def train_tokenizer(
             raise faults[0] from None
         raise ConfigError([_refused(vocab_size, str(error))]) from error
     target = Path(output)
-    growing = GrowingFile(target)
-    try:
-        with writing(growing.path):
-            growing.stream.write(model.getvalue())
-        growing.publish()
-    finally:
-        growing.discard()
+    with written_at_once(target) as stream:
+        stream.write(model.getvalue())
     return target
 
 

@@ -48,12 +48,6 @@ class Placement:
     ops: Ops = ANY_DEVICE
     compile_backend: str | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        """True if each rank holds the whole model."""
-        layout = self.mesh.layout
-        return layout.tp == layout.pp == layout.cp == layout.ep == layout.expert_tensor_parallel_size == 1
-
     def can_reuse_mesh(self, layout: ParallelLayout, device: torch.device) -> bool:
         """True if a strategy of this layout can reuse the mesh."""
         return self.mesh.layout == layout and self.mesh.rng.device == device and self.mesh.is_alive
@@ -136,7 +130,7 @@ def carry_over(
     from lightning_megatron.checkpoint.reshard import reshard
 
     mesh = placement.mesh
-    if not mesh.is_distributed and not previous.is_whole:
+    if not mesh.is_distributed and not previous.mesh.layout.is_whole:
         _wait_for_all_ranks(previous.mesh)
         mesh = previous.mesh
     # A model that no Trainer has placed may differ between ranks; as elsewhere in torch, that of rank 0 is used.

@@ -284,7 +284,7 @@ class TransformerModule(AdaptedModule):
         """Placement for which the model is to be built."""
         strategy, here = self.megatron_strategy, self._megatron_placement
         if strategy is None:
-            return here if here is not None and here.is_whole else Placement(ParallelMesh.single())
+            return here if here is not None and here.mesh.layout.is_whole else Placement(ParallelMesh.single())
         parts = strategy.stages(self.config.num_layers, self.config.loss_cost)
         stands = self.mesh, strategy.boundary, None if parts is None else tuple(parts)
         return Placement(*stands, strategy.recompute, strategy.ops, strategy.compile_backend)

@@ -131,10 +131,9 @@ class MegatronPrecision(Precision):
     def problems(self, kind: DeviceKind, layout: ParallelLayout) -> list[Problem]:
         """Reasons why this precision cannot be used on a kind of device, or under a layout."""
         if self.mode.params == torch.float64:
-            alone = layout.tp == layout.pp == layout.cp == layout.ep == 1
             reasons = {
                 f"{kind.type} has no double precision": not kind.supports_double,
-                "parallel layers compute in fp32: use data parallelism alone (tp=pp=cp=ep=1)": not alone,
+                "parallel layers compute in fp32: use data parallelism alone (tp=pp=cp=ep=1)": not layout.is_whole,
             }
             return [Problem("precision", self.precision, why, ("32-true",)) for why, holds in reasons.items() if holds]
         if self.mode.loss_scaled and not kind.supports_fp16_training:

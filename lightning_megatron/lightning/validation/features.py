@@ -32,11 +32,6 @@ _FINDER_OF_ONE_DEVICE = "it takes one device: give MegatronBatchSizeFinder, with
 _ALONE = "use data parallelism alone (tp=pp=cp=ep=1)"
 
 
-def is_data_parallel_alone(layout: ParallelLayout) -> bool:
-    """True if every rank holds the whole model, as under DDP."""
-    return layout.tp == layout.pp == layout.cp == layout.ep == 1
-
-
 @runtime_checkable
 class ChecksJob(Protocol):
     """A callback that checks, before a process is started, the job that it is part of."""
@@ -83,7 +78,7 @@ def trainer_problems(trainer: Trainer) -> list[Problem]:
 def _finder_problems(
     name: str, layout: ParallelLayout, micro_batch_size: int | None, ancestry: Set[str]
 ) -> list[Problem]:
-    if not is_data_parallel_alone(layout) or micro_batch_size is not None:
+    if not layout.is_whole or micro_batch_size is not None:
         return [Problem("callbacks", name, _FINDER)]
     if layout.dp in (None, 1) or "MegatronBatchSizeFinder" in ancestry:
         return []
@@ -91,7 +86,7 @@ def _finder_problems(
 
 
 def _averaging_problems(name: str, layout: ParallelLayout, modules: Sequence[LightningModule]) -> list[Problem]:
-    if not is_data_parallel_alone(layout):
+    if not layout.is_whole:
         return [Problem("callbacks", name, f"it averages whole models, and here ranks hold parts: {_ALONE}")]
     if any(is_overridden("configure_model", module) for module in modules):
         reason = (
@@ -108,7 +103,7 @@ def plugin_problems(
     found = []
     if type(checkpoint_io) is not TorchCheckpointIO:  # TorchCheckpointIO is Lightning's default, and is never called
         found.append(checkpoint_io_problem("plugins", checkpoint_io))
-    if layer_sync is not None and not is_data_parallel_alone(layout):
+    if layer_sync is not None and not layout.is_whole:
         reason = (
             f"ranks of a model do not hold the same batch norms: {_ALONE}, or a norm over features (LayerNorm, RMSNorm)"
         )
