@@ -98,7 +98,7 @@ class ShardedState:
         if self.is_flat:
             if split:
                 self._begin_anew()
-            self._provisional = [param for param in self.main_params if not self.optimizer.state.get(param)]
+            self._provisional = [p for p in self.main_params if not (split or self.optimizer.state.get(p))]
             allocate_state(self.optimizer, self._mains_by_group())
             for main in self._mains.values() if split else ():
                 main.split_all(self.optimizer)
@@ -115,10 +115,7 @@ class ShardedState:
                     self.optimizer.state[param] = state_like(param, made[1], made[0])
 
     def drop_initial_state(self) -> None:
-        """Remove the state that :meth:`init_state` has allocated: an optimizer may treat its first step specially.
-
-        Called after a save or an export.
-        """
+        """Remove the state that :meth:`init_state` has allocated to be saved: a first step may be a special one."""
         for param in self._provisional:
             self.optimizer.state.pop(param, None)
         self._provisional = []

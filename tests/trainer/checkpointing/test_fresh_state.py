@@ -78,7 +78,7 @@ def assert_same(found: Values, expected: Values) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("step", [0, 2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ours_and_stock_go_on_from_checkpoints_without_it(tmp_path: Path, optimizer: str, step: int) -> None:
     stock, ours, directory = tmp_path / "stock.ckpt", tmp_path / "ours.ckpt", tmp_path / "directory.ckpt"
@@ -86,7 +86,7 @@ def test_ours_and_stock_go_on_from_checkpoints_without_it(tmp_path: Path, optimi
     assert_same(fit_ours(optimizer, [SavesAt(step, ours)]), straight)
     assert_same(fit_ours(optimizer, [SavesAt(step, directory)], one_file=False), straight)
     for path in (stock, ours, directory):
-        assert_same(fit_ours(optimizer, resume=path), straight)
+        assert_same(fit_ours(optimizer, [SavesAt(step + 1, tmp_path / "later.ckpt")], path), straight)
     assert_same(fit("auto", optimizer, resume=ours), straight)
 
 
