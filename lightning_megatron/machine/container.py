@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_megatron.machine.finding import Finding
+from lightning_megatron.machine.gaudi import HL_SMI, cards_with
 
 KERNELS = "GC_KERNEL_PATH"
 LOGS = "HABANA_LOGS"
-_TOOL = "hl-smi"
 BUSY_MIB = 2048
 """Memory in use on a card above which a process holds it; a free card shows a few hundred MiB."""
 
@@ -82,14 +81,12 @@ def memory_mapping(root: Path) -> Finding:
 
 def busy_cards() -> list[Finding]:
     """Cards that another process holds, according to ``hl-smi``; empty without that tool."""
-    if shutil.which(_TOOL) is None:
+    if shutil.which(HL_SMI) is None:
         return []
-    asked = [_TOOL, "-Q", "module_id,utilization.aip,memory.used", "-f", "csv,noheader"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        return [Finding("modules", "unknown", f"{' '.join(asked)} failed: {error}", harmful=False)]
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+        rows = cards_with("module_id,utilization.aip,memory.used")
+    except OSError as error:
+        return [Finding("modules", "unknown", str(error), harmful=False)]
     usable = sorted((row for row in rows if len(row) == 3), key=lambda row: _leading_number(row[0]))
     busy = [row for row in usable if _leading_number(row[1]) > 0 or _leading_number(row[2]) > BUSY_MIB]
     held = "; ".join(f"{module}: {memory}, {load} busy" for module, load, memory in busy)

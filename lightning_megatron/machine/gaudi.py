@@ -48,7 +48,7 @@ _SWITCHES: tuple[tuple[str, str | None, str, bool], ...] = (
 
 BRIDGE = "habana-torch-plugin"
 _MODULE = "habana_frameworks"
-_TOOL = "hl-smi"
+HL_SMI = "hl-smi"
 
 
 def minor(text: str) -> str:
@@ -161,20 +161,32 @@ def mode(variables: Mapping[str, str] = os.environ) -> list[Finding]:
     return [Finding("Gaudi mode", "eager", cost, harmful=False)]
 
 
-def driver() -> list[Finding]:
-    """Cards and driver according to ``hl-smi``; empty without it and without Gaudi's software."""
-    bridge = installed(BRIDGE)
-    if shutil.which(_TOOL) is None:
-        fault = f"no {_TOOL} on PATH: the driver's version is not known"
-        return [Finding("Gaudi driver", "unknown", fault, harmful=False)] if bridge is not None else []
-    asked = [_TOOL, "-Q", "name,driver_version,memory.total", "-f", "csv,noheader"]
+def cards_with(fields: str) -> list[list[str]]:
+    """These fields of each card, according to ``hl-smi``.
+
+    Raises:
+        OSError: if it fails.
+    """
+    asked = [HL_SMI, "-Q", fields, "-f", "csv,noheader"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return [Finding("Gaudi driver", "unknown", f"{' '.join(asked)} failed: {error}")]
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+        raise OSError(f"{' '.join(asked)} failed: {error}") from None
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def driver() -> list[Finding]:
+    """Cards and driver according to ``hl-smi``; empty without it and without Gaudi's software."""
+    bridge = installed(BRIDGE)
+    if shutil.which(HL_SMI) is None:
+        fault = f"no {HL_SMI} on PATH: the driver's version is not known"
+        return [Finding("Gaudi driver", "unknown", fault, harmful=False)] if bridge is not None else []
+    try:
+        rows = cards_with("name,driver_version,memory.total")
+    except OSError as error:
+        return [Finding("Gaudi driver", "unknown", str(error))]
     if not rows:
-        return [Finding("Gaudi cards", "0", f"{_TOOL} lists none")]
+        return [Finding("Gaudi cards", "0", f"{HL_SMI} lists none")]
     cards = Finding("Gaudi cards", f"{len(rows)} x {rows[0][0]}, {rows[0][-1]} each")
     drivers = sorted({row[1] for row in rows if len(row) > 1})
     return [cards, Finding("Gaudi driver", ", ".join(drivers), *_driver_fault(drivers, bridge))]

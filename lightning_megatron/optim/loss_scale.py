@@ -84,18 +84,11 @@ class DynamicLossScale:
 
     def grad_scaler_state(self) -> dict[str, float]:
         """The state of a ``torch.amp.GradScaler`` that goes on from here, without hysteresis."""
-        settings = {
-            name: getattr(self, name) for name in ("scale", "growth_factor", "backoff_factor", "growth_interval")
-        }
-        return {**settings, "_growth_tracker": self._good_steps}
+        settings = "scale", "growth_factor", "backoff_factor", "growth_interval"
+        return {name: getattr(self, name) for name in settings} | {"_growth_tracker": self._good_steps}
 
     def load_grad_scaler_state(self, state: Mapping[str, float]) -> None:
         """Go on from a ``torch.amp.GradScaler``, with the settings and the hysteresis of this loss scale."""
-        tracked = int(state["_growth_tracker"])
-        self.load_state_dict(
-            {
-                "scale": state["scale"],
-                "good_steps": tracked % self.growth_interval,
-                "tolerated_overflows": self.hysteresis,
-            }
-        )
+        self.scale = float(state["scale"])
+        self._good_steps = int(state["_growth_tracker"]) % self.growth_interval
+        self._tolerated = self.hysteresis
