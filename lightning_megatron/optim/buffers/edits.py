@@ -7,10 +7,13 @@ values may have a copy of higher precision. So edits are detected and copied bef
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.optim.buffers.main_values import MainValues
 from lightning_megatron.optim.buffers.slot import Slot
+
+_BLOCK = 1 << 18
 
 
 def copy_edited_grads(main: MainValues, optimizer: Optimizer) -> None:
@@ -75,8 +78,16 @@ def copy_written_values(main: MainValues, everywhere: bool) -> None:
         return
     ranges = [range(main.flat.numel())] if everywhere else [main.local_range(slot) for slot in written]
     for here in ranges:
-        value, kept = main.bucket.own_params[here.start : here.stop], main.flat[here.start : here.stop]
-        kept.copy_(torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype)))
+        _copy_unequal(main.bucket.own_params[here.start : here.stop], main.flat[here.start : here.stop])
+
+
+def _copy_unequal(values: Tensor, kept: Tensor) -> None:
+    """Copy ``[n]`` values where they are not those in ``kept``, rounded; on the host in blocks that its caches hold."""
+    size = _BLOCK if kept.is_cpu else max(1, kept.numel())
+    for value, own in zip(values.split(size), kept.split(size), strict=True):
+        rounded = own.to(value.dtype)
+        if not own.is_cpu or not torch.equal(rounded, value):
+            own.copy_(torch.where(rounded == value, own, value.to(own.dtype)))
 
 
 def _restore_storage(main: MainValues, slot: Slot) -> None:
