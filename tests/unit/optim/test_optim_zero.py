@@ -53,6 +53,24 @@ def test_small_updates_move_only_parameters_with_main_values(main_dtype: torch.d
     assert zero.main_params[0][0].item() == (pytest.approx(0.99, abs=3e-5) if moves else 1.0)
 
 
+def test_elements_written_through_data_reach_main_values_and_no_others_change() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(700, 800, bias=False, dtype=BF16)  # several blocks of comparison
+    zero = wrap(model, torch.optim.SGD(model.parameters()), main_dtype=torch.float32)
+    zero.compare_values = True
+    main = zero.main_params[0].detach()
+    main.view(-1)[:] *= 1 + 2**-12  # bits that bf16 does not hold, and that it rounds away
+    expected = main.clone()
+    written = {0: 3.0, 300_000: torch.nan, 559_999: -5.0}
+    for place, value in written.items():
+        model.weight.data.view(-1)[place] = expected[place] = value
+    zero.copy_written_values()
+    kept = expected.to(BF16) == model.weight.detach().view(-1)
+    expected = torch.where(kept, expected, model.weight.detach().view(-1).float())
+    torch.testing.assert_close(main[: len(expected)], expected, rtol=0, atol=0, equal_nan=True)
+    assert 0.5 < kept.float().mean() < 1
+
+
 @pytest.mark.parametrize("alias", [True, False])
 def test_gradients_of_bf16_parameters_add_up_in_fp32(alias: bool) -> None:
     model = nn.Linear(1, 1, bias=False, dtype=BF16)
