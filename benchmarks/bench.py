@@ -260,7 +260,8 @@ def _write(out: Path, facts: dict[str, Any], contests: Sequence[Contest]) -> Non
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     args.accelerator = args.accelerator or ("cuda" if any(name.startswith("gpu") for name in args.rows) else "cpu")
-    rows, envs = rows_of(args.rows), args.cache / "envs"
+    rows, cache = rows_of(args.rows), args.cache.resolve()
+    envs = cache / "envs"
     if args.plan:
         print(plan(rows, args.accelerator))
         return 0
@@ -274,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_rows = [row for row in rows if row not in [c.row for c in contests]]
     end = time.monotonic() + 60 * args.minutes
     for number, row in enumerate(open_rows):
-        job = _job(row, args, weights_of(row.split("/")[0], args.cache / "weights"))
+        job = _job(row, args, weights_of(row.split("/")[0], cache / "weights"))
         entries, left_out = entries_of(row, job, envs, args.peers, args.checkout)
         if args.install:
             for name in {PEERS[e.name].environment for e in entries if e.name in PEERS}:

@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 MARK = "ROUND "
@@ -36,6 +37,7 @@ class Contestant:
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(
             command,
+            cwd=Path(__file__).parent,  # Python looks there before the path: never at the caller's checkout
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -78,15 +78,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--cache", type=Path, default=ROOT / ".bench", help="environments and weights")
     args = parser.parse_args(argv)
+    cache = args.cache.resolve()
     for row in args.rows:
         model, precision, layout = row.split("/")
-        weights = str(weights_of(model, args.cache / "weights"))
+        weights = str(weights_of(model, cache / "weights"))
         seq = 256 if model == "mixtral-tiny" else 512
         job = Job(weights, precision, layout, seq, accelerator=args.accelerator)
         begin: list[Callable[[], Contestant]] = [
-            partial(start, name, job, args.cache / "envs") for name in ("ours", *args.peers)
+            partial(start, name, job, cache / "envs") for name in ("ours", *args.peers)
         ]
-        begin += [partial(start, "ours", job, args.cache / "envs", path.resolve()) for path in args.checkout]
+        begin += [partial(start, "ours", job, cache / "envs", path.resolve()) for path in args.checkout]
         with ExitStack() as stack:
             running = []
             for make in begin:

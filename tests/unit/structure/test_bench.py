@@ -117,3 +117,23 @@ def test_without_ours_there_are_figures_and_no_ratios(bench: ModuleType, monkeyp
     found = contest(bench, "other", "another")
     assert found.ratio("other", "wall") is None
     assert results.table([found]).count("| - | - |") == 2
+
+
+def test_the_checkout_that_was_named_is_imported_not_the_working_directory(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contestant = sys.modules["contestant"]
+    for name in ("here", "named"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "which_one.py").write_text(
+            f"input(); print('ROUND [\"{name}\"]', flush=True); input()"  # a report, then it waits
+        )
+    monkeypatch.chdir(tmp_path / "here")
+    started = contestant.Contestant(
+        "ours", [sys.executable, "-m", "which_one"], {"PYTHONPATH": str(tmp_path / "named")}
+    )
+    try:
+        started.run(seconds=60)
+        assert started.rounds == [["named"]]
+    finally:
+        started.stop()
