@@ -85,9 +85,7 @@ def _copy_unequal(values: Tensor, kept: Tensor) -> None:
     """Copy ``[n]`` values where they are not those in ``kept``, rounded; on the host in blocks that its caches hold."""
     size = _BLOCK if kept.is_cpu else max(1, kept.numel())
     for value, own in zip(values.split(size), kept.split(size), strict=True):
-        rounded = own.to(value.dtype)
-        if not own.is_cpu or not torch.equal(rounded, value):
-            own.copy_(torch.where(rounded == value, own, value.to(own.dtype)))
+        own.copy_(torch.where(own.to(value.dtype) == value, own, value.to(own.dtype)))
 
 
 def _restore_storage(main: MainValues, slot: Slot) -> None:
