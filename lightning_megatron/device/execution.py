@@ -129,6 +129,16 @@ def compiles_ends(device: torch.device) -> bool:
     return device.type == HPU.type
 
 
+def compiles_softmax(device: torch.device) -> bool:
+    """True if ``compile=True`` compiles the passes over logits by themselves, without the head around them.
+
+    On CUDA they are three kernels then, in place of eight that read or write logits in fp32
+    (``benchmarks/device_step_h200_202611.md``). The products beside them add their gradients in place only outside of
+    graphs. On a CPU each pass finds its rows in the caches.
+    """
+    return device.type == CUDA.type
+
+
 _RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
 _RECIPE_MEGABYTES = 8192
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from torch import Tensor
 from lightning_megatron.by_shape import by_shape
 from lightning_megatron.comm.collectives import all_gather
 from lightning_megatron.device import cache_bytes
-from lightning_megatron.layers.accumulate import add_
 from lightning_megatron.mesh import Axis
+from lightning_megatron.ops.accumulate import add_
 from lightning_megatron.ops.matmul import matmul_fp32, product, upcasts
 from lightning_megatron.weight_grad_store import WeightGradStore
 
@@ -169,6 +170,38 @@ def _softmax_(
     return loss
 
 
+def _softmax_to_compile_(
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    scales: Tensor | None,
+    vocab_size: int,
+    smoothing: float,
+    softcap: float,
+) -> Tensor:
+    """:func:`_softmax_` on one rank, without writes between passes, which would keep a compiler from joining them."""
+    wide, steepness = logits.float(), None
+    if softcap:
+        capped = (wide / softcap).tanh()
+        wide, steepness = capped * softcap, 1 - capped.square()
+    peak, at_label = wide.amax(-1), labels.unsqueeze(-1)
+    log_total = (wide - peak.unsqueeze(-1)).exp().sum(-1).log()
+    loss = (peak - wide.gather(-1, at_label).squeeze(-1)) + log_total
+    if smoothing:
+        loss = (1 - smoothing) * loss + smoothing * (peak + log_total - wide.sum(-1) / vocab_size)
+    if scales is not None:
+        is_label = torch.arange(logits.shape[1], device=logits.device) == at_label
+        grad = (wide - (peak + log_total).unsqueeze(-1)).exp() - (1 - smoothing) * is_label - smoothing / vocab_size
+        grad = grad * scales.unsqueeze(-1)
+        logits.copy_(grad if steepness is None else grad * steepness)
+    return loss.dot(weights)
+
+
+@cache
+def _compiled_softmax(backend: str) -> Callable[..., Tensor]:
+    return torch.compile(_softmax_to_compile_, backend=backend)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -182,6 +215,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rule: _Rule,
         chunk_bytes: int,
         store: WeightGradStore | None,
+        backend: str | None,
     ) -> Tensor:
         rows = weight[: part.size]
         # If products are computed in fp32, logits and gradients stay fp32 until they are returned.
@@ -197,7 +231,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         scales, ctx.unit, ctx.headroom = _gradient_scales(weights, hidden.dtype)
         step = _chunk_length(hidden.shape[0], weight.dtype, weight.shape[0], chunk_bytes)
-        softmax_ = _softmax_ if part.axis.size > 1 else by_shape(_softmax_)
+        softmax_: Callable[..., Tensor] = _softmax_ if part.axis.size > 1 else by_shape(_softmax_)
+        how: tuple[Any, ...] = part, rule
+        if backend is not None and part.axis.size == 1:
+            softmax_, how = _compiled_softmax(backend), (part.total, rule.smoothing, rule.softcap)
         for start in range(0, hidden.shape[0], step):
             some = slice(start, start + step)
             x = hidden[some].to(dtype)
@@ -205,7 +242,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if bias is not None:
                 grad += bias[: part.size]
             # Not in place: `as_result` of device/execution.py says why.
-            loss = loss + softmax_(grad, labels[some], weights[some], scales[some] if wants_any else None, part, rule)
+            loss = loss + softmax_(grad, labels[some], weights[some], scales[some] if wants_any else None, *how)
             if d_hidden is not None:
                 d_hidden[some] = multiply(grad, rows)
             if d_weight is not None:
@@ -230,7 +267,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_weight = None
         if d_bias is not None:
             d_bias = _scaled_(d_bias, grad).to(ctx.bias_dtype)  # type: ignore[union-attr]  # it is not None
-        return _scaled_(d_hidden, grad), _scaled_(d_weight, grad * ctx.headroom), d_bias, *(None,) * 6
+        return _scaled_(d_hidden, grad), _scaled_(d_weight, grad * ctx.headroom), d_bias, *(None,) * 7
 
 
 def _gradient_scales(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, float]:
@@ -266,6 +303,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     weight_grads: WeightGradStore | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """``sum_t w_t cross_entropy(hidden_t W^T + b, label_t)`` without ever holding all logits.
 
@@ -285,6 +323,8 @@ def linear_cross_entropy(
         chunk_bytes: approximate size of the fp32 logits of one chunk; larger for 16-bit weights, if there were more
             than 8 chunks.
         weight_grads: store that knows the place of the weight's accumulated gradient; ``None`` to leave it to autograd.
+        backend: backend of ``torch.compile`` for the passes over a chunk's logits, if this rank has all of them;
+            ``None`` to run operation by operation.
 
     Returns:
         A scalar, fp32, equal on all ranks of the axis.
@@ -299,7 +339,7 @@ def linear_cross_entropy(
     hidden = hidden.to(weight.dtype) if is_cast else hidden
     with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
         loss: Tensor = _LinearCrossEntropy.apply(
-            hidden.flatten(0, -2), weight, bias, targets, weights, part, rule, chunk_bytes, weight_grads
+            hidden.flatten(0, -2), weight, bias, targets, weights, part, rule, chunk_bytes, weight_grads, backend
         )
     return loss
 

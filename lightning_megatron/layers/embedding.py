@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import reduce_from_region, reduce_scatter_sequence
-from lightning_megatron.layers.accumulate import add_rows_
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.ops.accumulate import add_rows_
 from lightning_megatron.params import SAME_NAME, ParamSpec
 from lightning_megatron.weight_grad_store import WeightGradStore
 
@@ -35,12 +35,20 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         (tokens,) = ctx.saved_tensors
-        rows, values = tokens.flatten(), grad.flatten(0, -2)
         place = ctx.store.place_of(ctx.weight)
         if place is None:
-            return None, torch.zeros_like(ctx.weight).index_add_(0, rows, values), None
-        add_rows_(place, rows, values)
+            return None, _rows_gradient(tokens, ctx.weight, grad), None
+        add_rows_(place, tokens.flatten(), grad.flatten(0, -2))
         return None, None, None
+
+
+def _rows_gradient(tokens: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of the whole weight."""
+    if weight.is_cpu:
+        return torch.zeros_like(weight).index_add_(0, tokens.flatten(), grad.flatten(0, -2))
+    with torch.enable_grad():
+        leaf = weight.detach().requires_grad_()
+        return torch.autograd.grad(F.embedding(tokens, leaf), leaf, grad)[0]
 
 
 class VocabParallelEmbedding(nn.Module):

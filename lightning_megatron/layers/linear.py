@@ -35,9 +35,9 @@ from lightning_megatron.comm.collectives import (
     start_reduce_scatter,
 )
 from lightning_megatron.errors import Problem, divisors, multiples_around, nearest_to, raise_if_any
-from lightning_megatron.layers.accumulate import add_product_
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.ops.accumulate import add_product_
 from lightning_megatron.ops.implementation import Selection
 from lightning_megatron.ops.matmul import PLAIN_GEMMS, LinearGemms, linear
 from lightning_megatron.params import ParamSpec

@@ -225,12 +225,14 @@ class Head(CompilablePart):
 
     Attributes:
         lora: adapters of the output layer; ``None`` without.
+        loss_backend: backend of ``torch.compile`` for the passes over logits; ``None`` to run them one by one.
     """
 
     def __init__(
         self, config: TransformerConfig, mesh: ParallelMesh, *, sequence_parallel: bool, ops: Ops = ANY_DEVICE
     ) -> None:
         super().__init__()
+        self.loss_backend: str | None = None
         self.axis, self.sequence_parallel = mesh.tp, sequence_parallel and mesh.tp.size > 1
         self.weight_grads = mesh.weight_grads
         self.lora: nn.Module | None = None
@@ -333,4 +335,5 @@ class Head(CompilablePart):
             softcap=self.softcap,
             bias=self.bias,
             weight_grads=self.weight_grads if self.weight_grads.takes_gradients else None,
+            backend=self.loss_backend,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from lightning_megatron.errors import Problem, divisors, nearest_to, raise_if_an
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.activation import activation_of
-from lightning_megatron.ops.grouped_linear import add_group_bias, batched_linear
+from lightning_megatron.ops.grouped_linear import FindSum, add_group_bias, batched_linear
 from lightning_megatron.ops.mixture_of_experts import ExpertBiases, visit_experts
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
@@ -51,6 +52,7 @@ class RoutedExperts(nn.Module):
         gates = (2,) if activation.parts == 2 else ()
         self.first, self.etp_rank = mesh.ep.rank * here, mesh.etp.rank
         self.activation = activation.run
+        self.weight_grads = mesh.weight_grads
         self.lora: nn.Module | None = None
         self.grouped_linear, self.mixture = ops.choose("grouped_linear"), ops.choose("mixture_of_experts")
         self._shapes = {"fc1": (num_experts, *gates, inner, hidden), "fc2": (num_experts, hidden, inner)}
@@ -83,23 +85,27 @@ class RoutedExperts(nn.Module):
         after = self.fc2.shape[1] - before - features
         return ExpertBiases(self.fc1_bias.flatten(1), F.pad(self.fc2_bias, (before, after)))
 
+    def _sum_of(self, weight: nn.Parameter) -> FindSum | None:
+        """Function that finds the sum of a weight's gradients; ``None`` where autograd adds them."""
+        return partial(self.weight_grads.place_of, weight) if self.weight_grads.takes_gradients else None
+
     def grouped(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """``[n, H] -> [n, H]``, rows sorted by expert; an expert may have none."""
         biases = self._biases()
-        inner: Tensor = self.grouped_linear.run(x, self.fc1.flatten(1, -2), counts)
+        inner: Tensor = self.grouped_linear.run(x, self.fc1.flatten(1, -2), counts, self._sum_of(self.fc1))
         if self.lora is not None:
             inner = self.lora("inner", x, inner, counts, self.grouped_linear.run)
         if biases is not None:
             inner = add_group_bias(inner, biases.fc1, counts)
         active = self.activation(inner)
-        out: Tensor = self.grouped_linear.run(active, self.fc2, counts)
+        out: Tensor = self.grouped_linear.run(active, self.fc2, counts, self._sum_of(self.fc2))
         if self.lora is not None:
             out = self.lora("outer", active, out, counts, self.grouped_linear.run)
         return out if biases is None else add_group_bias(out, biases.fc2, counts)
 
     def batched(self, x: Tensor) -> Tensor:
         """``[E/ep, n, H] -> [E/ep, n, H]``, the same number of rows for each expert."""
-        if self.lora is not None:
+        if self.lora is not None or self.weight_grads.takes_gradients:
             experts, rows, _ = x.shape
             return self.grouped(x.flatten(0, 1), [rows] * experts).unflatten(0, (experts, rows))
         biases = self._biases()
@@ -111,7 +117,7 @@ class RoutedExperts(nn.Module):
 
     def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """``[T, H] -> [T, H]``: weighted sum of the outputs of a token's experts ``[T, k]`` that are on this rank."""
-        if self.lora is not None:
+        if self.lora is not None or self.weight_grads.takes_gradients:
             return visit_experts(x, experts, weights, self.grouped, self.first, len(self.fc2))
         out: Tensor = self.mixture.run(
             x, experts, weights, self.fc1, self.fc2, self.activation, self.first, self._biases()

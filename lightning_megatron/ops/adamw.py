@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_megatron.ops.hpu_bridge import bridge, requires
+from lightning_megatron.device.hpu_bridge import bridge, requires
 from lightning_megatron.ops.implementation import Implementation, Selectable
 
 Groups = Iterable[Any]

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
+from lightning_megatron.device.hpu_bridge import bridge, requires
 from lightning_megatron.ops.blockwise_attention import blockwise_attention
 from lightning_megatron.ops.cpu.attention_blocks import attention_blocks, takes
 from lightning_megatron.ops.dropout import dropout as drop
-from lightning_megatron.ops.hpu_bridge import bridge, requires
 from lightning_megatron.ops.implementation import Function, Implementation, Op
 from lightning_megatron.ops.matmul import upcasts
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_megatron import device as devices
 from lightning_megatron.arguments import OneOf, at_least, field_problems
 from lightning_megatron.device import Fp8Arithmetic
+from lightning_megatron.device.hpu_bridge import missing
 from lightning_megatron.errors import Problem, nearest_names
-from lightning_megatron.ops.hpu_bridge import missing
 from lightning_megatron.ops.implementation import Implementation, Selectable
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.by_shape import by_shape
+from lightning_megatron.ops.accumulate import add_product_
 from lightning_megatron.ops.cpu.onednn import by_onednn
 from lightning_megatron.ops.implementation import Implementation, Op
 from lightning_megatron.ops.matmul import matmul_into, product, upcasts
+from lightning_megatron.weight_grad_store import GradPlace
+
+FindSum = Callable[[], GradPlace | None]
+"""Function that a backward calls for the buffer to which it adds the weights' gradient; ``None``: return it."""
 
 SHORTEST = 16
 """Smallest number of rows of a product whose kernel is built for its shape."""
@@ -63,35 +68,57 @@ def _lengthened(x: Tensor, length: int) -> Tensor:
     return x if x.shape[0] == length else F.pad(x, (0, 0, 0, length - x.shape[0]))
 
 
+def _factors(grad: Tensor, x: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """``[m, n_g], [n_g, k]`` of each group, whose product is the gradient of its weight."""
+    for dy, rows in zip(grad.split(counts), x.split(counts), strict=True):
+        length = rounded_length(len(rows)) if builds_kernels(dy.t(), rows) else len(rows)
+        yield _lengthened(dy, length).t(), _lengthened(rows, length)
+
+
 @by_shape
 def _weight_gradients(grad: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """``[n, m], [n, k]`` to ``[G, m, k]``, the product of each group's rows."""
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for dy, rows, here in zip(grad.split(counts), x.split(counts), dw, strict=True):
-        length = rounded_length(len(rows)) if builds_kernels(dy.t(), rows) else len(rows)
-        matmul_into(here, _lengthened(dy, length).t(), _lengthened(rows, length))  # of no rows: zeros
+    for here, (dy, rows) in zip(dw, _factors(grad, x, counts), strict=True):
+        matmul_into(here, dy, rows)  # of no rows: zeros
     return dw
+
+
+@by_shape
+def _add_weight_gradients(total: Tensor, grad: Tensor, x: Tensor, counts: Sequence[int], is_new: bool) -> None:
+    """Add them to a sum ``[G, m, k]``."""
+    for here, (dy, rows) in zip(total, _factors(grad, x, counts), strict=True):
+        if rows.shape[0]:
+            add_product_(GradPlace(here, is_new), dy, rows)
+        elif is_new:
+            here.zero_()
 
 
 class _GroupedLinear(torch.autograd.Function):
     """Writes each group's product into one output. Slices under autograd would have a full-size gradient per group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int], kernels: _Kernels, find_sum: FindSum | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.counts = counts
-        return _multiply(x, weight.transpose(1, 2).unbind(), counts)
+        ctx.counts, ctx.kernels, ctx.find_sum = counts, kernels, find_sum
+        return kernels.multiply(x, weight.transpose(1, 2), counts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        counts, grad = ctx.counts, grad.contiguous()
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = _multiply(grad, weight.unbind(), counts)
-        if ctx.needs_input_grad[1]:
-            dw = _weight_gradients(grad, x, weight, counts)
-        return dx, dw, None
+        counts, grad, dx = ctx.counts, grad.contiguous(), None
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        if needs_dx:
+            dx = ctx.kernels.multiply(grad, weight, counts)
+        if not needs_dw:
+            return dx, None, None, None, None
+        place = None if ctx.find_sum is None else ctx.find_sum()
+        if place is None:
+            return dx, ctx.kernels.weight_gradients(grad, x, weight, counts), None, None, None
+        _add_weight_gradients(place.grad.view_as(weight), grad, x, counts, place.is_new)
+        return dx, None, None, None, None
 
 
 class _GroupBias(torch.autograd.Function):
@@ -119,39 +146,68 @@ def add_group_bias(x: Tensor, bias: Tensor, counts: Sequence[int]) -> Tensor:
     return out
 
 
-def grouped_linear_reference(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """:func:`grouped_linear` in plain torch."""
+def grouped_linear_reference(
+    x: Tensor, weight: Tensor, counts: Sequence[int], find_sum: FindSum | None = None
+) -> Tensor:
+    """:func:`grouped_linear` in plain torch, with all gradients from autograd."""
     return torch.cat([rows @ w.t() for rows, w in zip(x.split(list(counts)), weight, strict=True)])
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], find_sum: FindSum | None = None) -> Tensor:
     """``x_g W_g^T`` for every group ``g`` of consecutive rows.
 
     Args:
         x: ``[n, in]``, the groups one after the other; groups may be empty.
         weight: ``[G, out, in]``.
         counts: number of rows of each group, on the host: nothing waits for the device.
+        find_sum: finds the sum to which the weights' gradient is added; ``None`` to return it to autograd.
 
     Returns:
         ``[n, out]``.
     """
-    out: Tensor = GROUPED_LINEAR.on(x.device.type)(x, weight, counts)
+    out: Tensor = GROUPED_LINEAR.on(x.device.type)(x, weight, counts, find_sum)
     return out
 
 
-def grouped_in_place(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+class _Kernels(NamedTuple):
+    """Products of all groups.
+
+    Attributes:
+        multiply: ``[n, k]`` and ``[G, k, m]`` to ``[n, m]``, the rows of each group times its matrix.
+        weight_gradients: see :func:`_weight_gradients`.
+    """
+
+    multiply: Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+    weight_gradients: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+
+
+def _ends(x: Tensor, counts: Sequence[int]) -> Tensor:
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
+
+
+_ONE_BY_ONE = _Kernels(lambda x, factors, counts: _multiply(x, factors.unbind(), counts), _weight_gradients)
+_AT_ONCE = _Kernels(
+    lambda x, factors, counts: F.grouped_mm(x, factors, offs=_ends(x, counts)),
+    lambda grad, x, weight, counts: F.grouped_mm(grad.t(), x, offs=_ends(x, counts)),
+)
+
+
+def grouped_in_place(x: Tensor, weight: Tensor, counts: Sequence[int], find_sum: FindSum | None = None) -> Tensor:
     """:func:`grouped_linear` with one product per group, each written into its rows of the output."""
-    out: Tensor = _GroupedLinear.apply(x, weight, tuple(counts))
+    out: Tensor = _GroupedLinear.apply(x, weight, tuple(counts), _ONE_BY_ONE, find_sum)
     return out
 
 
-def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """:func:`grouped_linear` by torch's kernel for all groups at once; tested by training Mixtral in ``tests/cuda``."""
-    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int], find_sum: FindSum | None = None) -> Tensor:
+    """:func:`grouped_linear` by torch's kernel for all groups at once; tested by training Mixtral in ``tests/cuda``.
+
+    No kernel adds the gradients of all groups to their fp32 sums: these are products of single groups.
+    """
+    out: Tensor = _GroupedLinear.apply(x, weight, tuple(counts), _AT_ONCE, find_sum)
+    return out
 
 
-def _beyond_kernel(x: Tensor, weight: Tensor, counts: Sequence[int]) -> str | None:
+def _beyond_kernel(x: Tensor, weight: Tensor, counts: Sequence[int], find_sum: FindSum | None = None) -> str | None:
     if not x.dtype == weight.dtype == torch.bfloat16:
         return "the kernel is for bf16"
     if any(size % 8 for size in weight.shape[1:]):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_megatron.device.hpu_bridge import missing
 from lightning_megatron.ops.activation import swiglu
 from lightning_megatron.ops.grouped_linear import add_group_bias, grouped_linear
-from lightning_megatron.ops.hpu_bridge import missing
 from lightning_megatron.ops.implementation import Implementation, Op
 
 Activation = Callable[[Tensor], Tensor]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.device import as_result
-from lightning_megatron.ops.hpu_bridge import bridge, requires
+from lightning_megatron.device.hpu_bridge import bridge, requires
 from lightning_megatron.ops.implementation import Implementation, Op
 
 

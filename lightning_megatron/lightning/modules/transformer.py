@@ -292,6 +292,8 @@ class TransformerModule(AdaptedModule):
     def compile_blocks(self, backend: str) -> None:
         """Run each block through ``torch.compile``, on Gaudi also the embedding, and the head with its loss.
 
+        On CUDA the passes over logits are compiled too.
+
         Layers that a subclass adds are not compiled. Names of parameters, checkpoints and hooks do not change.
 
         Args:
@@ -302,6 +304,8 @@ class TransformerModule(AdaptedModule):
         parts: list[nn.Module | None] = list(model.layers.values())
         if devices.compiles_ends(device):
             parts += [model.embedding, model.head]
+        if devices.compiles_softmax(device) and model.head is not None:
+            model.head.loss_backend = backend
         dynamic = False if devices.compiles_fixed_shapes(device) else None
         for part in parts:
             if part is not None:

@@ -21,7 +21,7 @@ class Software:
         fused_ring: True if the attention of a ring keeps no scores in memory.
         fused_sum: True if weight gradients are added to their sum by the matrix product.
         sum_block: elements of a 16-bit weight gradient that one kernel adds to the fp32 sum; 0 for all
-            (``layers/accumulate.py``).
+            (``ops/accumulate.py``).
         loss_chunks: chunks of tokens in which the output layer computes 16-bit losses (``layers/cross_entropy.py``).
     """
 

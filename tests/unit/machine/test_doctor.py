@@ -16,10 +16,10 @@ from lightning_megatron import device as devices
 from lightning_megatron.cli.doctor.findings import bridge_import as bridge_findings
 from lightning_megatron.cli.doctor.findings import findings
 from lightning_megatron.cli.doctor.findings import visible_modules_setting as module_findings
+from lightning_megatron.device.hpu_bridge import missing
 from lightning_megatron.machine import container, gaudi, host
 from lightning_megatron.machine.finding import Finding
 from lightning_megatron.machine.job_environment import own_environment
-from lightning_megatron.ops.hpu_bridge import missing
 
 SHARING = "PT_HPU_WEIGHT_SHARING"
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.config.recompute_plan import RecomputePlan
-from lightning_megatron.layers.accumulate import add_, add_product_, add_rows_
 from lightning_megatron.lightning.compat._private import has_hooks
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
+from lightning_megatron.ops.accumulate import add_, add_product_, add_rows_
 from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs

@@ -8,7 +8,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from lightning_megatron.device import prepare_bridge
+from lightning_megatron.device.kinds import prepare_bridge
 
 _PACKAGE = "habana_frameworks"
 

@@ -2,11 +2,12 @@
 
 On a CPU a summand of another dtype than the sum is converted in blocks that stay in the caches: torch would convert
 the whole summand first, into new memory. An accelerator converts in the kernel that adds, so there one call does all:
-each kernel launch costs time.
+each kernel launch costs time. On CUDA a product of 16-bit matrices is added to an fp32 sum before it is rounded.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_megatron.by_shape import by_shape
@@ -25,7 +26,7 @@ def add_(place: GradPlace, value: Tensor, scale: Tensor | None = None) -> None:
         elif place.is_new:
             here.copy_(some).mul_(scale)
         else:
-            here.addcmul_(some.to(here.dtype), scale)
+            here.addcmul_(some.to(here.dtype) if some.is_cpu else some, scale)
 
 
 def add_product_(place: GradPlace, a: Tensor, b: Tensor) -> None:
@@ -36,18 +37,28 @@ def add_product_(place: GradPlace, a: Tensor, b: Tensor) -> None:
         a: ``[n, k]``.
         b: ``[k, m]``.
     """
-    total = place.grad.flatten(0, -2)
+    total, beta = place.grad.flatten(0, -2), 0 if place.is_new else 1  # beta 0 does not read what was there
     upcast = upcasts(a, b)
     if upcast and a.dtype != total.dtype:
         a, b, upcast = a.to(total.dtype), b.to(total.dtype), False
     if a.dtype == total.dtype and not upcast:
-        total.addmm_(a, b, beta=0 if place.is_new else 1)  # beta 0 does not read what was there
+        total.addmm_(a, b, beta=beta)
+    elif total.is_cuda and total.dtype == torch.float32 and _ADDS_WIDER:
+        torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
     else:
         add_(place, product(a, b))
+
+
+_ADDS_WIDER = "dtype_out" in torch.ops.aten.addmm.overloads()
+"""True if torch adds 16-bit products to fp32 sums in one CUDA kernel: from 2.8 on."""
 
 
 def add_rows_(place: GradPlace, rows: Tensor, values: Tensor) -> None:
     """Add gradients ``[t, h]`` of the rows with numbers ``[t]``, which may repeat, to a sum ``[n, h]``."""
     if place.is_new:
         place.grad.zero_()
-    place.grad.index_add_(0, rows, values.to(place.grad.dtype))
+    values = values.to(place.grad.dtype)
+    if place.grad.is_cuda:  # `index_add_` adds there in an order that changes from run to run
+        place.grad.index_put_((rows,), values, accumulate=True)
+    else:
+        place.grad.index_add_(0, rows, values)
