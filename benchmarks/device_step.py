@@ -32,7 +32,7 @@ from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.models.presets import preset
 from lightning_megatron.planning.core.device_file import load_device
 from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.planning.time.software import COMPILED, EAGER
+from lightning_megatron.planning.time.software import software_of
 from lightning_megatron.planning.time.step import time_of
 
 KINDS = {
@@ -92,8 +92,8 @@ class StepTimes(Callback):
 def predicted(config: TransformerConfig, args: argparse.Namespace) -> float:
     """Tokens a second that `plan` predicts."""
     job = PlannedJob(config, ParallelLayout().resolve(1), args.seq, args.micro_batch, args.micro_batches)
-    software = COMPILED if args.compile else EAGER
-    return time_of(job, load_device(args.predict), software).tokens_per_second
+    device = load_device(args.predict)
+    return time_of(job, device, software_of(device.type, compiled=args.compile)).tokens_per_second
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,7 +18,7 @@ from lightning_megatron.ops.activation import swiglu
 from lightning_megatron.ops.attention import attention
 from lightning_megatron.ops.matmul import linear
 from lightning_megatron.ops.registry import Ops
-from lightning_megatron.planning.time.software import EAGER
+from lightning_megatron.planning.time.software import Software
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
@@ -99,7 +99,7 @@ def elementwise_rate(device: torch.device, limit: float, dtype: torch.dtype) -> 
         took = seconds_of(_forward_and_backward(block, (x, weight)), device, limit)
         # Norm and sum 5 values, two activations of half the width 1.5 each, joining them 2.
         values = ROWS * width * (5 + 3 + 2)
-        rates.append(3 * values * dtype.itemsize * EAGER.passes / took)
+        rates.append(3 * values * dtype.itemsize * Software.passes / took)
         if took > LONGEST:
             break
     return statistics.median(rates)

@@ -12,12 +12,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning_megatron.calibration.kernels import DTYPES
 from lightning_megatron.device import KINDS, best_available, device_count, kind_of, total_memory_bytes
 from lightning_megatron.errors import Problem, raise_if_any
-from lightning_megatron.planning.core.device_file import DeviceSpec, Efficiency, Link, device_names, load_device
+from lightning_megatron.planning.core.device_file import (
+    DeviceSpec,
+    DeviceType,
+    Efficiency,
+    Link,
+    device_names,
+    load_device,
+)
 
 Found = dict[str, Any]
 _SHORTEST = 0.5
@@ -47,7 +54,7 @@ def calibrate(
     count = processes or (min(cores, 8) if on_host else device_count(chosen))
     threads = max(1, cores // count) if on_host else 1
     memory = total_memory_bytes(chosen.type) // (count if on_host else 1)
-    spec = device_spec(_measured(chosen.type, count, threads, limit), memory, asynchronous=not on_host)
+    spec = device_spec(_measured(chosen.type, count, threads, limit), memory, cast(DeviceType, chosen.type))
     if out is not None:
         spec.write(out)
     return spec
@@ -86,13 +93,13 @@ def _measured(kind: str, count: int, threads: int, limit: float) -> list[Found]:
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def device_spec(found: Sequence[Found], memory: int, *, asynchronous: bool) -> DeviceSpec:
+def device_spec(found: Sequence[Found], memory: int, kind: DeviceType) -> DeviceSpec:
     """Device file from the results of all processes: the median of each figure.
 
     Args:
         found: results of ``worker.py``, one of each process.
         memory: bytes of one device.
-        asynchronous: True if kernels run beside the host.
+        kind: torch's type of device.
     """
     name = str(found[0]["name"])
     known = next((load_device(each) for each in device_names() if each.split("-")[0] in name.lower()), None)
@@ -101,7 +108,7 @@ def device_spec(found: Sequence[Found], memory: int, *, asynchronous: bool) -> D
     peaks, efficiency = _peaks_and_efficiency(found, bandwidth)
     links = [each["link"] for each in found if "link" in each]
     within = Link(*map(statistics.median, zip(*links, strict=True))) if links else base.within_node
-    beyond = known if asynchronous else None
+    beyond = None if kind == "cpu" else known
     return replace(
         base,
         name="calibrated",
@@ -115,7 +122,7 @@ def device_spec(found: Sequence[Found], memory: int, *, asynchronous: bool) -> D
         efficiency=efficiency,
         link_efficiency=1.0,
         kernel_seconds=statistics.median(each["kernel"] for each in found),
-        asynchronous=asynchronous,
+        type=kind,
         sources=(
             "flops: the fastest matrix product; efficiency, memory_bandwidth, kernel_seconds: measured",
             "within_node: all-gather and reduce-scatter, measured" if links else f"within_node: as of {base.name}",

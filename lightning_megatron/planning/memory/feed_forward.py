@@ -76,8 +76,9 @@ def _experts(x: Shapes, recomputes: bool) -> Half:
     forward = max(
         x.norm_copies + x.residual, copy + router + inside + local, copy + router + inside + shared_kept + beside
     )
-    # Weights whose gradients exist beside their sums in the buffer.
-    here = 0 if x.kernels.fuses_experts else c.num_experts // x.layout.ep * features * h
+    # Weights whose gradients exist beside their sums in the buffer: of one expert after the other, or of all.
+    at_once = 1 if x.kernels.adds_gradients else c.num_experts // x.layout.ep
+    here = 0 if x.kernels.fuses_experts else at_once * features * h
     column = here * x.gates
     combined = choices * h * (8 + 2 * x.item)
     freed = kept_product + inner + results
@@ -87,11 +88,11 @@ def _experts(x: Shapes, recomputes: bool) -> Half:
         - shared
         + max(
             combined,
-            row_in + inner + x.item * here - results,
-            row_in - results + x.returned(here),
+            row_in + inner + x.product(here) - results,
+            row_in - results + x.gradient(here),
             row_in + (4 * inner if x.gates == 2 else product) - results,
-            product - freed + row_in + x.item * column,
-            row_in - freed + x.returned(column),
+            product - freed + row_in + x.product(column),
+            row_in - freed + x.gradient(column),
         )
     )
     return Half(kept, forward, max(forward, backward) if recomputes else backward, deferred, again=again)

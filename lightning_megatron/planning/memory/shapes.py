@@ -26,7 +26,9 @@ class Kernels:
     Attributes:
         fuses_norm: True if a norm makes no fp32 copies of its input.
         adds_gradients: True if layers add a weight's gradient to the buffer themselves, before the last backward.
-        fuses_experts: True if the experts' products add gradients to the buffer themselves (Transformer Engine's do).
+        adds_wider: True if they add a 16-bit product to an fp32 sum without a tensor for it.
+        fuses_experts: True if the experts' products add all gradients to the buffer themselves, the last ones too
+            (Transformer Engine's do).
         copies_pieces: True if a reduce-scatter receives a piece from every rank before it adds them up.
         pads_values: True if a fused attention kernel takes only values of the keys' size, so that others are padded.
         blocks_of_logits: True if softmax processes a few rows of logits at a time, where the vocabulary is not sharded.
@@ -34,6 +36,7 @@ class Kernels:
 
     fuses_norm: bool = True
     adds_gradients: bool = False
+    adds_wider: bool = False
     fuses_experts: bool = False
     copies_pieces: bool = False
     pads_values: bool = False
@@ -41,7 +44,9 @@ class Kernels:
 
 
 ACCELERATOR = Kernels()
-"""Kernels of accelerators."""
+"""Kernels of Gaudi, and of an unknown accelerator."""
+CUDA = Kernels(adds_gradients=True, adds_wider=True)
+"""Kernels of CUDA."""
 HOST = Kernels(fuses_norm=False, adds_gradients=True, copies_pieces=True, pads_values=True, blocks_of_logits=True)
 """Kernels and collectives of a CPU: what a rehearsal on fake CPU tensors runs."""
 
@@ -228,7 +233,8 @@ class Shapes:
 
     def product(self, elements: int) -> int:
         """Bytes of a weight's gradient as its product returns it; 0 if the product accumulates into the buffer."""
-        return 0 if self.kernels.adds_gradients and not self.cast else self.item * elements
+        adds = self.kernels.adds_gradients and (not self.cast or self.kernels.adds_wider)
+        return 0 if adds else self.item * elements
 
     def returned(self, elements: int) -> int:
         """Temporary bytes of a gradient that autograd adds to the buffer."""

@@ -34,12 +34,25 @@ class Software:
     fused_loss: bool = False
     fused_ring: bool = False
     fused_sum: bool = False
-    sum_block: int = 1 << 18
+    sum_block: int = 0
     loss_chunks: int = 8
 
 
-EAGER = Software()
-"""This library as it runs by default."""
+_EAGER = {"cpu": Software(sum_block=1 << 18), "cuda": Software(fused_sum=True), "hpu": Software()}
+_COMPILED = {
+    "cpu": Software(passes=1.0, kernels=15),
+    "cuda": Software(passes=1.0, kernels=15, fused_loss=True),
+    "hpu": Software(passes=1.0, kernels=15),
+}
 
-COMPILED = Software(passes=1.0, kernels=15, sum_block=0)
-"""This library with ``compile=True``: compiled layers leave sums of gradients to autograd, which adds them whole."""
+
+def software_of(device: str, *, compiled: bool = False) -> Software:
+    """This library on a type of device.
+
+    Compiled layers leave sums of gradients to autograd, which adds them whole.
+
+    Args:
+        device: torch's type of device.
+        compiled: True with ``compile=True``.
+    """
+    return (_COMPILED if compiled else _EAGER)[device]

@@ -24,7 +24,7 @@ from lightning_megatron.planning.time.optimizer import (
 )
 from lightning_megatron.planning.time.pipeline import StageCosts, pipeline_seconds
 from lightning_megatron.planning.time.sizes import Sizes
-from lightning_megatron.planning.time.software import EAGER, Software
+from lightning_megatron.planning.time.software import Software, software_of
 from lightning_megatron.stage import StageLayers
 
 _AXES = ("tp", "cp", "ep")
@@ -99,14 +99,15 @@ class _Stage:
         return self.backward + self.again + sum(self.axes_backward)
 
 
-def time_of(job: PlannedJob, device: DeviceSpec, software: Software = EAGER) -> TimeEstimate:
+def time_of(job: PlannedJob, device: DeviceSpec, software: Software | None = None) -> TimeEstimate:
     """Predict the time of one optimizer step, in less than a millisecond.
 
     Args:
         job: the job.
         device: kind of device.
-        software: properties of the kernels.
+        software: properties of the kernels; ``None`` for those of this library in eager mode.
     """
+    software = software or software_of(device.type)
     sizes = Sizes(job)
     kinds = {kind: _layer(sizes, device, software, kind) for kind in _kinds(job)}
     stages = [_stage(sizes, device, software, stage, kinds) for stage in job.stages]

@@ -16,10 +16,11 @@ from lightning_megatron.planning.time.communication import Group, layer_communic
 from lightning_megatron.planning.time.compute import joined_tokens, layer_work, output_layer
 from lightning_megatron.planning.time.optimizer import dense_parameters, expert_parameters
 from lightning_megatron.planning.time.sizes import Sizes
-from lightning_megatron.planning.time.software import COMPILED, EAGER, Software
+from lightning_megatron.planning.time.software import Software, software_of
 from lightning_megatron.planning.time.step import time_of
 
 H100 = load_device("h100")
+EAGER, COMPILED = software_of("cuda"), software_of("cuda", compiled=True)
 
 
 def job(model: str = "llama3.1-8b", devices: int = 8, m: int = 8, recompute: RecomputePlan | None = None, **layout):
@@ -163,7 +164,7 @@ def test_an_uneven_load_of_experts_slows_their_layer() -> None:
 
 def test_sums_of_gradients_in_blocks_are_kernels_that_the_host_starts() -> None:
     """Blocks of 2**18 elements: as many kernels as the layer's weights have blocks, in bf16 and not in fp32."""
-    plain, blocks = replace(EAGER, sum_block=0), EAGER
+    plain, blocks = Software(), software_of("cpu")
     for precision, more in (("bf16-mixed", True), ("32-true", False), ("bf16-true", False)):
         sizes = Sizes(replace(job(devices=1), precision=precision))
         one, other = (layer_work(sizes, each, False).backward.kernels for each in (plain, blocks))
