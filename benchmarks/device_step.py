@@ -60,13 +60,25 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
 
 class StepTimes(Callback):
-    """Seconds of each step, and the profile of the last one."""
+    """Seconds of each step, profile of the last one, and on CUDA the most MB at the start and in parts of a step."""
 
     def __init__(self, device: torch.device, steps: int) -> None:
         self.device, self.steps, self.seconds = device, steps, list[float]()
         self.profiler = profile()
+        self.peaks: dict[str, int] = {}
+
+    def note_peak(self, part: str) -> None:
+        """Keep the most MB since the last call."""
+        if self.device.type == "cuda":
+            found = round(torch.cuda.max_memory_allocated() / 2**20)
+            self.peaks[part] = max(found, self.peaks.get(part, 0))
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.note_peak("forward and backward")
 
     def on_train_batch_start(self, *args: Any) -> None:
+        self.note_peak("between steps" if self.seconds else "start")
         synchronize(self.device)
         if len(self.seconds) == self.steps - 1:
             self.profiler.start()
@@ -74,6 +86,7 @@ class StepTimes(Callback):
 
     def on_train_batch_end(self, *args: Any) -> None:
         synchronize(self.device)
+        self.note_peak("optimizer")
         self.seconds.append(time.perf_counter() - self.begun)
         if len(self.seconds) == self.steps:
             self.profiler.stop()
@@ -135,8 +148,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "step_s": [round(each, 3) for each in times.seconds],
         "parameters": config.num_parameters(),
     }
-    if device.type == "cuda":
-        row["peak_mb"] = round(torch.cuda.max_memory_allocated() / 2**20)
+    if times.peaks:
+        row["peak_mb"] = times.peaks
     if args.predict:
         row["predicted_tokens_per_s"] = round(predicted(config, args))
     print(json.dumps(row))

@@ -7,6 +7,7 @@ truth is computed in fp32; an op may round a few times, so 2^-6 = 4 units of bf1
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.ops.activation import gelu_tanh, swiglu, swiglu_clamped
 from lightning_megatron.ops.attention import attention, attention_reference
 from lightning_megatron.ops.dropout import dropout
-from lightning_megatron.ops.grouped_linear import grouped_linear, grouped_product
+from lightning_megatron.ops.grouped_linear import grouped_in_place, grouped_linear, grouped_product
 from lightning_megatron.ops.norm import layer_norm, rms_norm, rms_norm_reference
 from lightning_megatron.ops.rope import rope, rope_reference
 from lightning_megatron.testing.parity import assert_same
+from lightning_megatron.weight_grad_store import GradPlace
 
 S, B, N, G, D, H = 9, 2, 6, 3, 8, 16
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
@@ -245,7 +247,30 @@ def test_grouped_products_are_those_of_each_group():
         torch.testing.assert_close(ours, right)
 
 
-@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="torch has no grouped product")
+has_kernel = pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="torch has no grouped product")
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (grouped_in_place, torch.float32),
+        (grouped_in_place, torch.bfloat16),
+        pytest.param(grouped_product, torch.bfloat16, marks=has_kernel),
+    ],
+)
+@pytest.mark.parametrize("is_new", [True, False])
+def test_gradients_of_groups_are_added_to_their_sums(is_new, function, dtype):
+    total = torch.full((4, 2, 4, 16), float("nan") if is_new else 1.0)
+    _, dx, none = products_of_groups(partial(function, find_sum=lambda: GradPlace(total, is_new)), dtype)
+    _, right_dx, right = products_of_groups(grouped_linear, torch.float32)
+    assert none is None
+    close = {"rtol": 2**-6, "atol": 2**-4} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(total.view(4, 8, 16), right + (0 if is_new else 1), **close)
+    torch.testing.assert_close(dx.float(), right_dx, **close)
+    assert torch.equal(total[1], torch.full_like(total[1], 0 if is_new else 1)), "a group without rows"
+
+
+@has_kernel
 def test_the_kernel_for_all_groups_means_the_same():
     ours, right = (products_of_groups(f, torch.bfloat16) for f in (grouped_product, grouped_linear))
     for a, b in zip(ours, right, strict=True):

@@ -24,6 +24,8 @@ LENGTH, VOCAB = 12, 64
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_embeddings": True},
+    "experts": {"num_experts": 4, "moe_router_topk": 2},
+    "experts that drop": {"num_experts": 4, "moe_router_topk": 2, "moe_capacity_factor": 1.0},
     "gpt": {"add_bias_linear": True, "norm": "layernorm", "activation": "gelu", "position_embedding": "learned"},
 }
 
@@ -38,13 +40,14 @@ class Case:
         self.model = GPTModel(config, mesh, recompute=RecomputePlan(recompute)).to(dtype)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.zero = ShardedOptimizer(optimizer, named_specs(self.model), mesh, DistributedOptimizerConfig())
-        self.store, self.found = mesh.weight_grads, 0
+        self.store, self.found = mesh.weight_grads, set[int]()
         if adds:
             self.store.set_places(self._find)
 
     def _find(self, param: Tensor) -> GradPlace | None:
         place = None if has_hooks(param) else self.zero.places()[id(param)]()
-        self.found += place is not None
+        if place is not None:
+            self.found.add(id(param))
         return place
 
     def loss(self, seed: int) -> Tensor:
@@ -78,7 +81,11 @@ def test_sums_over_micro_batches_are_those_of_autograd(kind: str, dtype: torch.d
                 case.backward(seed)
             case.grads()
     ours, autograds = (case.grads() for case in cases)
-    assert cases[0].found > 0
+    added = {name for name, param in cases[0].model.named_parameters() if id(param) in cases[0].found}
+    assert {name for name in added if "weight" not in name} == {
+        name for name, _ in cases[0].model.named_parameters() if name.endswith((".fc1", ".fc2"))
+    }
+    assert len(added) >= 8
     torch.testing.assert_close(
         ours, autograds, rtol=0, atol=(1e-6 if dtype == torch.float32 else 2e-2) * autograds.abs().max()
     )
