@@ -12,7 +12,7 @@ import yaml
 HERE = Path(__file__).parent
 PAGE = HERE / "lightning-suite.md"
 SUITE = HERE.parent / "tests" / "lightning_suite"
-KINDS = {"directory": "default", "file": "one file"}
+KINDS = {"directory": "directories", "file": "single files"}
 HEAD = """\
 <!-- made from tests/lightning_suite/differences.yaml by `python docs/lightning_suite.py` -->
 # Lightning's own tests, with our strategy
@@ -65,12 +65,12 @@ def page() -> str:
 
 def _ran(kind: str, run: dict[str, Any]) -> str:
     counts = f"{run['passed']} of {run['tests']} tests pass on both sides, {run['differ']} differ"
-    return f"With the {KINDS[kind]}, on Lightning {run['lightning']}: {counts}."
+    return f"With {KINDS[kind]}, on Lightning {run['lightning']}: {counts}."
 
 
 def _section(entry: dict[str, Any]) -> str:
     title = entry["reason"][0].upper() + entry["reason"][1:]
-    where = {"directory": " With the default alone.", "file": " With one file alone."}.get(entry.get("only", ""), "")
+    where = f" With {KINDS[entry['only']]} alone." if "only" in entry else ""
     left = " Not run with ours (`--deselect`)." if entry.get("left_out") else ""
     files = groupby(sorted(test.split("::") for test in entry["tests"]), key=lambda test: test[0])
     lines = "".join(_file(path, [name for _, name in tests]) for path, tests in files)
