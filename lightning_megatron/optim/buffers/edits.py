@@ -15,6 +15,8 @@ from lightning_megatron.optim.buffers.slot import Slot
 
 _BLOCK = 1 << 18
 """Elements; 65,536 to 262,144 took equal times, 16,384 a third more (``benchmarks/profile_step_cpu_202611.md``)."""
+_DEVICE_BLOCK = 1 << 24
+"""Elements on an accelerator: few kernels, whose results, up to 7 bytes an element, are small beside the model."""
 
 
 def copy_edited_grads(main: MainValues, optimizer: Optimizer) -> None:
@@ -83,8 +85,8 @@ def copy_written_values(main: MainValues, everywhere: bool) -> None:
 
 
 def _copy_unequal(values: Tensor, kept: Tensor) -> None:
-    """Copy ``[n]`` values where they are not those in ``kept``, rounded; on the host in blocks that its caches hold."""
-    size = _BLOCK if kept.is_cpu else max(1, kept.numel())
+    """Copy ``[n]`` values where they are not those in ``kept``, rounded, block by block: caches of a CPU hold one."""
+    size = _BLOCK if kept.is_cpu else _DEVICE_BLOCK
     for value, own in zip(values.split(size), kept.split(size), strict=True):
         own.copy_(torch.where(own.to(value.dtype) == value, own, value.to(own.dtype)))
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.optim.buffers.edits import _copy_unequal
 from lightning_megatron.optim.clip import local_norm
 from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.core.update_scope import ELEMENTWISE
@@ -69,6 +71,29 @@ def test_elements_written_through_data_reach_main_values_and_no_others_change() 
     expected = torch.where(kept, expected, model.weight.detach().view(-1).float())
     torch.testing.assert_close(main[: len(expected)], expected, rtol=0, atol=0, equal_nan=True)
     assert 0.5 < kept.float().mean() < 1
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out._base is None:
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize(("device", "block"), [("cpu", 1 << 18), ("meta", 1 << 24)])
+def test_values_are_compared_in_blocks_on_accelerators_too(device: str, block: int) -> None:
+    """A comparison at once would take 7 bytes more for each of a rank's parameters."""
+    values, kept = (torch.zeros(2 * block + 3, dtype=dtype, device=device) for dtype in (BF16, torch.float32))
+    with Largest() as seen:
+        _copy_unequal(values, kept)
+    assert seen.elements == block
 
 
 @pytest.mark.parametrize("alias", [True, False])
