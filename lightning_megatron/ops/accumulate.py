@@ -58,7 +58,9 @@ def add_rows_(place: GradPlace, rows: Tensor, values: Tensor) -> None:
     if place.is_new:
         place.grad.zero_()
     values = values.to(place.grad.dtype)
-    if place.grad.is_cuda:  # `index_add_` adds there in an order that changes from run to run
-        place.grad.index_put_((rows,), values, accumulate=True)
+    if place.grad.is_cuda:
+        # `index_add_` adds in an order that changes from run to run. The check of bounds that `index_put_` makes, and
+        # the lookup of these rows has made, lets the host wait in older torch.
+        torch.ops.aten._index_put_impl_(place.grad, [rows], values, accumulate=True, unsafe=True)
     else:
         place.grad.index_add_(0, rows, values)
