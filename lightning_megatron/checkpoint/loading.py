@@ -6,7 +6,7 @@ A failure on one rank raises on all of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -28,7 +28,7 @@ from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_oversiz
 from lightning_megatron.checkpoint.saving import own_key
 from lightning_megatron.checkpoint.select.hashes import Check, compared
 from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
-from lightning_megatron.checkpoint.tensors.keys import Key
+from lightning_megatron.checkpoint.tensors.keys import Key, not_begun
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.comm.all_ranks import on_all_ranks
@@ -129,7 +129,9 @@ class OpenCheckpoint(os.PathLike[str]):
         """Content of ``meta.pt``."""
         return self.source.meta
 
-    def fill(self, state: State, *, strict: bool = True, is_in_order: bool = True) -> Loaded:
+    def fill(
+        self, state: State, *, strict: bool = True, is_in_order: bool = True, alike: Collection[str] = ()
+    ) -> Loaded:
         """Fill a state. Every rank must call this.
 
         Fragments are filled in place; other values are replaced by the saved ones.
@@ -138,6 +140,7 @@ class OpenCheckpoint(os.PathLike[str]):
             state: fragments and values that this rank requests.
             strict: True to raise for keys that only one side has. A different shape always raises.
             is_in_order: True if this rank's optimizers list parameters in their order of definition.
+            alike: families of optimizers whose kind is the saved one's: these may have had no gradient so far.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint does not fit.
@@ -148,8 +151,8 @@ class OpenCheckpoint(os.PathLike[str]):
         part = on_all_ranks(mesh, action, lambda: self.source.part_for(state, order))
         metadata = part.metadata
         unexpected = _unexpected(state, metadata, mesh)
-        not_begun = _not_begun(state, metadata, self.meta)
-        wanted = {key: value for key, value in state.items() if key not in not_begun}
+        absent = not_begun(state, metadata.state_dict_metadata, alike)
+        wanted = {key: value for key, value in state.items() if key not in absent}
         missing = on_all_ranks(mesh, action, lambda: _missing(wanted, metadata, unexpected, strict))
         wanted = {key: value for key, value in wanted.items() if key not in missing}
         own = own_key(mesh)
@@ -159,7 +162,7 @@ class OpenCheckpoint(os.PathLike[str]):
         on_all_ranks(mesh, action, lambda: part.read(wanted))
         per_rank = wanted.pop(own) if is_own else None
         state.update(wanted)
-        return Loaded(self.meta, self.source.layout, per_rank, tuple(missing), tuple(not_begun), tuple(unexpected))
+        return Loaded(self.meta, self.source.layout, per_rank, tuple(missing), tuple(absent), tuple(unexpected))
 
     def tensors(self) -> dict[str, LazyTensor]:
         """Lazy tensors by key, in one process."""
@@ -248,19 +251,6 @@ def load(
     """
     opened = open_checkpoint(path, mesh, weights_only=weights_only, check=check)
     return opened.fill(state, strict=strict, is_in_order=is_in_order)
-
-
-def _not_begun(state: State, metadata: Metadata, meta: Mapping[str, Any]) -> set[str]:
-    """Keys of the state of parameters that a saved optimizer has, without state of them.
-
-    It has that of others, or was saved before its first step; else it is an optimizer of another kind.
-    """
-    saved = [key for key in map(Key.parse, metadata.state_dict_metadata) if key.state]
-    main = {(key.family, key.name) for key in saved if key.is_main}
-    begun = {(key.family, key.name) for key in saved if not key.is_main}
-    families = {family for family, _ in (begun if meta.get("global_step") else main)}
-    asked = {text: key for text in state if (key := Key.parse(text)).state and key.family in families}
-    return {text for text, key in asked.items() if (key.family, key.name) in main - begun and not key.is_main}
 
 
 def _missing(state: State, metadata: Metadata, unexpected: Sequence[str], strict: bool) -> list[str]:

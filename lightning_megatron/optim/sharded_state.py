@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -120,13 +120,10 @@ class ShardedState:
             self.optimizer.state.pop(param, None)
         self._provisional = []
 
-    def drop_state(self, names: Collection[str]) -> None:
-        """Remove the state of parameters, by the names of checkpoints; between ``init_state(split=True)`` and its end.
-
-        The optimizer creates it at their next gradients.
-        """
+    def drop_state(self, names: Set[str]) -> None:
+        """Remove state by the names of checkpoints, after ``init_state(split=True)``; the next gradient begins it."""
         for param, own in self._names_of_parts():
-            if own and own <= set(names):
+            if own and own <= names:
                 self.optimizer.state.pop(param, None)
 
     def names_by_state(self) -> tuple[set[str], set[str]]:
@@ -226,6 +223,11 @@ class ShardedState:
             {n: value for n, value in group.items() if n not in _MEMBERS and not (n == STEP and self.is_flat)}
             for group in self.optimizer.param_groups
         ]
+
+    def is_like(self, settings: Iterable[Mapping[str, Any]]) -> bool:
+        """True if :meth:`group_settings` of another optimizer have all that this kind has by default, but switches."""
+        own = {n for n, value in self.optimizer.defaults.items() if not (value is None or isinstance(value, bool))}
+        return all(own - {STEP} <= group.keys() for group in settings)
 
     def load_group_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Restore the result of :meth:`group_settings`, except the choice of a kernel."""

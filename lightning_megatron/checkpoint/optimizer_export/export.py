@@ -21,6 +21,7 @@ from lightning_megatron.checkpoint.formats.safetensors_file import Entry
 from lightning_megatron.checkpoint.integrity.fault import listed
 from lightning_megatron.checkpoint.optimizer_export.memory_levels import StateHolders, collecting_steps
 from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
+from lightning_megatron.checkpoint.tensors.keys import not_begun
 from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
@@ -129,8 +130,11 @@ def import_state(
     state: State,
     experts: Collection[str],
     through: Collectors,
+    alike: Collection[str] = (),
 ) -> HostMemory:
     """Fill a state in place from such a file of any layout; arguments of :func:`export_state`. Every rank calls this.
+
+    Keys of parameters that had no gradient so far are removed (:func:`not_begun`, which explains ``alike``).
 
     Raises:
         ConfigError: for an unknown level.
@@ -139,6 +143,8 @@ def import_state(
     path, action = Path(path), f"loading {path}"
     mesh, steps = through.mesh, through.steps
     entries = _from_first(mesh, action, lambda: safetensors_file.read_entries(path))
+    for key in not_begun(state, entries, alike):
+        del state[key]
     on_all_ranks(mesh, action, lambda: _refuse_misfit(state, entries))
     own = _chunks(state, only_written=False)
     wanted = all_gather_object(mesh, [(*place, place[0] in experts) for place in own])

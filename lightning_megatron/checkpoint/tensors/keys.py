@@ -16,6 +16,7 @@ These names are on disk: they change with a new version of the format only. The 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 MODEL = "model"
@@ -146,6 +147,19 @@ def is_groups(key: str) -> bool:
 def rank_key(pp: int, dp: int, cp: int, tp: int) -> str:
     """Key of values that only the rank at these coordinates of the same layout can use."""
     return str(Key(_PER_RANK, f"pp{pp}-dp{dp}-cp{cp}-tp{tp}"))
+
+
+def not_begun(asked: Iterable[str], saved: Iterable[str], alike: Collection[str]) -> set[str]:
+    """Those of the keys asked for that are state of parameters whose saved optimizer has none: no gradient so far.
+
+    The optimizer has state of others, or its family is among those ``alike``; else it is of another kind.
+    """
+    parsed = [key for key in map(Key.parse, saved) if key.state]
+    begun = {(key.family, key.name) for key in parsed if not key.is_main}
+    families = {family for family, _ in begun}.union(alike)
+    others = {(key.family, key.name) for key in parsed if key.family in families} - begun
+    wanted = {text: Key.parse(text) for text in asked}
+    return {text for text, key in wanted.items() if (key.family, key.name) in others and not key.is_main}
 
 
 def model_name(key: str) -> str | None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from lightning_megatron.checkpoint import State, refuse_nonfinite
 from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory, export_state, import_state
-from lightning_megatron.checkpoint.tensors.keys import Key, groups_key, is_groups
+from lightning_megatron.checkpoint.tensors.keys import Key, groups_key, is_groups, optimizer_family
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning.checkpointing.trainer_state import (
+    begin_optimizer,
+    complete_state,
     continue_optimizer,
     optimizer_part,
-    take_group_settings,
 )
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
@@ -27,8 +27,9 @@ def export_optimizers(
     *,
     sharded: bool,
 ) -> HostMemory:
-    """Write main values, per-element state, steps and groups; all ranks call this."""
+    """Write main values, groups, and per-element state and steps where they exist; all ranks call this."""
     _refuse_whole(optimizers)
+    complete_state(optimizers, through.mesh)
     state, experts = _state(optimizers, through.mesh, sharded)
     for key, value in state.items():
         if is_groups(key):  # else names would be ordered by pipeline stage
@@ -46,18 +47,20 @@ def import_optimizers(
     *,
     sharded: bool,
 ) -> HostMemory:
-    """Fill optimizers from such a file, and parameters from their main values; all ranks call this."""
+    """Fill optimizers from such a file and drop state that it lacks, and refresh parameters; all ranks call this."""
     _refuse_whole(optimizers)
-    for optimizer in optimizers:
+    groups: State = {groups_key(index): None for index in range(len(optimizers))}
+    import_state(path, groups, (), through)
+    alike = {optimizer_family(i) for i, optimizer in enumerate(optimizers) if optimizer.is_like(groups[groups_key(i)])}
+    for index, optimizer in enumerate(optimizers):
         optimizer.finish_param_gather()
-    for optimizer in optimizers:
-        optimizer.init_state(split=True)
+        begin_optimizer(optimizer, groups[groups_key(index)])
     state, experts = _state(optimizers, through.mesh, sharded)
-    memory = import_state(path, state, experts, through)
+    asked = set(state)
+    memory = import_state(path, state, experts, through, alike)
     on_all_ranks(through.mesh, f"loading {path}", lambda: refuse_nonfinite(state, ()))
     for index, optimizer in enumerate(optimizers):
-        take_group_settings(optimizer, state[groups_key(index)])
-        continue_optimizer(index, optimizer, state)
+        continue_optimizer(index, optimizer, state, asked - state.keys())
     return memory
 
 
@@ -72,8 +75,7 @@ def _state(optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh, sharded: 
     state: State = {}
     experts: set[str] = set()
     for index, optimizer in enumerate(optimizers):
-        optimizer.init_state()
-        part: dict[str, Any] = optimizer_part(index, optimizer, mesh, sharded)
+        part = optimizer_part(index, optimizer, mesh, sharded)
         names = {shard.name for shard in optimizer.param_shards() if shard.spec.is_expert}
         experts |= {key for key in part if (parsed := Key.parse(key)).state and parsed.name in names}
         state |= part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,7 +124,7 @@ def _optimizer_states(
     module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh, sharded: bool
 ) -> tuple[State, set[str]]:
     """State of all optimizers, and the keys of the part that only optimizer steps and loads write."""
-    _complete_state(optimizers, mesh)
+    complete_state(optimizers, mesh)
     state: State = {}
     late: set[str] = set()
     for index, optimizer in enumerate(optimizers):
@@ -134,13 +134,10 @@ def _optimizer_states(
     return state, late
 
 
-def _complete_state(optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh) -> None:
+def complete_state(optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh) -> None:
     """Allocate state if a part of a parameter has some and another rank's part, without gradients so far, has none."""
-    begun: set[str] = set()
-    others: set[str] = set()
-    for optimizer in optimizers:
-        with_state, without = optimizer.names_by_state()
-        begun, others = begun | with_state, others | without
+    names = [optimizer.names_by_state() for optimizer in optimizers]
+    begun, others = (set[str]().union(*(pair[which] for pair in names)) for which in (0, 1))
     if not all(map(any, zip(*all_gather_object(mesh, (bool(begun), bool(others))), strict=True))):
         return
     others = others.union(*all_gather_object(mesh, sorted(others)))
@@ -248,22 +245,18 @@ def load_optimizers(
     for index, optimizer in enumerate(optimizers):
         state |= optimizer_state(index, (), mesh, _groups(optimizer))
     opened.fill(state, strict=False, is_in_order=is_in_order)
+    alike = {optimizer_family(i) for i, optimizer in enumerate(optimizers) if optimizer.is_like(state[groups_key(i)])}
     for index, optimizer in enumerate(optimizers):
         rejoin(state[groups_key(index)], module, optimizer)
-        take_group_settings(optimizer, state[groups_key(index)])
-        optimizer.init_state(split=True)
+        begin_optimizer(optimizer, state[groups_key(index)])
         state |= optimizer_part(index, optimizer, mesh, sharded)
-    loaded = _fill(opened, state, module, finite=finite, is_in_order=is_in_order)
-    not_begun = [Key.parse(key) for key in loaded.not_begun]
+    loaded = _fill(opened, state, module, finite=finite, is_in_order=is_in_order, alike=alike)
     for index, optimizer in enumerate(optimizers):
-        optimizer.drop_state({key.name for key in not_begun if key.family == optimizer_family(index)})
-        continue_optimizer(index, optimizer, state)
+        continue_optimizer(index, optimizer, state, loaded.not_begun)
 
 
-def _fill(
-    opened: OpenCheckpoint, state: State, module: LightningModule, *, finite: bool, is_in_order: bool = True
-) -> Loaded:
-    loaded = opened.fill(state, strict=module.strict_loading, is_in_order=is_in_order)
+def _fill(opened: OpenCheckpoint, state: State, module: LightningModule, *, finite: bool, **how: Any) -> Loaded:
+    loaded = opened.fill(state, strict=module.strict_loading, **how)
     if finite:
         names = trained_names(module)
         on_all_ranks(opened.mesh, f"loading {opened}", lambda: refuse_nonfinite(state, names))
@@ -300,16 +293,18 @@ def _groups(optimizer: ShardedOptimizer) -> list[Mapping[str, Any]]:
     return [{**settings, "params": names} for settings, names in parts]
 
 
-def take_group_settings(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]] | None) -> None:
-    """Load the settings of groups (such as the next step's learning rate), which decide what state there is."""
+def begin_optimizer(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]] | None) -> None:
+    """Load the settings of groups (the next step's learning rate and so on), and allocate the state that they need."""
     scalars, notes = regrouped(saved or (), optimizer.group_names())
     optimizer.load_group_settings(scalars)
     for note in notes:
         rank_zero_warn(note)
+    optimizer.init_state(split=True)
 
 
-def continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State) -> None:
-    """Load shared state, and refresh the parameters."""
+def continue_optimizer(index: int, optimizer: ShardedOptimizer, state: State, not_begun: Collection[str] = ()) -> None:
+    """Load shared state, drop that of the keys that had not begun, and refresh the parameters."""
+    optimizer.drop_state({key.name for key in map(Key.parse, not_begun) if key.family == optimizer_family(index)})
     optimizer.load_whole_state({name: state[whole_state_key(index, name)] for name in optimizer.whole_state()})
     known = shared_state(state, index)
     for shard in optimizer.param_shards():

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoint import load, save
+from lightning_megatron.checkpoint import State, load, save
 from lightning_megatron.checkpoint.tensors.keys import groups_key
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.checkpointing.trainer_state import (
+    begin_optimizer,
     continue_optimizer,
     optimizer_part,
-    take_group_settings,
 )
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.core.config import DistributedOptimizerConfig
@@ -147,10 +147,11 @@ class Job:
         save(path, self.part(), {}, self.mesh)
 
     def resume(self, path: Path) -> None:
-        self.zero.init_state()
+        groups: State = {groups_key(0): None}
+        load(path, groups, self.mesh, strict=False)
+        begin_optimizer(self.zero, groups[groups_key(0)])
         state = self.part()
         load(path, state, self.mesh)
-        take_group_settings(self.zero, state[groups_key(0)])
         continue_optimizer(0, self.zero, state)
 
 

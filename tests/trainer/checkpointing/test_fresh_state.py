@@ -61,17 +61,19 @@ class SavesAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def fit(strategy: Any, optimizer: str, callbacks: Any = (), resume: Path | None = None) -> Values:
+def fit(
+    strategy: Any, optimizer: str, callbacks: Any = (), resume: Path | None = None, make: type[Late] = Late
+) -> Values:
     seed_everything(5, verbose=False)
-    model = Late(optimizer)
+    model = make(optimizer)
     arguments: dict[str, Any] = {"limit_val_batches": 0, "use_distributed_sampler": False}
     trainer = quiet_trainer(strategy, max_steps=STEPS, callbacks=list(callbacks), **arguments)
     trainer.fit(model, DataLoader([ROWS] * STEPS, batch_size=None), ckpt_path=resume)  # type: ignore[arg-type]
     return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
-def fit_ours(optimizer: str, callbacks: Any = (), resume: Path | None = None, one_file: bool = True) -> Values:
-    return fit(MegatronStrategy(save_distributed_checkpoint=not one_file), optimizer, callbacks, resume)
+def fit_ours(optimizer: str, *arguments: Any, one_file: bool = True, **named: Any) -> Values:
+    return fit(MegatronStrategy(save_distributed_checkpoint=not one_file), optimizer, *arguments, **named)
 
 
 def assert_same(found: Values, expected: Values) -> None:
@@ -110,11 +112,44 @@ def test_what_a_search_has_done_to_an_optimizer_is_undone(tmp_path: Path, optimi
     assert_same(search(MegatronStrategy(save_distributed_checkpoint=not one_file)), search("auto"))
 
 
+class Apart(Late):
+    """The layer has an optimizer of its own."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        early, late = self.optimizers()  # type: ignore[misc]
+        uses_late = batch_idx >= LATE
+        hidden = self.first(batch)
+        self.manual_backward(self.last(self.late(hidden) if uses_late else hidden).square().mean())
+        for each in (early, late) if uses_late else (early,):
+            each.step()
+            each.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        early, make = [*self.first.parameters(), *self.last.parameters()], OPTIMIZERS[self.optimizer]
+        return [optim.AdamW(early), make(self.late.parameters(), lr=self.lr)]
+
+
 @pytest.mark.parametrize("one_file", [True, False])
-def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path, one_file: bool) -> None:
-    """It has no state at all after its steps."""
+@pytest.mark.parametrize("optimizer", ["nadam", "dampened"])
+def test_an_optimizer_without_steps_so_far_goes_on_beside_another(
+    tmp_path: Path, optimizer: str, one_file: bool
+) -> None:
     path = tmp_path / "a.ckpt"
-    fit_ours("plain", [SavesAt(2, path)], one_file=one_file)
+    straight = fit("auto", optimizer, make=Apart)
+    assert_same(fit_ours(optimizer, [SavesAt(2, path)], one_file=one_file, make=Apart), straight)
+    assert_same(fit_ours(optimizer, resume=path, make=Apart), straight)
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("one_file", [True, False])
+def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path, one_file: bool, step: int) -> None:
+    """It has no state at all, before and after its first step."""
+    path = tmp_path / "a.ckpt"
+    fit_ours("plain", [SavesAt(step, path)], one_file=one_file)
     with pytest.raises(CheckpointError, match="Missing key"):
         fit_ours("adamw", resume=path)
 
