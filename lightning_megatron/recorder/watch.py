@@ -65,6 +65,7 @@ class PeerWatch:
         timeout: timeout of collectives, in seconds.
         before_end: function to call before this process is ended; it ends the processes that this one has launched.
         children: function that returns the exit status of each launched rank that failed, negative for a signal.
+        launcher: id of the parent process without which this one is to end; ``None`` if it may outlive its parent.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PeerWatch:
         timeout: float,
         before_end: Callable[[], None],
         children: Callable[[], Mapping[int, int]],
+        launcher: int | None = None,
     ) -> None:
         assert recorder.folder is not None
         self._recorder, self._rank, self._timeout = recorder, rank, timeout
@@ -85,7 +87,7 @@ class PeerWatch:
         others = ((rank + distance) % world_size for distance in range(1, world_size))
         self._remote = deque(FailureProbe(self._folder, other) for other in others if other not in local)
         self._failed: FailureProbe | None = None
-        self._before_end, self._children = before_end, children
+        self._before_end, self._children, self._launcher = before_end, children, launcher
         self._patience = GRACE
         self._over = threading.Event()
         self._reporting = threading.Lock()
@@ -196,6 +198,8 @@ class PeerWatch:
             return f"rank {self._rank} has lost a peer", self._patience
         if (failed := self._failed_peer()) is not None:
             return f"rank {failed.rank} has failed", self._patience
+        if self._launcher not in (None, os.getppid()):
+            return f"process {self._launcher}, which launched it, has ended", self._patience
         if self._waited > self._timeout + LATE:
             return f"other ranks have kept it waiting for more than {self._timeout:.0f} s", 0.0
         return None, 0.0

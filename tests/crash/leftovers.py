@@ -111,6 +111,13 @@ def processes(mark: str) -> list[int]:
     return sorted(found)
 
 
+def ignores(process: int, number: signal.Signals) -> bool:
+    """True if a process ignores a signal, as Python's own helpers and workers that wait for their rank do."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:"))
+    return bool(mask >> (number - 1) & 1)
+
+
 def shared_memory(ids: set[int]) -> list[str]:
     """Segments named after processes."""
     names = os.listdir("/dev/shm") if Path("/dev/shm").is_dir() else []
@@ -151,7 +158,7 @@ def trial(name: str, number: signal.Signals, hits_child: bool, home: Path, dice:
     assert job.poll() is None, (home / "log").read_text()[-3000:]
     time.sleep(dice.uniform(0.0, 1.0))
     seen = set(processes(mark))
-    victims = sorted(seen - {job.pid}) if hits_child else []
+    victims = [one for one in sorted(seen - {job.pid}) if hits_child and not ignores(one, number)]
     os.kill(dice.choice(victims) if victims else job.pid, number)
     ends = _wait(lambda: not processes(mark), GONE_AFTER)
     seen |= set(processes(mark))

@@ -149,7 +149,9 @@ class ActionRecord:
             rank, first = strategy.global_rank, strategy.node_rank * self._ranks.num_local
             local, seconds = range(first, first + self._ranks.num_local), self._ranks.timeout.total_seconds()
             children = self._end_children, self._dead_children
-            self._watch = PeerWatch(self._recorder, rank, local, strategy.world_size, seconds, *children)
+            # torchrun ends its ranks, unless it is killed itself: then they would train on, out of anybody's sight.
+            launcher = os.getppid() if dist.is_torchelastic_launched() else None
+            self._watch = PeerWatch(self._recorder, rank, local, strategy.world_size, seconds, *children, launcher)
             if self._makes_group:  # else this process is not ended by force
                 self._watch.start()
 

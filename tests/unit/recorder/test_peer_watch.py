@@ -159,3 +159,11 @@ def test_a_rank_that_has_failed_and_hangs_is_ended(
     if state == State.RAISED:
         assert "it raised an error 0 s ago and has not ended yet" in text
     assert "test_peer_watch.py" in text  # where its main thread was
+
+
+def test_a_rank_whose_launcher_has_ended_is_to_end(ranks: list[Recorder]) -> None:
+    for launcher, reason in ((None, None), (os.getppid(), None), (1 << 30, "process 1073741824, which launched it")):
+        one = PeerWatch(ranks[0], 0, range(ON_A_HOST), WORLD, 1800.0, lambda: None, dict, launcher)
+        found, patience = one._trouble()
+        assert (found is None) == (reason is None)
+        assert found is None or (found.startswith(reason) and patience == watch.GRACE)
